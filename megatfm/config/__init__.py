@@ -1,0 +1,41 @@
+"""Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
+
+from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
+from megatfm.config.root import Config
+from megatfm.config.sections import (
+    AdamWConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    LogConfig,
+    ModelConfig,
+    MuonConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResumeConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluateConfig",
+    "LogConfig",
+    "ModelConfig",
+    "MuonConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ResumeConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "find_config",
+    "load",
+    "load_config",
+    "preset_names",
+    "to_toml",
+]

@@ -1,0 +1,31 @@
+"""What every config section shares: frozen, typed, no unknown keys; and paths that know where they came from."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+
+
+class Section(BaseModel):
+    """One section of a config file: immutable, and every key is known."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
+    )
+
+
+class FromCommandLine(str):
+    """A value given as `key=value`: when it turns out to be a path, it is relative to the current directory."""
+
+
+def _resolve(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str) or "://" in value:
+        return value
+    base = None if isinstance(value, FromCommandLine) else (info.context or {}).get("base")
+    return os.path.normpath(Path(base or Path.cwd()) / Path(value).expanduser())
+
+
+PathStr = Annotated[str, BeforeValidator(_resolve)]
+"""A path, made absolute on loading: relative to the config file, or to the current directory when it comes
+from the command line or from a preset. URLs are left alone."""

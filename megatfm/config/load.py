@@ -1,0 +1,182 @@
+"""Reading a config: a TOML file or a preset's name, then `key=value` overrides, then types and ranges."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from megatfm.config.base import FromCommandLine, Section
+from megatfm.config.root import Config
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_config(path_or_preset: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The training config in a file or preset, with `key=value` overrides. Raises UsageError."""
+    return load(Config, path_or_preset, overrides)
+
+
+def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+    """Read, override and validate a config of `kind`.
+
+    Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
+    to the current directory. Raises UsageError: one line with key, value, reason and a way out.
+    """
+    path, is_preset = find_config(path_or_preset)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    for override in overrides:
+        _apply(values, override)
+    base = Path.cwd() if is_preset else path.resolve().parent
+    try:
+        return kind.model_validate(values, context={"base": base})
+    except ValidationError as error:
+        raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
+
+
+def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
+    """The file of a config, and whether it is a preset that ships with megatfm. Raises UsageError."""
+    presets = Path(str(resources.files("megatfm") / "presets"))
+    path = Path(path_or_preset)
+    if path.is_file():
+        return path, path.resolve().parent == presets.resolve()
+    if str(path_or_preset) in preset_names():
+        return presets / f"{path_or_preset}.toml", True
+    if path.is_dir() and (path / "config.toml").is_file():
+        return path / "config.toml", False
+    raise UsageError(
+        f"{path_or_preset}: no such config file or preset{did_you_mean(str(path_or_preset), preset_names())}; "
+        f"presets: {', '.join(preset_names())}"
+    )
+
+
+def preset_names() -> list[str]:
+    """The names of the presets that ship with megatfm."""
+    files = (resources.files("megatfm") / "presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def to_toml(config: Section) -> str:
+    """A config as TOML, every default spelled out; what is not set (None) is left out."""
+    return tomli_w.dumps(_plain(config.model_dump(exclude_none=True)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Set one dotted `key=value` in nested tables; the value is TOML, or a plain string."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UsageError(f"override {override!r}: expected key=value, for example train.steps=100")
+    table = values
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
+    table[parts[-1]] = _parse(text.strip())
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return FromCommandLine(text)
+    return (
+        FromCommandLine(value if isinstance(value, str) else text)
+        if isinstance(value, str | date | time)
+        else value
+    )
+
+
+def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
+    """The first of a config's mistakes: key = value: reason; way out."""
+    first = error.errors(include_url=False)[0]
+    place, section, given = _walk(first["loc"], kind, values)
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    key = ".".join(place) or "config"
+    if first["type"] == "extra_forbidden":
+        known = list(section.model_fields) if section else []
+        return f"{key}: unknown key{did_you_mean(place[-1], known)}; {_known(known)}{more}"
+    if first["type"] == "missing":
+        return f"{key}: is required{_example(section, place[-1])}{more}"
+    if first["type"] == "value_error":
+        return f"{place[0] + ': ' if place else ''}{message}{more}"
+    if first["type"].startswith("union_tag"):
+        choices = first.get("ctx", {}).get("expected_tags", "")
+        return f"{key}.name: unknown or missing; choose one of {choices}{more}"
+    return f"{key} = {given!r}: {message[0].lower()}{message[1:]}{_example(section, place[-1])}{more}"
+
+
+def _walk(
+    loc: tuple[int | str, ...], kind: type[BaseModel], values: Mapping[str, Any]
+) -> tuple[list[str], type[BaseModel] | None, Any]:
+    """Follow an error's location; the tags that pydantic inserts for unions are not keys, so they go."""
+    place: list[str] = []
+    section: type[BaseModel] | None = kind
+    given: Any = values
+    for index, part in enumerate(loc):
+        options = _sections(section, place[-1]) if section and place else []
+        tagged = [
+            option
+            for option in options
+            if option.model_fields.get("name", None) and option.model_fields["name"].default == part
+        ]
+        if tagged:
+            section = tagged[0]
+            continue
+        if options:
+            section = options[0]
+        place.append(str(part))
+        if isinstance(given, Mapping):
+            given = given.get(str(part))
+        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
+            given = given[part]
+        if index < len(loc) - 1 and section and not _sections(section, place[-1]):
+            break
+    return place, section, given
+
+
+def _sections(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
+    """The section classes that a field of `section` may hold."""
+    field = section.model_fields.get(key) if section else None
+    if field is None:
+        return []
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return [
+        candidate
+        for candidate in candidates
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+    ]
+
+
+def _example(section: type[BaseModel] | None, key: str) -> str:
+    field = section.model_fields.get(key) if section else None
+    if field is None:
+        return ""
+    if field.examples:
+        return f"; for example {field.examples[0]!r}"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return "" if field.is_required() or default is None else f"; the default is {default!r}"
+
+
+def _known(known: Sequence[str]) -> str:
+    return f"known here: {', '.join(known)}" if known else ""

@@ -1,0 +1,232 @@
+"""The sections of a training config. Every field says what it means; `megatfm config schema` prints them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatfm.config.base import PathStr, Section
+
+
+class ModelConfig(Section):
+    """The architecture. Parts are named by their registry names."""
+
+    family: Literal["decoder"] = "decoder"
+    """The architecture's family."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; left out, the tokenizer's size."""
+    d_model: PositiveInt = Field(examples=[256])
+    """Width of the residual stream."""
+    n_layers: PositiveInt = Field(examples=[4])
+    """Number of blocks."""
+    n_heads: PositiveInt = Field(examples=[4])
+    """Number of query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; left out, `d_model / n_heads`."""
+    d_ff: PositiveInt = Field(examples=[1024])
+    """Inner width of the feed-forward network."""
+    norm: str = "rms_norm"
+    """Normalisation layer."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the normalisation."""
+    norm_position: str = "pre"
+    """Where the norms stand in a block."""
+    activation: str = "swiglu"
+    """Activation of the feed-forward network."""
+    position: str = "rope"
+    """Position encoding."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = True
+    """Share the weight of the token embedding with the output head."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights; residual projections start at init_std / sqrt(2 n_layers)."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"n_heads = {self.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
+                f"{_nearest_divisor(self.d_model, self.n_heads)}, or give head_dim"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}: choose n_kv_heads = "
+                f"{_nearest_divisor(self.n_heads, self.kv_heads)}"
+            )
+        if self.position == "rope" and self.head_width % 2:
+            raise ValueError(
+                f"rope turns pairs of channels, so head_dim = {self.head_width} must be even: choose head_dim = "
+                f"{self.head_width + 1}"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+
+class ObjectiveConfig(Section):
+    """What the model is trained to predict."""
+
+    name: str = "causal"
+    """Registered objective."""
+
+
+class DataConfig(Section):
+    """Corpora made by `megatfm prep`, and the order in which their text is read."""
+
+    train: PathStr = Field(examples=["corpora/quickstart/train"])
+    """Folder of the training corpus (shards and manifest.json)."""
+    validation: dict[str, PathStr] = Field(default_factory=dict)
+    """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""
+    tokenizer: PathStr = Field(examples=["corpora/quickstart/tokenizer.model"])
+    """The tokenizer that made the corpora (checked by its hash)."""
+    sequence_length: PositiveInt = Field(examples=[512])
+    """Tokens in one packed row."""
+    shuffle: bool = True
+    """Read in a shuffled order, another one each epoch; false reads in stored order."""
+    streams: PositiveInt = 64
+    """Places of the corpus that are read in turn; part of the order, so fixed for a run."""
+    attend_across_documents: bool = False
+    """Let packed documents see the ones before them in their row; positions then run through."""
+
+
+class ParallelConfig(Section):
+    """The layout: the product of all axes is the number of processes."""
+
+    dp_replicate: PositiveInt = 1
+    """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
+    dp_shard: int = Field(default=-1, ge=-1)
+    """Data-parallel ranks over which parameters, gradients and optimizer state are sharded; -1: all that are left."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    sequence_parallel: bool = True
+    """With tp > 1, keep norms and residuals on shards of the sequence."""
+    pp: PositiveInt = 1
+    """Pipeline stages (reserved: only 1 yet)."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks (reserved: only 1 yet)."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks (reserved: only 1 yet)."""
+
+    @model_validator(mode="after")
+    def _reserved(self) -> Self:
+        for axis in ("pp", "cp", "ep"):
+            if getattr(self, axis) != 1:
+                raise ValueError(
+                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp or dp_shard"
+                )
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run, as a factor on `optimizer.lr`."""
+
+    name: str = "cosine"
+    """Registered schedule."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly from 0."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The rate at the last step, as a part of the highest."""
+
+
+class TrainConfig(Section):
+    """The run: how long, in what batches, from what seed, on what."""
+
+    steps: PositiveInt = Field(examples=[1000])
+    """Optimizer steps."""
+    global_batch: PositiveInt = Field(examples=[32])
+    """Rows per step, over all ranks."""
+    micro_batch: PositiveInt = Field(examples=[8])
+    """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
+    seed: NonNegativeInt = 0
+    """Seed of initial weights and of the sample order."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Arithmetic of the model; weights and optimizer stay in float32 under bf16. auto: bf16 where it is faster."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    init_from: PathStr | None = None
+    """Start from the weights (only) of this run or checkpoint."""
+
+
+class CheckpointConfig(Section):
+    """When the whole state is saved, and how much of it is kept."""
+
+    every: PositiveInt = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+
+
+class ResumeConfig(Section):
+    """What a resumed run may change against the run that it continues."""
+
+    allow: list[Literal["data", "tokenizer", "seed", "schedule", "optimizer", "model", "batch"]] = Field(
+        default_factory=list
+    )
+    """Groups of settings whose change is accepted on resume; any other change is refused with a diff."""
+
+
+class EvaluateConfig(Section):
+    """Evaluation on the named validation corpora."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; the last step is always evaluated. 0: only then."""
+    max_rows: NonNegativeInt = 0
+    """Rows of each set that are used, from its start; 0: all."""
+
+
+class LogConfig(Section):
+    """What is written down while training."""
+
+    every: PositiveInt = 10
+    """Steps between lines on the screen and in the log; metrics hold every step."""
+    sinks: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
+    wandb_project: str = "megatfm"
+    """Project name for the wandb sink."""
+    profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
+    """Write a torch profile of these steps, first:end (end not included), into the run directory."""
+
+
+class AdamWConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019); matrices decay, norms and other vectors don't."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = Field(examples=[3e-4])
+    """Highest learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of the matrices."""
+    clip: NonNegativeFloat = 1.0
+    """Highest global gradient norm; 0: no clipping."""
+
+
+class MuonConfig(AdamWConfig):
+    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW with the fields above for all the rest."""
+
+    name: Literal["muon"] = "muon"  # type: ignore[assignment]
+    matrix_lr: PositiveFloat = Field(default=0.02, examples=[0.02])
+    """Highest learning rate of the matrices that Muon moves."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of Muon's momentum."""
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -1,0 +1,59 @@
+"""Parts by name. A package named in a config's `plugins` adds its own with the same decorator."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from megatfm.errors import UsageError
+
+Part = TypeVar("Part")
+
+
+class Registry(Generic[Part]):
+    """A table `name -> part` of one kind, e.g. `NORMS = Registry[type[nn.Module]]("norm")`."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._parts: dict[str, Part] = {}
+
+    def register(self, name: str) -> Callable[[Part], Part]:
+        """Decorator that enters a part. Raises UsageError when the name is taken by another part."""
+
+        def enter(part: Part) -> Part:
+            if self._parts.setdefault(name, part) is not part:
+                raise UsageError(f"{self.kind} {name!r} is registered twice: give one of them another name")
+            return part
+
+        return enter
+
+    def get(self, name: str) -> Part:
+        """The part of that name. Raises UsageError that lists the names there are."""
+        if name not in self._parts:
+            raise UsageError(
+                f"unknown {self.kind} {name!r}{did_you_mean(name, self._parts)}; there are: {', '.join(self.names())}"
+            )
+        return self._parts[name]
+
+    def names(self) -> list[str]:
+        return sorted(self._parts)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def import_plugins(packages: Iterable[str]) -> None:
+    """Import each package of a config's `plugins`, so that its parts are registered.
+
+    Raises UsageError that names the package when it can't be imported.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UsageError(
+                f"plugins: can't import {package!r} ({error}): install it or put its folder on PYTHONPATH"
+            ) from error
