@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -140,6 +141,7 @@ def process_group(call: Call) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # FSDP leaves cycles that keep a group's threads and sockets alive
 
 
 def answer(call: Call) -> Reply:
@@ -167,6 +169,7 @@ def serve(connection: Connection, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # torch itself need not be searched after every call
     with contextlib.suppress(EOFError):
         while True:
             connection.send_bytes(pickle.dumps(answer(pickle.loads(connection.recv_bytes()))))
