@@ -1,0 +1,274 @@
+"""The record of a run: `metrics.jsonl`, and the sinks that show the same numbers elsewhere.
+
+`metrics.jsonl` is the truth: one JSON object per step, every step exactly once, also after a resume.
+TensorBoard and Weights & Biases are views of it and may lag.
+"""
+
+import importlib
+import json
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.registry import Registry
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+_log = logging.getLogger("megatfm")
+
+
+class Sink(Protocol):
+    """One more place that shows the metrics."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a sink may know about its run.
+
+    `first_step` is the step of the restored checkpoint, 0 for a run from the start.
+    """
+
+    folder: Path
+    first_step: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    wandb_project: str = "megatfm"
+
+
+SINKS = Registry[Callable[[RunFacts], Sink]]("log sink")
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl` and the named sinks. Only rank 0 has one.
+
+    Opening it drops the lines of steps that the restored checkpoint has not seen, and a line torn by a kill.
+    Raises UsageError for an unknown or uninstalled sink, MegatfmError when a file can't be written.
+    """
+
+    def __init__(self, run: RunFacts, sinks: Sequence[str] = ()) -> None:
+        makers = [SINKS.get(name) for name in sinks]
+        self._path = run.folder / METRICS
+        with _naming(self._path):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            _rewind(self._path, run.first_step)
+        self._last_step = run.first_step or -1  # a run from the start may record a step 0
+        self._sinks = [make(run) for make in makers]
+        with _naming(self._path):
+            self._file = self._path.open("ab")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append the record of one step; a training record holds at least `step`, `tokens` and `loss`.
+
+        Nested tables are allowed. Raises ValueError when `step` does not come after the last one written.
+        """
+        step = record["step"]
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was written already: the last one was {self._last_step}")
+        with _naming(self._path):
+            self._file.write(to_line(record))
+            self._file.flush()  # a reader sees the step now; the disk sees it at sync()
+        self._last_step = step
+        for sink in self._sinks:
+            sink.write(record)
+
+    def sync(self) -> None:
+        """Put everything written so far on the disk. Called before a checkpoint is committed."""
+        with _naming(self._path):
+            os.fsync(self._file.fileno())
+        for sink in self._sinks:
+            sink.sync()
+
+    def close(self) -> None:
+        """Sync and close everything."""
+        self.sync()
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def log_event(folder: Path, event: str, detail: str, step: int | None = None) -> None:
+    """Append what happened to the run (`resumed`, `stopped`, …) to `events.jsonl`, at once and for good.
+
+    Unlike metrics, events are facts of the clock and not of the step: a resume keeps them all.
+    """
+    record = {"time": time.time(), "event": event, "detail": detail}
+    if step is not None:
+        record["step"] = step
+    path = folder / EVENTS
+    with _naming(path):
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        with path.open("ab") as file:
+            file.write((b"\n" if torn else b"") + to_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON. NaN and the infinities, which JSON lacks, become the strings that `float` reads."""
+    text = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _rewind(path: Path, first_step: int) -> None:
+    """Keep the lines of steps 1 … first_step, by an atomic rewrite if any other is there."""
+    if not path.exists():
+        if first_step:
+            _log.warning("%s is missing: the steps up to %d are not in the record", path, first_step)
+        return
+    old = path.read_bytes()
+    lines, damaged = [], 0
+    for line in old.splitlines(keepends=True):
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+            continue
+        if not line.endswith(b"\n"):
+            damaged += 1
+        elif first_step and step <= first_step:
+            lines.append(line)
+    if damaged:
+        _log.warning("%s: dropped %d damaged line(s)", path, damaged)
+    new = b"".join(lines)
+    if new == old:
+        return
+    draft = path.with_name(f".{path.name}.partial")
+    with draft.open("wb") as file:
+        file.write(new)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn an operating system error into one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise MegatfmError(f"can't write {path}: {error.strerror}; mend that and resume the run") from error
+
+
+def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and key not in ("step", "time"):
+            yield (prefix or "train/") + key, value
+
+
+@SINKS.register("tensorboard")
+class TensorBoard:
+    """TensorBoard event files under RUN/tensorboard; on resume the steps after the checkpoint are purged.
+
+    Written in the caller's thread: with tensorboardX's SummaryWriter, a writer thread that dies of a full disk
+    leaves a queue that fills up and blocks training for ever.
+    """
+
+    def __init__(self, run: RunFacts) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        folder = run.folder / "tensorboard"
+        self._event = event_pb2.Event
+        with _naming(folder):
+            folder.mkdir(exist_ok=True)
+            self._folder = folder
+            self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            purge = run.first_step + 1 if run.first_step else 0
+            self._writer.write_event(self._event(wall_time=time.time(), step=purge, session_log=start))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
+        for name, value in _numbers(record):
+            event.summary.value.add(tag=name, simple_value=value)
+        with _naming(self._folder):
+            self._writer.write_event(event)
+
+    def sync(self) -> None:
+        with _naming(self._folder):
+            self._writer.flush()
+
+    def close(self) -> None:
+        with _naming(self._folder):
+            self._writer.close()
+
+
+@SINKS.register("wandb")
+class WeightsAndBiases:
+    """One W&B run per run directory, under an id that is kept there, so that a resume goes on in it.
+
+    WANDB_MODE=offline and the like are respected. W&B can't take back what it was told: steps repeated after
+    a resume appear twice, at the same place of the step axis.
+    """
+
+    def __init__(self, run: RunFacts) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise UsageError(
+                "log.sinks asks for 'wandb', which is not installed: pip install 'megatfm[wandb]'"
+            ) from error
+        try:
+            self._run = wandb.init(
+                project=run.wandb_project,
+                name=run.folder.name,
+                id=_kept_id(run.folder / "wandb-id"),
+                resume="allow",
+                dir=str(run.folder),
+                config=dict(run.config),
+                settings=wandb.Settings(console="off"),  # the terminal belongs to the progress bar
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
+        # Our steps are the axis: W&B's own would drop, with a mere warning, every step repeated after a resume.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log({"step": record["step"], **dict(_numbers(record))})
+
+    def sync(self) -> None:
+        """W&B writes in its own process, as it comes."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept_id(path: Path) -> str:
+    with _naming(path):
+        if not path.exists():
+            draft = path.with_name(f".{path.name}.partial")
+            draft.write_text(secrets.token_hex(4))
+            draft.replace(path)
+        return path.read_text().strip()
