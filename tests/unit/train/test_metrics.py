@@ -44,7 +44,7 @@ def test_a_resume_leaves_every_step_exactly_once(tmp_path: Path) -> None:
 def test_a_line_torn_by_a_kill_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_steps(RunFacts(tmp_path), 1, 6)
     path = tmp_path / "metrics.jsonl"
-    for torn in (b'{"step":7,"los', b'{"step":7}', b"\0" * 40):  # cut; whole but for its end; a hole
+    for torn in (b'{"step":7,"los', b'{"step":6}', b"\0" * 40):  # cut; whole but for its end; a hole
         whole = path.read_bytes()
         path.write_bytes(whole + torn)
         MetricsLog(RunFacts(tmp_path, first_step=6)).close()
