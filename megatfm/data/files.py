@@ -1,0 +1,118 @@
+"""Files of a corpus: read only if they are plain files, written only as a whole."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from megatfm.errors import MegatfmError
+
+RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise a MegatfmError unless `path` is a plain file (no link, no device) of `size` bytes."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
+    if found.st_size != size:
+        raise MegatfmError(f"{path}: has {found.st_size} bytes, its manifest says {size}: {RESTORE}")
+
+
+def read_range(path: Path, offset: int, size: int) -> bytes:
+    """The `size` bytes of a plain file from `offset`; a MegatfmError if there are fewer or reading fails."""
+    try:
+        # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
+            data = os.pread(file.fileno(), size, offset)
+    except OSError as error:
+        raise MegatfmError(
+            f"{path}: cannot be read at byte {offset} ({error.strerror}): {RESTORE}"
+        ) from error
+    if len(data) != size:
+        raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {RESTORE}")
+    return data
+
+
+class WholeFile:
+    """A file that appears under its name only when it is complete and on disk.
+
+    Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
+    removes that and raises a MegatfmError. `size` and `blake3` describe what was written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._hash = blake3()
+        with writing(path):
+            self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (commit or discard closes it)
+
+    @property
+    def blake3(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        with self._whole_or_nothing():
+            rest = memoryview(data)
+            while rest:  # an unbuffered write may take only a part
+                rest = rest[self._file.write(rest) :]
+        self._hash.update(data)
+        self.size += len(data)
+
+    def commit(self) -> None:
+        with self._whole_or_nothing():
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self.path)
+            sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was written; does nothing after a commit."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        with writing(self.path):
+            try:
+                yield
+            except OSError:
+                self.discard()
+                raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` to `path` as a whole: temporary name, fsync, rename."""
+    file = WholeFile(path)
+    file.write(data)
+    file.commit()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's errors into a MegatfmError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise MegatfmError(
+            f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""The sidecar index of a shard: where each frame and each sample's tokens lie, without reading the shard.
+
+On disk: one zstd frame that holds a line of JSON (counts), an array of `FRAME` and an array of samples.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from megatfm.data.manifest import Shard
+from megatfm.errors import MegatfmError
+
+# A sample's frame is held in memory as a whole, so a damaged or hostile size must not pass.
+MAX_FRAME_BYTES = 2**30
+MAX_KEY_LENGTH = 80
+
+# Frames follow one another without gaps, so their offsets are the running sums of `compressed`.
+FRAME = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
+
+
+def sample_dtype(key_width: int) -> np.dtype[Any]:
+    """`offset`: where the token payload starts in its uncompressed frame; `tokens`: their number;
+    `text_bytes`: the UTF-8 bytes of the sample's text."""
+    return np.dtype([("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")])
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """`frames` [n_frames] of `FRAME` and `samples` [n_samples] of `sample_dtype`, in stored order."""
+
+    frames: NDArray[Any]
+    samples: NDArray[Any]
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Byte offsets [n_frames + 1] at which frames start in the shard; the last is the shard's size."""
+        return _running_sum(self.frames["compressed"])
+
+    @cached_property
+    def first_samples(self) -> NDArray[np.int64]:
+        """Numbers [n_frames + 1] of the frames' first samples within the shard."""
+        return _running_sum(self.frames["samples"])
+
+    def encode(self) -> bytes:
+        counts = {
+            "schema_version": 1,
+            "frames": len(self.frames),
+            "samples": len(self.samples),
+            "key_width": self.samples.dtype["key"].itemsize,
+        }
+        content = json.dumps(counts).encode() + b"\n" + self.frames.tobytes() + self.samples.tobytes()
+        return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(content)
+
+    @classmethod
+    def decode(cls, data: bytes, shard: Shard, token_bytes: int) -> "ShardIndex":
+        """Read an index and check it against its shard's entry in the manifest.
+
+        Raises a MegatfmError whose message is only the reason; the caller knows the place.
+        """
+        most = 256 + shard.samples * (FRAME.itemsize + sample_dtype(MAX_KEY_LENGTH).itemsize)
+        try:
+            if not 0 < zstandard.frame_content_size(data) <= most:
+                raise MegatfmError("its uncompressed size is absurd")
+            content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+            line, _, arrays = content.partition(b"\n")
+            counts = json.loads(line)
+            if counts["schema_version"] != 1:
+                raise MegatfmError(f"schema version {counts['schema_version']!r} is not known here, only 1")
+            n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
+            if not 1 <= key_width <= MAX_KEY_LENGTH:
+                raise MegatfmError(f"its keys are {key_width} bytes wide, not 1 to {MAX_KEY_LENGTH}")
+            samples = sample_dtype(key_width)
+            index = cls(
+                np.frombuffer(arrays, FRAME, n_frames),
+                np.frombuffer(arrays, samples, n_samples, n_frames * FRAME.itemsize),
+            )
+        except (
+            zstandard.ZstdError,
+            ArithmeticError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:
+            raise MegatfmError(f"not a readable index ({error})") from error
+        if len(arrays) != index.frames.nbytes + index.samples.nbytes:
+            raise MegatfmError("it is longer than its counts say")
+        index._check(shard, token_bytes)
+        return index
+
+    def _check(self, shard: Shard, token_bytes: int) -> None:
+        frames, samples = self.frames, self.samples
+        said = (shard.samples, shard.samples, shard.tokens, shard.text_bytes, shard.bytes)
+        found = (
+            len(samples),
+            int(frames["samples"].sum(dtype=np.int64)),
+            int(samples["tokens"].sum(dtype=np.int64)),
+            int(samples["text_bytes"].sum()),
+            int(self.offsets[-1]),
+        )
+        if found != said:
+            raise MegatfmError(
+                f"it disagrees with the manifest on (samples, samples in frames, tokens, text bytes, bytes): "
+                f"{found}, not {said}"
+            )
+        if (frames["samples"] == 0).any():
+            raise MegatfmError(f"frame {int((frames['samples'] == 0).argmax())} holds no sample")
+        claimed = np.maximum(frames["uncompressed"], frames["compressed"])
+        if claimed.max() > MAX_FRAME_BYTES:
+            raise MegatfmError(
+                f"frame {claimed.argmax()} claims {claimed.max()} bytes, over {MAX_FRAME_BYTES}"
+            )
+        ends = samples["offset"] + samples["tokens"].astype(np.int64) * token_bytes
+        outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
+        if outside.any():
+            raise MegatfmError(f"sample {int(outside.argmax())} ends outside its frame")
+
+
+def _running_sum(counts: NDArray[Any]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

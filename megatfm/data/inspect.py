@@ -1,0 +1,96 @@
+"""Look into a corpus: verify every byte of it, or print what it holds."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.data.corpus import Corpus
+from megatfm.data.files import RESTORE
+from megatfm.errors import MegatfmError
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` has read and found whole; `bytes` are those of the shards."""
+
+    shards: int
+    blocks: int
+    samples: int
+    tokens: int
+    text_bytes: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"whole: {self.shards:,} shards, {self.blocks:,} blocks, {self.samples:,} samples, "
+            f"{self.tokens:,} tokens of {self.text_bytes:,} bytes of text, {self.bytes:,} bytes on disk"
+        )
+
+
+def check(folder: str | Path) -> Checked:
+    """Re-read every sample and re-hash every file; a MegatfmError names the place of the first damage."""
+    corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
+    samples = tokens = 0
+    for number, shard in enumerate(corpus.manifest.shards):
+        found = blake3()
+        # Samples first: they tell where the damage is, the hash only that there is some.
+        for block in corpus.shard_blocks(number):
+            found.update(corpus.frame_bytes(block))
+            for sample in corpus.samples(block):
+                samples += 1
+                tokens += len(sample.tokens)
+        if found.hexdigest() != shard.blake3:
+            raise MegatfmError(
+                f"{corpus.folder / shard.file}: its BLAKE3 hash is not the manifest's: {RESTORE}"
+            )
+    return Checked(
+        shards=len(corpus.manifest.shards),
+        blocks=corpus.n_blocks,
+        samples=samples,
+        tokens=tokens,
+        text_bytes=corpus.n_text_bytes,
+        bytes=sum(shard.bytes for shard in corpus.manifest.shards),
+    )
+
+
+def show(
+    folder: str | Path, sample: int | None = None, decode: Callable[[NDArray[Any]], str] | None = None
+) -> str:
+    """Printable facts about a corpus, or one sample: its origin and its text (its ids without `decode`)."""
+    corpus = Corpus.open(folder)
+    if sample is not None:
+        return _show_sample(corpus, sample, decode)
+    disk = sum(shard.bytes for shard in corpus.manifest.shards)
+    facts = {
+        "corpus": str(corpus.folder),
+        "shards": f"{len(corpus.manifest.shards):,} ({disk:,} bytes, {corpus.n_blocks:,} blocks)",
+        "samples": f"{corpus.n_samples:,}",
+        "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
+        "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
+        "tokenizer": corpus.tokenizer_hash,
+        "fingerprint": corpus.fingerprint,
+        "provenance": json.dumps(corpus.manifest.provenance, ensure_ascii=False, sort_keys=True),
+    }
+    return _table(facts)
+
+
+def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
+    sample = corpus.sample(number)
+    facts = {
+        "sample": f"{number:,} of {corpus.n_samples:,}",
+        "key": sample.key,
+        "source": sample.source,
+        "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
+    }
+    text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
+    return f"{_table(facts)}\n\n{text}"
+
+
+def _table(facts: dict[str, str]) -> str:
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())

@@ -1,0 +1,108 @@
+"""The manifest of a corpus: its shards, their hashes, its tokenizer and how it came to be."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from megatfm.data.files import RESTORE, write_whole
+from megatfm.errors import MegatfmError, UsageError
+
+MANIFEST = "manifest.json"
+SHARD_NAME = r"shard-\d{6,9}\.tar\.zst"
+INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
+
+TokenDtype = Literal["uint16", "uint32"]
+# Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
+ShardName = Annotated[str, StringConstraints(pattern=f"^{SHARD_NAME}$")]
+IndexName = Annotated[str, StringConstraints(pattern=f"^{INDEX_NAME}$")]
+Blake3 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class IndexFile(_Strict):
+    """The sidecar index of a shard."""
+
+    file: IndexName
+    bytes: Count
+    blake3: Blake3
+
+
+class Shard(_Strict):
+    """One tar of samples; `text_bytes` counts the UTF-8 bytes that its tokens stand for."""
+
+    file: ShardName
+    bytes: Count
+    blake3: Blake3
+    samples: Count
+    tokens: Count
+    text_bytes: Count
+    index: IndexFile
+
+    @model_validator(mode="after")
+    def _is_plausible(self) -> Self:
+        # What a reader allocates grows with the samples; a file's size is checked before it is opened.
+        if self.samples > self.bytes:
+            raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
+        return self
+
+
+class Manifest(_Strict):
+    """All that a reader must know before it opens a shard; written last, so its presence is the commit."""
+
+    schema_version: Literal[1] = 1
+    token_dtype: TokenDtype
+    tokenizer_hash: Annotated[str, Field(min_length=1)]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False)]
+    provenance: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        names = [name for shard in self.shards for name in (shard.file, shard.index.file)]
+        if len(set(names)) < len(names):
+            raise ValueError("a file is listed twice")
+        return self
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The tokens' type on disk, little-endian."""
+        return np.dtype(self.token_dtype).newbyteorder("<")
+
+    @property
+    def fingerprint(self) -> str:
+        """A BLAKE3 hash of what determines the content and order of samples (not of how they were made)."""
+        facts = [self.token_dtype, self.tokenizer_hash, [shard.blake3 for shard in self.shards]]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
+        write_whole(folder / MANIFEST, f"{text}\n".encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read and validate `folder/manifest.json`; a UsageError if there is none, a MegatfmError if it's bad."""
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
+        path = folder / MANIFEST
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
+                "run `megatfm prep` (again)"
+            ) from error
+        except OSError as error:
+            raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error

@@ -1,0 +1,96 @@
+"""A sample as members of a tar: `KEY.tokens.npy` and `KEY.meta.json`, byte for byte reproducible."""
+
+import json
+import re
+import tarfile
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.index import MAX_KEY_LENGTH
+from megatfm.errors import MegatfmError
+
+# WebDataset ends a key at its first dot; without dots and slashes a key is also a safe file name.
+KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
+END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
+NPY_HEADER_BYTES = 128
+PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
+"""Where the tokens start, from the start of their sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One document: `number` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes."""
+
+    number: int
+    key: str
+    source: str
+    text_bytes: int
+    tokens: NDArray[Any]
+
+
+def encode_sample(key: str, tokens: NDArray[Any], source: str, text_bytes: int) -> bytes:
+    """The two tar members of a sample, padded to whole tar blocks."""
+    # ASCII escapes, since a source may be a file name that is no valid Unicode.
+    meta = json.dumps({"bytes": text_bytes, "source": source}).encode("ascii")
+    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    return _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
+
+
+def decode_meta(
+    frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
+) -> tuple[str, int, int]:
+    """Read both members of the sample that starts at `start` of a frame: (source, text bytes, its end).
+
+    Raises a MegatfmError whose message is only the reason: the members are not those of this sample.
+    """
+    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
+    if _member_size(frame, start, f"{key}.tokens.npy") != size:
+        raise MegatfmError("its tokens have another size than the index says")
+    start += tarfile.BLOCKSIZE + _padded(size)
+    size = _member_size(frame, start, f"{key}.meta.json")
+    start += tarfile.BLOCKSIZE
+    try:
+        meta = json.loads(frame[start : start + size])
+        source, text_bytes = meta["source"], meta["bytes"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MegatfmError(f"its meta.json is not readable ({error})") from error
+    if not isinstance(source, str) or type(text_bytes) is not int:
+        raise MegatfmError("its meta.json lacks a source or a number of bytes")
+    return source, text_bytes, start + _padded(size)
+
+
+@lru_cache(maxsize=4096)
+def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
+    """The .npy header of a one-dimensional array, padded to 128 bytes.
+
+    Written by hand: NumPy has changed its padding between releases, and shards must not change with it.
+    Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, version 1.0.
+    """
+    facts = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({n},), }}"
+    text = facts.ljust(NPY_HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+def _member(name: str, data: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    return info.tobuf(tarfile.USTAR_FORMAT) + data.ljust(_padded(len(data)), b"\0")
+
+
+def _member_size(frame: bytes, start: int, name: str) -> int:
+    try:
+        header = frame[start : start + tarfile.BLOCKSIZE]
+        info = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+    except (tarfile.TarError, UnicodeDecodeError) as error:
+        raise MegatfmError(f"no tar header of {name} at byte {start} of its frame ({error})") from error
+    if info.name != name or not info.isreg():
+        raise MegatfmError(f"at byte {start} of its frame lies {info.name!r}, not the file {name!r}")
+    return info.size
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

@@ -1,0 +1,186 @@
+"""Write a corpus: samples into tar shards of independent zstd frames, an index for each, a manifest last."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.data.files import WholeFile, sync_folder, write_whole, writing
+from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, sample_dtype
+from megatfm.data.manifest import (
+    INDEX_NAME,
+    MANIFEST,
+    SHARD_NAME,
+    IndexFile,
+    Manifest,
+    Shard,
+    TokenDtype,
+)
+from megatfm.data.members import END_OF_ARCHIVE, KEY, PAYLOAD_OFFSET, encode_sample
+from megatfm.errors import MegatfmError, UsageError
+
+_OURS = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
+
+
+class ShardWriter:
+    """Writes samples, in the order in which they are added, as a corpus in `folder`.
+
+    The same samples give the same bytes. Nothing is a corpus until `finish` has written the manifest;
+    leaving a `with` block without it removes the shard in progress.
+
+    - token_dtype: how tokens are stored; an id that does not fit is an error.
+    - shard_bytes, frame_bytes: uncompressed tar bytes after which a shard or a frame ends. A frame is the
+      unit of reading; a sample is never split, so a larger one makes a larger frame.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tokenizer_hash: str,
+        token_dtype: TokenDtype,
+        shard_bytes: int = 2**28,
+        frame_bytes: int = 2**18,
+    ) -> None:
+        self.folder = Path(folder)
+        self._tokenizer_hash = tokenizer_hash
+        self._token_dtype: TokenDtype = token_dtype
+        self._dtype = np.dtype(token_dtype).newbyteorder("<")
+        self._shard_bytes = shard_bytes
+        self._frame_bytes = frame_bytes
+        self._shards: list[Shard] = []
+        self._open: _OpenShard | None = None
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / MANIFEST).exists():
+            raise UsageError(f"{self.folder}: already holds a corpus: delete it or choose another folder")
+
+    def add(self, key: str, tokens: NDArray[Any], source: str, text_bytes: int) -> None:
+        """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
+
+        `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard.
+        """
+        if not KEY.fullmatch(key):
+            raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
+        data = encode_sample(key, self._stored(key, tokens), source, text_bytes)
+        if len(data) + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
+            raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
+        if self._open is not None and self._open.written + len(data) > self._shard_bytes:
+            self._close_shard()
+        if self._open is None:
+            self._open = _OpenShard(self.folder, len(self._shards), self._frame_bytes)
+        self._open.add(key, data, len(tokens), text_bytes)
+
+    def finish(self, provenance: Mapping[str, Any]) -> Manifest:
+        """Commit the corpus: close the last shard, remove what an interrupted run left, write the manifest.
+
+        `provenance` (JSON) says how the corpus was made. A UsageError if no sample was added.
+        """
+        if self._open is None:
+            raise UsageError(f"{self.folder}: no document was added, so there is no corpus to write")
+        self._close_shard()
+        manifest = Manifest(
+            token_dtype=self._token_dtype,
+            tokenizer_hash=self._tokenizer_hash,
+            shards=tuple(self._shards),
+            provenance=dict(provenance),
+        )
+        kept = {name for shard in self._shards for name in (shard.file, shard.index.file)}
+        with writing(self.folder):
+            for path in self.folder.iterdir():
+                if path.name not in kept and _OURS.fullmatch(path.name):
+                    path.unlink()
+            sync_folder(self.folder)
+        manifest.save(self.folder)
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.discard()
+            self._open = None
+
+    def _stored(self, key: str, tokens: NDArray[Any]) -> NDArray[Any]:
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise MegatfmError(
+                f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
+            )
+        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or most > np.iinfo(self._dtype).max:
+            raise MegatfmError(
+                f"sample {key}: token id {least if least < 0 else most} does not fit {self._dtype}"
+            )
+        return tokens.astype(self._dtype)
+
+    def _close_shard(self) -> None:
+        assert self._open is not None
+        self._shards.append(self._open.commit())
+        self._open = None
+
+
+class _OpenShard:
+    """The shard in progress: one frame in memory, the ones before it in the file."""
+
+    def __init__(self, folder: Path, number: int, frame_bytes: int) -> None:
+        self._index_path = folder / f"shard-{number:06d}.index.zst"
+        self._file = WholeFile(folder / f"shard-{number:06d}.tar.zst")
+        self._frame_bytes = frame_bytes
+        # The checksum lets a reader notice damage in the one frame that it reads.
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self._frame = bytearray()
+        self._frame_samples = 0
+        self._frames: list[tuple[int, int, int]] = []
+        self._samples: dict[str, tuple[int, int, int]] = {}
+        self.written = 0
+
+    def add(self, key: str, data: bytes, n_tokens: int, text_bytes: int) -> None:
+        if key in self._samples:
+            raise MegatfmError(f"sample key {key}: used twice in {self._file.path}")
+        if self._frame and len(self._frame) + len(data) > self._frame_bytes:
+            self._end_frame()
+        self._samples[key] = (len(self._frame) + PAYLOAD_OFFSET, n_tokens, text_bytes)
+        self._frame += data
+        self._frame_samples += 1
+        self.written += len(data)
+
+    def commit(self) -> Shard:
+        self._frame += END_OF_ARCHIVE
+        self._end_frame()
+        self._file.commit()
+        rows = [(*where, key.encode()) for key, where in self._samples.items()]
+        index = ShardIndex(
+            np.array(self._frames, FRAME), np.array(rows, sample_dtype(max(map(len, self._samples))))
+        )
+        encoded = index.encode()
+        write_whole(self._index_path, encoded)
+        return Shard(
+            file=self._file.path.name,
+            bytes=self._file.size,
+            blake3=self._file.blake3,
+            samples=len(rows),
+            tokens=sum(n for _, n, _ in self._samples.values()),
+            text_bytes=sum(n for _, _, n in self._samples.values()),
+            index=IndexFile(
+                file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()
+            ),
+        )
+
+    def discard(self) -> None:
+        self._file.discard()
+
+    def _end_frame(self) -> None:
+        compressed = self._compressor.compress(bytes(self._frame))
+        self._frames.append((len(compressed), len(self._frame), self._frame_samples))
+        self._file.write(compressed)
+        self._frame.clear()
+        self._frame_samples = 0
