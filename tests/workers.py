@@ -32,7 +32,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-PRELOAD = ["numpy", "pytest", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOAD = ["numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor"]
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -90,7 +90,8 @@ def load_module(name: str, file: str) -> ModuleType:
     if not Path(file).is_relative_to(TESTS):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -153,7 +154,9 @@ def answer(call: Call) -> Reply:
             return Reply(result=pickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         trace = error.__traceback__ and error.__traceback__.tb_next
-        return Reply(error="".join(traceback.format_exception(type(error), error, trace)), when=time.monotonic())
+        return Reply(
+            error="".join(traceback.format_exception(type(error), error, trace)), when=time.monotonic()
+        )
 
 
 def serve(connection: Connection, log: str) -> None:
@@ -217,7 +220,9 @@ class Worker:
         """How the process ended."""
         self.process.join(5)
         code = self.process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        )
         return f"the worker process {how}\n{self.output()}"
 
     def kill(self) -> None:

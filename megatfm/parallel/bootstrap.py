@@ -1,0 +1,266 @@
+"""Who am I, and how do I meet the others? One process, torchrun, srun and mpirun, told apart by the environment.
+
+Every way ends in the same default process group, also for a single process, so that no other code asks.
+"""
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatfm.errors import MegatfmError, UsageError
+
+Device = Literal["auto", "cpu", "cuda"]
+Launcher = Literal["none", "torchrun", "srun", "mpirun"]
+
+# Below the kernel's range for outgoing connections (32768 up), so no connection sits on the port by accident.
+FIRST_PORT, N_PORTS = 12_000, 20_000
+
+# Rank, world size and local rank as the two families of mpirun tell them (Intel MPI is of MPICH's).
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the others of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: Launcher
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes what is written once."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the environment says: rank and world size, and where rank 0 listens when that is known already."""
+
+    launcher: Launcher
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str | None = None
+    port: int = 0
+
+
+def initialise(timeout: float = 600.0, device: Device = "auto") -> Rank:
+    """Set up the default process group and this process's device; returns who we are.
+
+    `timeout` is in seconds, for meeting the others and for every later collective. A group that is there already
+    is used as it is. Raises UsageError for an environment that contradicts itself, MegatfmError when the others
+    can't be reached.
+    """
+    if dist.is_initialized():
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        place = Place("none", dist.get_rank(), dist.get_world_size(), local_rank)
+        return Rank(place.rank, place.world_size, local_rank, place.launcher, _device(place, device))
+    place = find_place(os.environ)
+    chosen = _device(place, device)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=timeout)}
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        options["device_id"] = chosen
+    try:
+        if place.launcher == "mpirun" and place.world_size > 1:
+            place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
+        else:
+            store = _store(place, timedelta(seconds=timeout))
+        dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+    except (dist.DistError, RuntimeError) as error:
+        where = f" at {place.address}:{place.port}" if place.address else ""
+        raise MegatfmError(
+            f"rank {place.rank} of {place.world_size} could not meet the others{where} within {timeout:g} s: check "
+            f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
+        ) from error
+    return Rank(place.rank, place.world_size, place.local_rank, place.launcher, chosen)
+
+
+def shutdown() -> None:
+    """Leave the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Read rank and world size from a launcher's variables. Raises UsageError where they contradict each other.
+
+    mpirun and torchrun come before srun, because inside a SLURM job both start their helpers with srun. A process
+    in a bare sbatch or salloc shell sees SLURM's job variables but belongs to no step of several tasks: it is alone.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _from_torchrun(environment)
+    for names in (OPEN_MPI, MPICH):
+        if names[0] in environment and not _is_step(environment):
+            rank, world_size, local_rank = _numbers(environment, *names)
+            return Place("mpirun", rank, world_size, local_rank)
+    if _is_step(environment):
+        return _from_srun(environment)
+    return Place("none")
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks, rather than only the helper that started it."""
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return False
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return False
+    pmi = environment.get("PMI_SIZE", environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    return environment.get("SLURM_STEP_NUM_TASKS", "1") == pmi != "1"
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> Place:
+    rank, world_size = _numbers(environment, "RANK", "WORLD_SIZE")
+    if world_size == 1:
+        return Place("torchrun")
+    (local_rank,) = _numbers(environment, "LOCAL_RANK")
+    (port,) = _numbers(environment, "MASTER_PORT")
+    return Place("torchrun", rank, world_size, local_rank, _text(environment, "MASTER_ADDR"), port)
+
+
+def _from_srun(environment: Mapping[str, str]) -> Place:
+    rank, world_size, local_rank = _numbers(
+        environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    )
+    job, step = _numbers(environment, "SLURM_JOB_ID", "SLURM_STEP_ID")
+    address = environment.get("MASTER_ADDR") or _head_node(_text(environment, "SLURM_STEP_NODELIST"))
+    port = environment.get("MASTER_PORT") or str(FIRST_PORT + (31 * job + step) % N_PORTS)
+    return Place("srun", rank, world_size, local_rank, address, int(port))
+
+
+def _head_node(nodes: str) -> str:
+    """The first host of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
+    if re.fullmatch(r"[\w.-]+", nodes):
+        return nodes
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MegatfmError(
+            f"scontrol can't expand SLURM_STEP_NODELIST={nodes} ({error}): set MASTER_ADDR to the first node's name"
+        ) from error
+    return done.stdout.split()[0]
+
+
+def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
+    """Non-negative integers of the environment; a rank must lie below the world size that follows it."""
+    values = []
+    for name in names:
+        text = _text(environment, name)
+        if not text.isdecimal():
+            raise UsageError(
+                f"{name}={text!r} in the environment is not a number: unset it or mend the launcher"
+            )
+        values.append(int(text))
+    if len(values) > 1 and names[0].endswith(("RANK", "PROCID")) and values[0] >= values[1]:
+        raise UsageError(
+            f"{names[0]}={values[0]} with {names[1]}={values[1]}: ranks are 0 to {values[1] - 1}; "
+            "mend the launcher or unset both"
+        )
+    return tuple(values)
+
+
+def _text(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        others = (
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "SLURM_PROCID",
+            "SLURM_STEP_ID",
+            "OMPI_COMM_WORLD_RANK",
+        )
+        found = ", ".join(other for other in others if other in environment)
+        raise UsageError(
+            f"{name} is not set, although the environment speaks of several processes ({found}): "
+            "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"
+        )
+    return environment[name]
+
+
+def _device(place: Place, wanted: Device) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError("train.device = 'cuda': torch sees no GPU here; use train.device=cpu")
+    if place.local_rank < count:
+        return torch.device("cuda", place.local_rank)
+    if place.launcher == "srun" and count == 1:  # --gpus-per-task: each task sees its own GPU as number 0
+        return torch.device("cuda", 0)
+    raise UsageError(
+        f"local rank {place.local_rank} has no GPU: torch sees {count}; start at most {count} processes a node, "
+        "or use train.device=cpu"
+    )
+
+
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet. A single process needs no port."""
+    if place.world_size == 1:
+        return dist.HashStore()
+    if place.launcher == "torchrun":  # knows whether torchrun's agent has opened the store already
+        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))
+        return store
+    assert place.address is not None
+    return dist.TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
+
+
+def _meet_over_mpi(place: Place, timeout: timedelta) -> tuple[Place, dist.Store]:
+    """Agree over MPI on a port that rank 0 has just opened, then leave MPI: torch talks for itself from here on."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"started by mpirun, but mpi4py can't be used ({_first_line(error)}): "
+            "pip install 'megatfm[mpi]', with an MPI library on the system"
+        ) from error
+    ours = not MPI.Is_initialized()
+    if ours:
+        MPI.Init()
+    world = MPI.COMM_WORLD
+    if world.size != place.world_size:
+        raise UsageError(
+            f"mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
+            f"({MPI.Get_library_version().split(',')[0].strip()}); point MPI4PY_LIBMPI at the one of this mpirun"
+        )
+    hosts = world.allgather(socket.gethostname())
+    store = None
+    address = _address_towards(next((host for host in hosts if host != hosts[0]), None))
+    if world.rank == 0:
+        store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
+    address, port = world.bcast((address, store.port if store else 0))
+    if ours:
+        MPI.Finalize()
+    if store is None:
+        store = dist.TCPStore(address, port, place.world_size, False, timeout)
+    return replace(place, address=address, port=port), store
+
+
+def _address_towards(other: str | None) -> str:
+    """The address under which this host is seen from another, which need not be what its own name resolves to."""
+    if other is None:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # UDP: picks the route, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

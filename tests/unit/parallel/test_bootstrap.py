@@ -1,0 +1,187 @@
+"""Who am I: the environment of each launcher, and real process groups through torchrun, mpirun and plain variables."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.parallel.bootstrap import Place, find_place, initialise, shutdown
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+# What SLURM 22.05 really sets: `srun -N2 -n3` for task 1, and the script of `sbatch -N2 -n4`.
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "n[1-2]",
+}
+STEP = {
+    **BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "n1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, Place("none")),
+        (TORCHRUN, Place("torchrun", 3, 4, 1, "head", 29500)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun")),
+        (STEP | TORCHRUN, Place("torchrun", 3, 4, 1, "head", 29500)),
+        (BATCH, Place("none")),
+        (STEP, Place("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),
+        (STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}, Place("srun", 1, 3, 1, "head", 9)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Place("none")),
+        (OPEN_MPI, Place("mpirun", 1, 2, 1)),
+        (MPICH, Place("mpirun", 1, 2, 0)),
+        (STEP | OPEN_MPI, Place("mpirun", 1, 2, 1)),  # mpirun inside a job: its daemons are the step's tasks
+        (STEP | MPICH, Place("mpirun", 1, 2, 0)),
+        (STEP | MPICH | {"PMI_SIZE": "3"}, Place("srun", 1, 3, 1, "n1", 12_000 + 31 * 7)),  # srun --mpi=pmi2
+    ],
+)
+def test_launchers_are_told_apart(environment: dict[str, str], place: Place) -> None:
+    assert find_place(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set, although"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is not set"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
+        ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
+    ],
+)
+def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        find_place(TORCHRUN | change)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MegatfmError, match=r"can't expand SLURM_STEP_NODELIST=n\[1-2\].*set MASTER_ADDR"):
+        find_place(STEP | {"SLURM_STEP_NODELIST": "n[1-2]"})
+
+
+@pytest.mark.skipif(not shutil.which("scontrol"), reason="needs SLURM's scontrol: run `make system-deps`")
+def test_the_head_node_is_the_first_of_the_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    assert find_place(STEP | {"SLURM_STEP_NODELIST": "gpu[07-09,12],login1"}).address == "gpu07"
+
+
+def group_facts() -> tuple[int, int, bool]:
+    rank = initialise()
+    return rank.rank, rank.world_size, rank.is_main
+
+
+def test_a_group_that_is_there_is_used(workers) -> None:  # type: ignore[no-untyped-def]
+    assert workers.run(group_facts, 2) == [(0, 2, True), (1, 2, False)]
+
+
+# Ranks share one output, where a long line of print may be cut in two by another's: one write each.
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist
+from megatfm.errors import MegatfmError
+from megatfm.parallel.bootstrap import initialise, shutdown
+try:
+    me = initialise(timeout=float(sys.argv[1]), device="cpu")
+except MegatfmError as error:
+    os.write(1, f"{type(error).__name__}: {error}\\n".encode())
+    sys.exit(error.exit_code)
+total = torch.tensor([float(me.rank + 1)])
+dist.all_reduce(total)
+shutdown()
+shutdown()
+line = f"{me.launcher} {me.rank}/{me.world_size} local {me.local_rank} {me.device} sum {total.item():g}\\n"
+os.write(1, line.encode())
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, sorted(done.stdout.splitlines())
+
+
+def test_a_single_process_has_a_group_without_ports(program: str) -> None:
+    assert run([sys.executable, program, "20"]) == (0, ["none 0/1 local 0 cpu sum 1"])
+
+
+def test_torchrun(program: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, lines = run([*torchrun, program, "30"])
+    assert code == 0
+    assert lines[-2:] == ["torchrun 0/2 local 0 cpu sum 3", "torchrun 1/2 local 1 cpu sum 3"]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: run `make system-deps`")
+def test_mpirun(program: str) -> None:
+    pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'megatfm[mpi]'")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    spread = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    code, lines = run(["mpirun", "-n", "2", sys.executable, program, "30"], **root, **spread)
+    assert code == 0, lines
+    assert lines == ["mpirun 0/2 local 0 cpu sum 3", "mpirun 1/2 local 1 cpu sum 3"]
+
+
+def test_mpirun_without_mpi4py(program: str, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError(\"No module named 'mpi4py'\")\n")
+    code, lines = run([sys.executable, program, "5"], **OPEN_MPI)
+    assert code == 2
+    assert lines == [
+        "UsageError: started by mpirun, but mpi4py can't be used (No module named 'mpi4py'): "
+        "pip install 'megatfm[mpi]', with an MPI library on the system"
+    ]
+
+
+def test_ranks_that_never_come(program: str) -> None:
+    where = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
+    code, lines = run([sys.executable, program, "1"], **where)
+    assert code == 1
+    said = [line for line in lines if line.startswith("MegatfmError")]
+    assert len(said) == 1
+    assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
+
+
+def test_initialise_here_and_leave() -> None:
+    assert initialise(timeout=5, device="cpu").launcher == "none"
+    assert dist.get_world_size() == 1
+    shutdown()
+    assert not dist.is_initialized()
