@@ -1,0 +1,98 @@
+"""A folder of checkpoints: which is the newest whole one, which may go, and what a killed save left behind."""
+
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from megatfm.checkpoint import disk, metadata, storage
+from megatfm.errors import MegatfmError
+
+log = logging.getLogger("megatfm")
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
+
+
+def latest(folder: Path, *, hashes: bool = False) -> Path | None:
+    """Return the newest committed and whole checkpoint, or None where there is none at all.
+
+    Whole means: the metadata has its hash, and every file is there with its size; with `hashes` every byte is
+    read and compared. A damaged one is named in a warning, and the one before it is used. Local: on several
+    ranks, rank 0 decides and tells the others. Raises MegatfmError if there are checkpoints but none is whole,
+    since starting afresh would bury them.
+    """
+    found = committed(folder)
+    for path in reversed(found):
+        if (reason := damage(path, hashes=hashes)) is None:
+            return path
+        log.warning("checkpoint %s is not used: %s", path.name, reason)
+    if found:
+        raise MegatfmError(
+            f"{folder}: none of its {len(found)} checkpoints is whole, see above; move them away to start afresh"
+        )
+    return None
+
+
+def committed(folder: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder, the oldest first; none where the folder doesn't exist."""
+    if not folder.exists():
+        return []
+    with disk.naming("list", folder):
+        steps = {path: match for path in folder.iterdir() if (match := _COMMITTED.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: int(steps[path][1]))
+
+
+def damage(path: Path, *, hashes: bool = False) -> str | None:
+    """Return what is wrong with a committed checkpoint, or None where it is whole."""
+    try:
+        if path.is_symlink():
+            raise MegatfmError("it is a symbolic link")
+        content = metadata.read(path)
+        if path.name != f"step-{content.step:08d}":
+            raise MegatfmError(f"it holds step {content.step}: somebody renamed it")
+        if hashes:
+            storage.verify(path)
+        else:
+            storage.check_sizes(path, content)
+    except MegatfmError as error:
+        return str(error)
+    return None
+
+
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint; raises MegatfmError that names the file and what is wrong with it."""
+    if (reason := damage(path, hashes=True)) is not None:
+        raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
+
+
+def retain(newest: Path, keep: int) -> None:
+    """Of the checkpoints up to the just committed `newest`, keep the last `keep` whole ones and remove the older.
+
+    A damaged one doesn't count, so that the ones kept can be used. What can't be removed is named in a warning:
+    the new checkpoint stands all the same.
+    """
+    paths = committed(newest.parent)
+    whole = 0
+    for path in reversed(paths[: paths.index(newest) + 1]):
+        if whole < keep:
+            whole += damage(path) is None
+            continue
+        try:
+            # First out of the way, so that nobody ever finds half of it under its name.
+            removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
+            disk.rename(path, removed)
+            disk.remove_tree(removed)
+        except MegatfmError as error:
+            log.warning("an old checkpoint stays: %s", error)
+
+
+def clean(folder: Path) -> list[Path]:
+    """Remove what killed saves and removals left in a folder, and return it. No save may be running there."""
+    if not folder.exists():
+        return []
+    with disk.naming("list", folder):
+        leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    for path in leftovers:
+        disk.remove_tree(path)
+    return leftovers

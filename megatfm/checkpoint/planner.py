@@ -1,0 +1,124 @@
+"""What goes where: torch.distributed.checkpoint's planners, with boxes in place of DTensors."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+from megatfm.checkpoint.box import Box, check_cover
+from megatfm.checkpoint.metadata import DTYPE_NAMES
+from megatfm.errors import MegatfmError
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save: replicas once, the writing shared out evenly, every tensor whole."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """List this rank's pieces. Checked here, because an error here reaches every rank."""
+        for name, box in self.state_dict.items():
+            if not name or name == "__metadata__":  # the one key that safetensors keeps for itself
+                raise MegatfmError(f"a tensor can't be stored under the name {name!r}")
+            if box.tensor.dtype not in DTYPE_NAMES or box.tensor.is_meta:
+                raise MegatfmError(
+                    f"tensor {name}: {box.tensor.dtype} on {box.tensor.device} can't be stored"
+                )
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each piece to one rank; raises MegatfmError if a tensor's boxes don't make it up."""
+        return super().create_global_plan(share_out(all_plans))
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return a piece; torch's own lookup knows only Tensor subclasses."""
+        box: Box = self.state_dict[index.fqn]
+        return box.__get_tensor_shard__(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans a load of boxes out of whatever boxes were saved."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Keep what is given; torch's own would replace every value that it doesn't know by None."""
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return a piece of the destination, a view of its memory."""
+        box: Box = self.state_dict[index.fqn]
+        return box.__get_tensor_shard__(index)
+
+
+def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+    """Keep each piece in one plan only, such that the ranks write about the same number of bytes.
+
+    Largest first, each to the least loaded of its holders. torch's own deduplication weighs every shard with the
+    bytes of its whole tensor, and takes boxes that merely start at the same place for replicas.
+    """
+    items: dict[MetadataIndex, WriteItem] = {}
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            first = items.setdefault(item.index, item)
+            if _data(first) != _data(item):
+                raise MegatfmError(
+                    f"tensor {item.index.fqn}: ranks {holders[item.index][0]} and {rank} hold different boxes "
+                    f"at {tuple(item.index.offset or ())}"
+                )
+            holders[item.index].append(rank)
+    _check_tensors(items)
+    loads = [0] * len(plans)
+    shares: list[list[WriteItem]] = [[] for _ in plans]
+    # What only one rank holds is settled first; the replicas then even it out.
+    for index in sorted(
+        items, key=lambda index: (len(holders[index]) > 1, -_bytes(items[index]), _place(index))
+    ):
+        rank = min(holders[index], key=lambda rank: loads[rank])
+        loads[rank] += _bytes(items[index])
+        shares[rank].append(items[index])
+    return [
+        replace(plan, items=sorted(share, key=lambda item: _place(item.index)))
+        for plan, share in zip(plans, shares, strict=True)
+    ]
+
+
+def _check_tensors(items: Mapping[MetadataIndex, WriteItem]) -> None:
+    by_name: dict[str, list[TensorWriteData]] = defaultdict(list)
+    for index, item in items.items():
+        by_name[index.fqn].append(_data(item))
+    for name, pieces in by_name.items():
+        first = pieces[0]
+        for other in pieces:
+            if (other.size, other.properties.dtype) != (first.size, first.properties.dtype):
+                raise MegatfmError(
+                    f"tensor {name}: ranks disagree on what it is, {first.properties.dtype} {tuple(first.size)} "
+                    f"or {other.properties.dtype} {tuple(other.size)}"
+                )
+        check_cover(name, first.size, [(piece.chunk.offsets, piece.chunk.sizes) for piece in pieces])
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # boxes make no other items
+    return item.tensor_data
+
+
+def _bytes(item: WriteItem) -> int:
+    data = _data(item)
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())

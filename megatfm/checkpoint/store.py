@@ -1,0 +1,131 @@
+"""Save and load checkpoints: the collective half of the store."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from megatfm.checkpoint import disk, metadata, ranks
+from megatfm.checkpoint.box import Box
+from megatfm.checkpoint.folder import retain
+from megatfm.checkpoint.metadata import DTYPE_NAMES, Metadata
+from megatfm.checkpoint.planner import LoadPlanner, SavePlanner
+from megatfm.checkpoint.storage import Reader, Writer
+from megatfm.errors import MegatfmError, UsageError
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Box | Tensor],
+    state: Mapping[str, JsonValue],
+    *,
+    keep: int | None = None,
+) -> Path:
+    """Write the checkpoint `folder/step-00000100`, on all ranks together, and return its path once it is durable.
+
+    `tensors` may hold other names and boxes on every rank; together they must make up whole tensors. A plain
+    tensor is a replica: all ranks that pass it must pass the same values. `folder`, `step`, `state` and `keep`
+    are rank 0's. With `keep`, of the older checkpoints only the newest whole ones stay, `keep` with this one.
+    The same content of the same step again returns the one that is there; another content is refused.
+
+    Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and every
+    older checkpoint is as it was.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
+    what = f"checkpoint of step {step} not saved"
+    with ranks.torch_errors(what):
+        boxes, plain = ranks.together(what, lambda: (_boxes(tensors), metadata.plain_state(state)))
+    writer = Writer(folder, step, plain)
+    try:
+        with ranks.torch_errors(what):
+            state_dict_saver.save(dict(boxes), storage_writer=writer, planner=SavePlanner())
+    except MegatfmError as error:
+        _discard(writer.partial, error)
+        raise
+    if keep is not None and (not ranks.in_group() or dist.get_rank() == 0):
+        retain(writer.final, keep)
+    return writer.final
+
+
+def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False) -> dict[str, JsonValue]:
+    """Fill the given tensors in place from a checkpoint, on all ranks together, and return its `state`.
+
+    Each rank passes the names and boxes that it wants, cut however it needs them. Every file that a rank reads
+    is checked against its hash. Values are converted to another dtype only with `cast`.
+
+    Raises MegatfmError on every rank if a name is missing, a shape or dtype differs or a file is damaged; the
+    tensors may be filled in part by then.
+    """
+    what = f"checkpoint {path} not loaded"
+
+    def prepare() -> tuple[Metadata, dict[str, Box]]:
+        content, boxes = metadata.read(path), _boxes(tensors)
+        for name, box in boxes.items():
+            _check_request(content, name, box, cast)
+        return content, boxes
+
+    with ranks.torch_errors(what):
+        content, boxes = ranks.together(what, prepare)
+    _fill(path, content, boxes, what)
+    return content.state
+
+
+def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix`, whole, on the CPU of this process alone."""
+    content = metadata.read(path)
+    tensors = {
+        name: torch.empty(entry.shape, dtype=entry.torch_dtype)
+        for name, entry in content.tensors.items()
+        if name.startswith(prefix)
+    }
+    _fill(path, content, _boxes(tensors), f"checkpoint {path} not read", alone=True)
+    return tensors
+
+
+def read_state(path: Path) -> dict[str, JsonValue]:
+    """Return the `state` that a checkpoint was saved with."""
+    return metadata.read(path).state
+
+
+def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return every tensor's dtype and global shape by name."""
+    tensors = metadata.read(path).tensors
+    return {name: (entry.torch_dtype, entry.shape) for name, entry in tensors.items()}
+
+
+def _boxes(tensors: Mapping[str, Box | Tensor]) -> dict[str, Box]:
+    return {name: Box.of(tensor) for name, tensor in tensors.items()}
+
+
+def _check_request(content: Metadata, name: str, box: Box, cast: bool) -> None:
+    entry = content.tensors.get(name)
+    if entry is None:
+        raise MegatfmError(f"it has no tensor {name}")
+    if entry.shape != tuple(box.global_shape):
+        raise MegatfmError(f"tensor {name} has shape {entry.shape} there, but {tuple(box.global_shape)} here")
+    if entry.torch_dtype != box.tensor.dtype and not cast:
+        here = DTYPE_NAMES.get(box.tensor.dtype, str(box.tensor.dtype))
+        raise MegatfmError(
+            f"tensor {name} is {entry.dtype} there, but {here} here: pass cast=True to convert"
+        )
+
+
+def _fill(path: Path, content: Metadata, boxes: dict[str, Box], what: str, alone: bool = False) -> None:
+    with ranks.torch_errors(what):
+        reader = Reader(path, content)
+        state_dict_loader.load(dict(boxes), storage_reader=reader, planner=LoadPlanner(), no_dist=alone)
+
+
+def _discard(partial: Path | None, error: MegatfmError) -> None:
+    """Remove the folder of a save that failed (only rank 0 knows it); the first error stays the one to report."""
+    if partial is not None and partial.exists():
+        try:
+            disk.remove_tree(partial)
+        except MegatfmError as second:
+            error.add_note(f"{second}: `clean` will remove it")
