@@ -1,0 +1,1 @@
+"""Pure tensor functions, each a slow and readable reference beside its fast form."""

@@ -1,0 +1,33 @@
+"""Scaled dot-product attention with grouped key and value heads (Vaswani et al. 2017; Ainslie et al. 2023)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width
+
+
+def causal_attention_reference(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None = None
+) -> Tensor:
+    """Attention written out: softmax(q kᵀ / √H) v under a causal or given mask, [B, N, T, H]."""
+    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
+    k_BNSH, v_BNSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+    scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) * q_BNTH.shape[-1] ** -0.5
+    if mask_B1TS is None:
+        mask_B1TS = torch.ones(scores_BNTS.shape[-2:], dtype=torch.bool, device=q_BNTH.device).tril()
+    return scores_BNTS.masked_fill(~mask_B1TS, -torch.inf).softmax(-1) @ v_BNSH
+
+
+def causal_attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None = None
+) -> Tensor:
+    """The same by torch's fused kernels; without a mask, query t sees keys up to t."""
+    return F.scaled_dot_product_attention(
+        q_BNTH,
+        k_BKSH,
+        v_BKSH,
+        attn_mask=mask_B1TS,
+        is_causal=mask_B1TS is None,
+        enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+    )

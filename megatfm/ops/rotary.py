@@ -1,0 +1,24 @@
+"""Rotary position embedding, rotating halves as Hugging Face checkpoints do (Su et al. 2021, section 3.4.2)."""
+
+import torch
+from torch import Tensor
+
+# B batch, N heads, T tokens, H head width
+
+
+def rotary_table(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, T, H/2] of position · theta^(−2i/H), in float64.
+
+    In float32 the angle of position 10⁶ would be off by a tenth of a radian.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_BT.device) / head_dim
+    angles_B1TH = positions_BT[:, None, :, None].double() * theta**-exponents
+    return angles_B1TH.cos(), angles_B1TH.sin()
+
+
+def rotate(x_BNTH: Tensor, cos_B1TH: Tensor, sin_B1TH: Tensor) -> Tensor:
+    """Turn each pair of channels (i, i + H/2) by its angle; in float32 at least, returned in x's dtype."""
+    dtype = torch.promote_types(x_BNTH.dtype, torch.float32)
+    first, second = x_BNTH.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos_B1TH.to(dtype), sin_B1TH.to(dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
