@@ -1,0 +1,6 @@
+"""Normalisation layers, made as `NORMS.get(name)(d_model, eps)`."""
+
+from megatfm.layers.norm.registry import NORMS
+from megatfm.layers.norm.rms_norm import RMSNorm
+
+__all__ = ["NORMS", "RMSNorm"]
