@@ -1,0 +1,1 @@
+"""Parallelism, laid over plain modules from outside: mesh, collectives, styles, plans. Modules by name only."""

@@ -1,0 +1,116 @@
+"""The collectives of tensor parallelism, each with its adjoint written out.
+
+A tensor is, over the ranks of a group, either *sharded* along a dim, *replicated*, or *partial* (its true value is
+the sum over the ranks). The gradient of a replicated tensor is replicated where all ranks compute the same from it
+and partial where each computes its own share. `tests/parity/test_collectives.py` holds <f(x), y> = <x, fᵀ(y)>.
+
+The functional operators of torch are called directly: torch.compile follows them, and their names have been the
+same from torch 2.4 to 2.13, while those of the Python wrappers change.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ops = torch.ops._c10d_functional
+
+
+def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """All-gather along `dim`."""
+    first = x.movedim(dim, 0).contiguous()
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name)).movedim(
+        0, dim
+    )
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, each keeping its shard along `dim`."""
+    first = x.movedim(dim, 0).contiguous()
+    shard = _ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name)
+    return _ops.wait_tensor(shard).movedim(0, dim)
+
+
+def all_sum(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    """Sum (or "max") over the ranks, outside autograd."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+
+
+class _GatherShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return _reduce_scatter(gradient, ctx.dim, ctx.group), None, None
+
+
+def gather_shards(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sharded along `dim` → replicated, with a partial gradient. Adjoint: reduce-scatter."""
+    return _GatherShards.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return _gather(gradient, ctx.dim, ctx.group), None, None
+
+
+def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Partial → sharded along `dim`. Adjoint: all-gather."""
+    return _ScatterSum.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        return all_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
+def sum_partial(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Partial → replicated, with a replicated gradient. Adjoint: the identity."""
+    return _Sum.apply(x, group)  # type: ignore[no-any-return]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return all_sum(gradient, ctx.group), None
+
+
+def copy_to_shards(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Replicated → the same, with a partial gradient. Adjoint: all-reduce."""
+    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        shards = gradient.chunk(dist.get_world_size(ctx.group), ctx.dim)
+        return shards[dist.get_rank(ctx.group)], None, None
+
+
+def gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: taking the own shard."""
+    return _GatherReplicated.apply(x, dim, group)  # type: ignore[no-any-return]

@@ -1,0 +1,96 @@
+"""The device mesh: the ranks of a run on named axes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatfm.config import ParallelConfig
+from megatfm.errors import UsageError
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A torch DeviceMesh with `AXES`, and what the rooms above ask of it."""
+
+    device_mesh: DeviceMesh
+
+    def size(self, axis: str) -> int:
+        return self.device_mesh[axis].size()
+
+    def rank(self, axis: str) -> int:
+        return self.device_mesh[axis].get_local_rank()
+
+    def group(self, axis: str) -> ProcessGroup:
+        return self.device_mesh.get_group(axis)
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks a global batch is divided."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The axes that FSDP2 may see: replicate × shard, or shard alone."""
+        return (
+            self.device_mesh["dp_replicate", "dp_shard"]
+            if self.size("dp_replicate") > 1
+            else self.device_mesh["dp_shard"]
+        )
+
+    def sum(self, tensor: Tensor, axes: Sequence[str]) -> None:
+        """Sum a tensor in place over the ranks of some axes."""
+        for axis in axes:
+            if self.size(axis) > 1:
+                dist.all_reduce(tensor, group=self.group(axis))
+
+    def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
+        """The ranks of several neighbouring axes as one group, made once."""
+        submesh = self.device_mesh[tuple(axes)]
+        return submesh._flatten("_".join(axes)).get_group()
+
+    def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
+        """The items of all ranks of `flat_group(axes)`, in its order."""
+        group = self.flat_group(axes)
+        items: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    def describe(self) -> str:
+        return " × ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+
+
+def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
+    """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
+    fixed = config.dp_replicate * config.tp
+    shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
+    sizes = {"dp_replicate": config.dp_replicate, "dp_shard": shard, "tp": config.tp}
+    if math.prod(sizes.values()) != world_size:
+        wanted = " × ".join(
+            f"{axis} {size}" for axis, size in sizes.items() if axis != "dp_shard" or config.dp_shard != -1
+        )
+        step = fixed if config.dp_shard == -1 else fixed * shard
+        nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
+        raise UsageError(
+            f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
+            "or change parallel.tp, parallel.dp_replicate or parallel.dp_shard"
+        )
+    return sizes
+
+
+def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mesh:
+    """The mesh of a layout over all ranks of the default process group. Raises UsageError if it doesn't fit."""
+    sizes = axis_sizes(config, world_size)
+    return Mesh(init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES))
