@@ -1,0 +1,174 @@
+"""Every layout gives the gradients of one device, in float64, within ‖g−r‖ ≤ 1e-9·max(‖r‖, 1e-6·‖all gradients‖)."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, ParallelConfig
+from megatfm.engines import NativeEngine
+from megatfm.models import build
+from megatfm.objectives import Causal, SpecialTokens
+from megatfm.ops.cross_entropy import cross_entropy_reference
+from megatfm.ops.initial import draw
+from megatfm.parallel.mesh import build_mesh
+from megatfm.parallel.plan import lay
+from megatfm.parallel.plans import PLANS
+from megatfm.train.optimizers import OPTIMIZERS
+
+MODEL = ModelConfig(
+    vocab_size=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80, tie_embeddings=False
+)
+TIED = MODEL.model_copy(update={"tie_embeddings": True})
+ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3)
+MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, clip=0.3)
+ROWS, LENGTH = 8, 12
+
+LAYOUTS = {
+    "zero3 on 1": ParallelConfig(),
+    "zero3 on 2": ParallelConfig(dp_shard=2),
+    "replicas on 2": ParallelConfig(dp_replicate=2, dp_shard=1),
+    "tp2": ParallelConfig(tp=2),
+    "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+    "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+    "hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2),
+}
+WORLD = {"zero3 on 1": 1, "zero3 2 × tp2": 4, "hsdp 2 × 2": 4}
+
+
+def global_batch(seed: int) -> dict[str, Tensor]:
+    """Packed rows with several documents each, padding, and an uneven number of targets from row to row."""
+    random = np.random.default_rng(seed)
+    tokens = torch.from_numpy(random.integers(0, 96, (ROWS, LENGTH)))
+    targets = torch.from_numpy(random.integers(0, 96, (ROWS, LENGTH)))
+    documents = torch.from_numpy(np.sort(random.integers(0, 3, (ROWS, LENGTH)), axis=1))
+    padding = torch.arange(LENGTH)[None] >= LENGTH - torch.arange(ROWS)[:, None]
+    targets[padding], documents[padding] = -100, -1
+    starts = torch.tensor([[int((row == d).nonzero()[0]) for d in row] for row in documents])
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "documents": documents,
+        "positions": torch.arange(LENGTH)[None] - starts,
+    }
+
+
+def one_device(config: ModelConfig) -> torch.nn.Module:
+    model = build(config).double()
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            parameter = getattr(module, key)
+            values = draw(
+                initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape
+            )
+            parameter.data.copy_(values)
+    return model
+
+
+def one_device_gradients(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Plain autograd through all logits at once."""
+    model.zero_grad()
+    hidden = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"]).hidden
+    loss = cross_entropy_reference(hidden.flatten(0, 1), model.head.weight, batch["targets"].flatten())
+    loss = loss / (batch["targets"] != -100).sum()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: AdamWConfig) -> NativeEngine:
+    mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
+    with torch.device("meta"):
+        model = build(config)
+    layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=parallel.sequence_parallel)
+    shapes = {name: placement.shape for name, placement in layout.items()}
+    return NativeEngine(
+        model,
+        layout,
+        mesh,
+        device=torch.device("cpu"),
+        precision="fp64",
+        seed=7,
+        optimizers=OPTIMIZERS.get(optimizer.name)(optimizer, shapes),
+    )
+
+
+def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """This data rank's rows, in micro-batches of one or two rows."""
+    rows = ROWS // engine.mesh.data_ranks
+    mine = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
+    return [{key: value[i : i + 2] for key, value in mine.items()} for i in range(0, rows, 2)]
+
+
+def block(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
+    offsets, sizes = engine.boxes[name]
+    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
+def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
+    objective = Causal(SpecialTokens(bos=1, eos=2, pad=0))
+    engine, reference = make_engine(config, parallel, ADAMW), one_device(config)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(block(engine, name, parameter.detach()), engine.local[name]), (
+            f"initial {name} differs"
+        )
+    batch = global_batch(seed=3)
+    loss, expected = one_device_gradients(reference, batch)
+    stats = engine.forward_backward(microbatches(engine, batch), objective)
+    assert stats.counts == {"causal": int((batch["targets"] != -100).sum())}
+    assert stats.loss == pytest.approx(loss, rel=1e-12)
+    gradients = engine.gradients()
+    assert gradients.keys() == expected.keys()
+    everything = torch.cat([g.flatten() for g in expected.values()]).norm()
+    errors = {}
+    for name, gradient in gradients.items():
+        wanted = expected[name]
+        error = (gradient - block(engine, name, wanted)).norm() / max(wanted.norm(), 1e-6 * everything)
+        errors[name] = float(error)
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= 1e-9, f"gradient of {worst} is off by {errors[worst]:.1e}: {errors}"
+    assert engine.step(0.0, clip=0.0) == pytest.approx(float(everything), rel=1e-12)
+    evaluated = engine.evaluate(microbatches(engine, batch), objective)
+    assert evaluated.loss == pytest.approx(loss, rel=1e-12)
+    return len(errors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", [MODEL, TIED], ids=["untied", "tied"])
+def test_gradients_equal_one_device(workers, layout, config):
+    ranks = WORLD.get(layout, 2)
+    compared = workers.run(compare_gradients, ranks, config, LAYOUTS[layout])
+    assert compared == [len(list(build(config).parameters()))] * ranks
+
+
+def train_ten_steps(parallel: ParallelConfig, optimizer: AdamWConfig) -> float:
+    """Largest difference of a weight from plain torch optimizers with plain clipping."""
+    objective = Causal(SpecialTokens(bos=1, eos=2, pad=0))
+    engine, reference = make_engine(MODEL, parallel, optimizer), one_device(MODEL)
+    named = dict(reference.named_parameters())
+    matrices = [n for n, p in named.items() if p.dim() == 2 and (optimizer.name == "muon" and "layers" in n)]
+    decayed = [p for n, p in named.items() if p.dim() == 2 and n not in matrices]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed}, {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0}],
+        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay,
+    )  # fmt: skip
+    plain = [adamw]
+    if matrices:
+        plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
+    for step in range(10):
+        batch = global_batch(seed=step)
+        one_device_gradients(reference, batch)
+        expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
+        for torch_optimizer in plain:
+            torch_optimizer.step()
+        engine.forward_backward(microbatches(engine, batch), objective)
+        assert engine.step(optimizer.lr, optimizer.clip) == pytest.approx(float(expected_norm), rel=1e-6)
+    return max(float((block(engine, n, p.detach()) - engine.local[n]).abs().max()) for n, p in named.items())
+
+
+@pytest.mark.parametrize("layout", ["zero3 on 2", "tp2", "zero3 2 × tp2"])
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_ten_steps_equal_plain_torch(workers, layout, optimizer):
+    ranks = WORLD.get(layout, 2)
+    differences = workers.run(train_ten_steps, ranks, LAYOUTS[layout], optimizer)
+    assert max(differences) <= 1e-7
