@@ -1,0 +1,74 @@
+"""Documents, and the files in which they wait between two stages: JSON lines under zstd."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zstandard
+
+from megatfm.data.files import WholeFile
+from megatfm.errors import MegatfmError
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part of a cut file."""
+
+    source: str
+    text: str
+
+    @property
+    def text_bytes(self) -> int:
+        """Its length in UTF-8 bytes."""
+        return len(self.text) if self.text.isascii() else len(self.text.encode())
+
+    @property
+    def file(self) -> str:
+        """The file that it is, or is a part of."""
+        return self.source.partition("#")[0]
+
+    @property
+    def entry(self) -> str:
+        """The top-level package: the first folder of the path, or the file if it lies in none."""
+        return self.file.partition("/")[0]
+
+
+class DocumentWriter:
+    """Writes documents to a file that appears under its name only by `commit`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = WholeFile(path)
+        self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True).compressobj()
+
+    def add(self, document: Document) -> None:
+        line = json.dumps([document.source, document.text], ensure_ascii=False)
+        self._file.write(self._zstd.compress(f"{line}\n".encode()))
+
+    def commit(self) -> None:
+        self._file.write(self._zstd.flush())
+        self._file.commit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.discard()
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """The documents of a file that a DocumentWriter committed."""
+    try:
+        with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+            for line in TextIOWrapper(stream, encoding="utf-8", newline="\n"):
+                source, text = json.loads(line)
+                yield Document(source, text)
+    except (OSError, zstandard.ZstdError, ValueError) as error:
+        raise MegatfmError(
+            f"{path}: can't be read back ({error}): delete {path.parent} and prepare again"
+        ) from error

@@ -1,0 +1,53 @@
+"""Progress for people: a bar on a terminal, a plain line now and then in a log."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+Advance = Callable[[int], None]
+
+
+class Reporter:
+    """Shows the stages of a long work on a console."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+
+    def say(self, line: str) -> None:
+        """Print a line as it is."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, title: str, total: int) -> Iterator[Advance]:
+        """Show that a stage runs. The function that it yields is told of progress, in the unit of `total`."""
+        begin = time.monotonic()
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description:<28}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=self.console, transient=True) as bar:
+                task = bar.add_task(title, total=total)
+                yield lambda amount: bar.advance(task, amount)
+        else:
+            yield self._lines(title, total)
+        self.say(f"{title}: done in {time.monotonic() - begin:.1f} s")
+
+    def _lines(self, title: str, total: int) -> Advance:
+        done, said = 0, time.monotonic()
+
+        def advance(amount: int) -> None:
+            nonlocal done, said
+            done += amount
+            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                self.say(f"{title}: {100 * done // max(total, 1)} %")
+
+        return advance

@@ -1,0 +1,145 @@
+"""The output folder while it is being made: who works on it, for which config, and which stages are finished."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatfm.config.prep import PrepConfig
+from megatfm.data.files import write_whole
+from megatfm.errors import MegatfmError, UsageError
+
+VERSION = 1
+"""Raised when a change of the code changes what the same config makes."""
+
+RESULT = "prep.json"
+WORK = ".work"
+MADE = ("tokenizer.model", "tokenizer.json", "train", "validation")
+
+
+def identity(config: PrepConfig) -> dict[str, Any]:
+    """What of a config determines the result."""
+    return {"version": VERSION, **config.model_dump(mode="json", exclude={"out", "overwrite", "workers"})}
+
+
+class Workspace:
+    """`out`, locked for this process.
+
+    Every finished stage is committed as `.work/STAGE.json`, so that an interrupted prep goes on from there;
+    `prep.json`, written last, commits the whole.
+    """
+
+    def __init__(self, config: PrepConfig) -> None:
+        self.out = Path(config.out)
+        self.folder = self.out / WORK
+        self._config = config
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
+        holds anything else."""
+        result = _read(self.out / RESULT)
+        found = result["config"] if result else _read(self.folder / "config.json")
+        if found is None:
+            self._check_empty()
+        elif found != (wanted := identity(self._config)) or result:
+            if self._config.overwrite:
+                self._clear()
+            elif found != wanted:
+                raise UsageError(
+                    f"{self.out}: was prepared with another config ({_difference(found, wanted)}): choose another "
+                    "out, or replace it with overwrite=true"
+                )
+            else:
+                self._check_complete()
+                shutil.rmtree(self.folder, ignore_errors=True)
+                return result
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(self.folder / "config.json", identity(self._config))
+        return None
+
+    def stage(self, name: str) -> dict[str, Any] | None:
+        """The committed result of a stage, or None if it has to run."""
+        return _read(self.folder / f"{name}.json")
+
+    def commit(self, name: str, result: Mapping[str, Any]) -> None:
+        """Note that a stage is finished."""
+        _write(self.folder / f"{name}.json", result)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Commit the whole and remove what only the stages needed."""
+        _write(self.out / RESULT, result)
+        shutil.rmtree(self.folder)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other preps out of `out`; the lock ends with the process, however it ends."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise MegatfmError(f"{self.out}: can't be made ({error.strerror}): choose another out") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.out}: another prep is working here: wait for it, or choose another out"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    def _check_empty(self) -> None:
+        strangers = sorted(path.name for path in self.out.iterdir() if path.name != WORK)
+        if strangers:
+            raise UsageError(
+                f"{self.out}: holds {strangers[0]!r}, which no prep made: choose a new or an empty folder as out"
+            )
+
+    def _check_complete(self) -> None:
+        needed = [
+            path / "manifest.json" if path.suffix == "" else path for path in map(self.out.joinpath, MADE)
+        ]
+        missing = [path for path in needed if not path.exists()]
+        if missing:
+            raise MegatfmError(
+                f"{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
+            )
+
+    def _clear(self) -> None:
+        """Remove an earlier result: its commit first, so that no half of it is ever taken for a whole."""
+        (self.out / RESULT).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in map(self.out.joinpath, MADE):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise MegatfmError(
+            f"{path}: can't be read ({error}): delete {path.parent} and prepare again"
+        ) from error
+    return value
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    write_whole(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())
+
+
+def _difference(found: Any, wanted: Any, key: str = "") -> str:
+    """The first setting in which two configs differ."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in [*wanted, *(name for name in found if name not in wanted)]:
+            if found.get(name) != wanted.get(name):
+                return _difference(found.get(name), wanted.get(name), f"{key}.{name}" if key else name)
+    return f"{key} was {found!r}, is {wanted!r}"

@@ -1,0 +1,78 @@
+"""The config of `megatfm prep`: from a folder of text to a tokenizer and training shards."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatfm.config.base import PathStr, Section
+
+
+class ReadConfig(Section):
+    """Where the text comes from."""
+
+    source: Literal["python-stdlib"] | None = None
+    """A corpus that every machine has: the sources of Python's standard library, without its tests. Used when
+    no `folder` is given."""
+    folder: PathStr | None = Field(None, examples=["my-texts"])
+    """A folder of UTF-8 text files, read with all its sub-folders. Hidden files and folders are left out."""
+    include: tuple[str, ...] = Field((), examples=[["*.txt", "*.md"]])
+    """File names to read, as patterns; left out, every file of a folder."""
+    exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
+    """Names of files and of folders to leave out, as patterns."""
+    on_bad: Literal["error", "skip"] = "error"
+    """What to do about a file that can't be used (no permission, binary, not UTF-8, a broken link): stop at the
+    first one, or skip it, count it and list it."""
+    max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
+    """A longer file is cut into several documents, at blank lines where there are any."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.folder is None and self.source is None:
+            raise ValueError(
+                "nothing to read: set read.folder to a folder of text files, or read.source to 'python-stdlib'"
+            )
+        return self
+
+
+class SplitConfig(Section):
+    """Which documents are held out."""
+
+    validation: Annotated[float, Field(gt=0, le=0.5)] = 0.06
+    """Share of the bytes that is held out for validation, at most."""
+    seed: NonNegativeInt = 0
+    """Another seed holds out other documents."""
+
+
+class NearDuplicatesConfig(Section):
+    """What counts as nearly the same text on both sides of the split."""
+
+    similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.7
+    """Share of common shingles (Jaccard similarity, estimated by MinHash) from which two documents are near."""
+    shingle_words: PositiveInt = 5
+    """Words in a shingle."""
+
+
+class TokenizerConfig(Section):
+    """The SentencePiece BPE tokenizer, trained on the training split."""
+
+    vocab_size: Annotated[int, Field(ge=512, le=2**20)] = 4096
+    """Number of pieces, with the 256 bytes and the reserved ids."""
+    sentinels: Annotated[int, Field(ge=0, le=1024)] = 32
+    """Ids reserved for objectives that mark spans, so that adding one does not change the tokenizer."""
+    train_bytes: PositiveInt = 2**27
+    """Train on at most about this much text: of a larger corpus, on a fixed random sample of documents."""
+
+
+class PrepConfig(Section):
+    """Everything about `megatfm prep`."""
+
+    out: PathStr = Field(examples=["corpora/mine"])
+    """Folder to make: tokenizer.model, tokenizer.json, train/, validation/ and prep.json."""
+    overwrite: bool = False
+    """Replace what an earlier prep with another config left in `out`."""
+    workers: PositiveInt | None = None
+    """Threads to tokenize with; left out, one per core. The result does not depend on it."""
+    read: ReadConfig
+    split: SplitConfig = SplitConfig()
+    near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
