@@ -72,8 +72,8 @@ class ShardIndex:
             if counts["schema_version"] != 1:
                 raise MegatfmError(f"schema version {counts['schema_version']!r} is not known here, only 1")
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
-            if not 1 <= key_width <= MAX_KEY_LENGTH:
-                raise MegatfmError(f"its keys are {key_width} bytes wide, not 1 to {MAX_KEY_LENGTH}")
+            if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
+                raise MegatfmError(f"its counts are absurd: {counts}")
             samples = sample_dtype(key_width)
             index = cls(
                 np.frombuffer(arrays, FRAME, n_frames),

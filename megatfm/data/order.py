@@ -58,7 +58,7 @@ class PackedRows:
         self.corpus = corpus
         self.objective = objective
         self.sequence_length = sequence_length
-        self.seed = seed
+        self.seed = int(seed)
         self.streams = streams if shuffle else 1
         self.shuffle = shuffle
         self._pad_id = pad_id
@@ -84,7 +84,7 @@ class PackedRows:
 
     def place(self, position: int) -> Place:
         """Where the row at a global position ≥ 0 is."""
-        epoch, k = divmod(position, len(self))
+        epoch, k = divmod(int(position), len(self))  # a NumPy integer would make another key
         step, stream = divmod(k, self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         index = stream * rows + min(stream, longer) + step

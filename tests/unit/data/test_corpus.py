@@ -1,0 +1,354 @@
+"""A corpus gives back what was written, and damage or malice is named before it does harm."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+
+from megatfm.data import Corpus, ShardWriter, check
+from megatfm.data.index import MAX_FRAME_BYTES, ShardIndex
+from megatfm.data.manifest import Manifest
+from megatfm.errors import MegatfmError, UsageError
+
+Write = Callable[..., Path]
+Json = dict[str, Any]
+
+SHARD, INDEX = "shard-000001.tar.zst", "shard-000001.index.zst"
+
+
+def edit_manifest(folder: Path, change: Callable[[Json], object]) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def replace_index(folder: Path, data: bytes) -> None:
+    """Put another index for shard 1, with the manifest's consent."""
+    (folder / INDEX).write_bytes(data)
+    entry = {"file": INDEX, "bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][1].update(index=entry))
+
+
+def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:
+    with pytest.raises(MegatfmError) as caught:
+        read()
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def test_samples_come_back_by_block_and_by_number(corpus: Corpus, make_documents: Any) -> None:
+    texts = make_documents(100)
+    read = [pair for number in range(corpus.n_blocks) for pair in corpus.block(number)]
+    assert [number for number, _ in read] == list(range(100))
+    for (_, tokens), text in zip(read, texts, strict=True):
+        np.testing.assert_array_equal(tokens, text)
+        assert not tokens.flags.writeable
+    for number in (0, 17, 99, 50):
+        sample = corpus.sample(number)
+        np.testing.assert_array_equal(sample.tokens, texts[number])
+        assert (sample.number, sample.key) == (number, f"{number:06d}")
+        assert sample.source == f"folder/file {number} ä.txt"
+        assert sample.text_bytes == 3 * len(texts[number])
+
+
+def test_facts_are_those_of_the_documents(corpus: Corpus, make_documents: Any) -> None:
+    lengths = [len(tokens) for tokens in make_documents(100)]
+    assert corpus.lengths().tolist() == lengths
+    assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes) == (100, sum(lengths), 3 * sum(lengths))
+    assert corpus.tokenizer_hash == "a" * 64
+
+
+def test_sources_that_are_no_unicode_survive(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16") as writer:
+        writer.add("key", np.ones(1, np.uint16), name, 1)
+        writer.finish({})
+    assert Corpus.open(tmp_path).sample(0).source == name
+
+
+def test_only_numbers_that_exist(corpus: Corpus) -> None:
+    assert_refused(lambda: corpus.sample(100), "0 to 99, not 100", kind=UsageError)
+    assert_refused(lambda: corpus.sample(-1), "0 to 99, not -1", kind=UsageError)
+    assert_refused(lambda: corpus.block(corpus.n_blocks), f"not {corpus.n_blocks}")
+
+
+def test_the_fingerprint_tells_content_and_order(write: Write, make_documents: Any) -> None:
+    texts = make_documents(100)
+
+    def fingerprint(name: str, texts: list[np.ndarray], **options: Any) -> str:
+        return Corpus.open(write(texts, name, **options)).fingerprint
+
+    changed = [*texts[:-1], texts[-1] ^ 1]
+    swapped = [texts[1], texts[0], *texts[2:]]
+    same = fingerprint("same", texts)
+    assert fingerprint("again", texts, provenance={"other": "words"}) == same
+    others = [
+        fingerprint("changed", changed),
+        fingerprint("swapped", swapped),
+        fingerprint("tokenizer", texts, tokenizer_hash="b"),
+        fingerprint("frames", texts, frame_bytes=16_000),
+    ]
+    assert len({same, *others}) == 5
+
+
+def test_another_tokenizer_is_refused(corpus: Corpus) -> None:
+    corpus.check_tokenizer("a" * 64)
+    assert_refused(lambda: corpus.check_tokenizer("b" * 64), "aaaa", "bbbb", kind=UsageError)
+
+
+def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
+    assert_refused(lambda: Corpus.open(tmp_path / "none"), "no such folder", kind=UsageError)
+    (folder / "manifest.json").unlink()
+    assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)
+
+
+@pytest.mark.parametrize("name", [SHARD, INDEX])
+def test_missing_cut_and_linked_files_are_named_at_opening(folder: Path, tmp_path: Path, name: str) -> None:
+    path = folder / name
+    data = path.read_bytes()
+
+    def refused(reason: str) -> None:
+        assert_refused(lambda: Corpus.open(folder), name, reason, "restore it")
+
+    path.write_bytes(data[:-1])
+    refused(f"has {len(data) - 1} bytes, its manifest says {len(data)}")
+    path.write_bytes(data + b"x")
+    refused(f"has {len(data) + 1} bytes")
+    path.unlink()
+    refused("No such file")
+    os.mkfifo(path)
+    refused("special file")
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    path.symlink_to(tmp_path / "elsewhere")
+    refused("is a link")
+    path.unlink()
+    path.mkdir()
+    refused("special file")
+
+
+def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpus, tmp_path: Path) -> None:
+    path = corpus.folder / SHARD
+    shutil.move(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert_refused(
+        lambda: corpus.block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links"
+    )
+
+
+def test_a_shard_that_is_cut_after_opening(corpus: Corpus) -> None:
+    path = corpus.folder / SHARD
+    path.write_bytes(path.read_bytes()[:1000])
+    assert_refused(lambda: corpus.block(corpus.shard_blocks(1)[-1]), SHARD, "ends at byte")
+
+
+def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
+    path, index = corpus.folder / SHARD, corpus.indexes[1]
+    frame, offset = 2, int(index.offsets[2])
+    data = bytearray(path.read_bytes())
+    data[offset + 100] ^= 4
+    path.write_bytes(data)
+    bad = corpus.shard_blocks(1)[frame]
+    for read in (
+        lambda: corpus.block(bad),
+        lambda: corpus.sample(int(corpus.blocks[bad])),
+        lambda: check(path.parent),
+    ):
+        assert_refused(read, SHARD, f"frame 2 at byte {offset} is damaged", "restore it")
+    corpus.block(bad - 1)
+    corpus.block(bad + 1)
+
+
+@pytest.mark.parametrize("name", [SHARD, INDEX])
+def test_no_flipped_bit_passes_the_check(folder: Path, name: str) -> None:
+    path = folder / name
+    data = path.read_bytes()
+    for where in np.random.default_rng(0).integers(0, 8 * len(data), 60):
+        flipped = bytearray(data)
+        flipped[where // 8] ^= 1 << where % 8
+        path.write_bytes(flipped)
+        assert_refused(lambda: check(folder), name)
+    path.write_bytes(data)
+    check(folder)
+
+
+def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
+    """Whole frames, each with a right checksum, but not the ones that the index describes."""
+    corpus = Corpus.open(folder)
+    start, end = corpus.indexes[1].offsets[1:3]
+    frame = corpus.frame_bytes(corpus.shard_blocks(0)[1])
+    data = (folder / SHARD).read_bytes()
+    swapped = data[:start] + frame + data[end:]
+    (folder / SHARD).write_bytes(swapped)
+    edit_manifest(
+        folder, lambda m: m["shards"][1].update(bytes=len(swapped), blake3=blake3(swapped).hexdigest())
+    )
+    index = corpus.indexes[1]
+    frames = index.frames.copy()
+    frames["compressed"][1] = len(frame)
+    replace_index(folder, ShardIndex(frames, index.samples).encode())
+    bad = corpus.shard_blocks(1)[1]
+    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "the index says")
+    frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
+    replace_index(folder, ShardIndex(frames, index.samples).encode())
+    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1")
+
+
+def shifted(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] += 2
+
+
+def longer(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["tokens"][3] += 1
+    samples["tokens"][4] -= 1
+
+
+def outside(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] = 2**31
+
+
+def before(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][0] = 5
+
+
+def absurd(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["uncompressed"][1] = MAX_FRAME_BYTES + 1
+
+
+def too_small(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["uncompressed"][1] = 4
+
+
+def uneven(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["compressed"][1] += 1
+    frames["compressed"][2] -= 1
+
+
+def regrouped(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][1] += 1
+    frames["samples"][2] -= 1
+
+
+def emptied(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][1] += frames["samples"][2]
+    frames["samples"][2] = 0
+
+
+def fewer(frames: np.ndarray, samples: np.ndarray) -> None:
+    frames["samples"][2] -= 1
+
+
+def renamed(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["key"][3] = b"../../"
+
+
+def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["text_bytes"][3] += 1
+    samples["text_bytes"][4] -= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        shifted, longer, outside, before, absurd, too_small, uneven, regrouped, emptied, fewer, renamed, other_bytes,
+    ],
+)  # fmt: skip
+def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Callable[..., None]) -> None:
+    index = Corpus.open(folder).indexes[1]
+    frames, samples = index.frames.copy(), index.samples.copy()
+    change(frames, samples)
+    replace_index(folder, ShardIndex(frames, samples).encode())
+    assert_refused(lambda: check(folder), "shard-000001")
+
+
+@pytest.mark.parametrize("samples", [-1, 3, 10**6])
+def test_an_index_with_other_counts_is_named(folder: Path, samples: int) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(samples=max(samples, 0)))
+    assert_refused(lambda: Corpus.open(folder), "shard")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]\n", b'{"schema_version": 2}\n', b"[" * 100_000, b"\xff\n"]
+)
+def test_an_index_that_is_none_is_named(folder: Path, content: bytes) -> None:
+    replace_index(folder, zstandard.compress(content))
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+    replace_index(folder, content)
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"frames": 10**15},
+        {"samples": 10**15},
+        {"samples": -7},
+        {"key_width": 10**12},
+        {"key_width": 0},
+        {"frames": 1e999},
+        {"frames": None},
+    ],
+)
+def test_absurd_counts_in_an_index_are_named(folder: Path, counts: Json) -> None:
+    content = zstandard.decompress((folder / INDEX).read_bytes())
+    line, _, arrays = content.partition(b"\n")
+    replace_index(folder, zstandard.compress(json.dumps(json.loads(line) | counts).encode() + b"\n" + arrays))
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) -> None:
+    replace_index(folder, zstandard.compress(bytes(10**8)))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "absurd")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: m["shards"][1].update(file="../shard-000001.tar.zst"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="/etc/passwd"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="shard-000001.tar.zst\n"), "shards.1.file"),
+        (lambda m: m["shards"][1].update(file="pipe:rm"), "shards.1.file"),
+        (lambda m: m["shards"][1]["index"].update(file="../shard-000001.index.zst"), "shards.1.index.file"),
+        (lambda m: m["shards"][1].update(file=m["shards"][0]["file"]), "listed twice"),
+        (lambda m: m["shards"][1].update(bytes=10**15), "its manifest says 1000000000000000"),
+        (lambda m: m["shards"][1].update(bytes=10**30), "shards.1.bytes"),
+        (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
+        (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
+        (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
+        (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
+        (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),
+        (lambda m: m.update(schema_version=2), "schema_version"),
+        (lambda m: m.update(token_dtype="object"), "token_dtype"),
+        (lambda m: m.update(unknown=1), "unknown"),
+        (lambda m: m.update(shards=[]), "shards"),
+        (lambda m: m.pop("tokenizer_hash"), "tokenizer_hash"),
+        (lambda m: m.clear(), "token_dtype"),
+    ],
+)
+def test_hostile_manifests_are_named(folder: Path, change: Callable[[Json], object], word: str) -> None:
+    edit_manifest(folder, change)
+    assert_refused(lambda: Corpus.open(folder), word)
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"\xff\xfe", b"[" * 100_000, b"null", b"[]"])
+def test_manifests_that_are_none_are_named(folder: Path, content: bytes) -> None:
+    (folder / "manifest.json").write_bytes(content)
+    assert_refused(lambda: Corpus.open(folder), "manifest.json")
+
+
+def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(file="../corpus/shard-000001.tar.zst"))
+    monkeypatch.setattr(os, "open", None)
+    monkeypatch.setattr(os, "lstat", None)
+    assert_refused(lambda: Manifest.load(folder), "shards.1.file")

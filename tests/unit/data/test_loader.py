@@ -1,0 +1,161 @@
+"""Ranks and micro-batches only divide the order; a position is all that a resume needs."""
+
+import gc
+import json
+import threading
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data import Corpus, Loader, PackedRows
+from megatfm.errors import UsageError
+
+Batch = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def rows(corpus: Corpus, causal: Any) -> PackedRows:
+    return PackedRows(corpus, causal, sequence_length=64, seed=3, streams=8)
+
+
+def steps(rows: PackedRows, n: int, **options: Any) -> list[list[Batch]]:
+    with Loader(rows, **({"global_batch": 8, "micro_batch": 2} | options)) as loader:
+        return [next(loader) for _ in range(n)]
+
+
+def joined(step: list[Batch]) -> np.ndarray:
+    return np.concatenate([batch["tokens"] for batch in step])
+
+
+def reference(rows: PackedRows, start: int, n: int) -> np.ndarray:
+    return np.stack([rows.row(position)["tokens"] for position in range(start, start + n)])
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_ranks_and_micro_batches_only_divide_the_order(
+    rows: PackedRows, data_ranks: int, micro_batch: int
+) -> None:
+    n = len(rows) // 8 + 3  # into the next epoch
+    ranks = [
+        steps(rows, n, micro_batch=micro_batch, data_rank=rank, data_ranks=data_ranks)
+        for rank in range(data_ranks)
+    ]
+    for t in range(n):
+        parts = [ranks[rank][t] for rank in range(data_ranks)]
+        assert all(len(part) == 8 // data_ranks // micro_batch for part in parts)
+        for batch in (batch for part in parts for batch in part):
+            assert set(batch) == {"tokens", "targets", "documents", "positions"}
+            assert all(
+                field.shape == (micro_batch, 64) and field.dtype == np.int64 for field in batch.values()
+            )
+        np.testing.assert_array_equal(
+            np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8)
+        )
+
+
+def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_stopped(
+    rows: PackedRows,
+) -> None:
+    n = len(rows) // 8 + 5
+    whole = steps(rows, n)
+    for stop in (0, 1, 7, n - 3):
+        with Loader(rows, global_batch=8, micro_batch=4, data_rank=1, data_ranks=2) as loader:
+            for _ in range(stop):
+                next(loader)
+            state = json.loads(json.dumps(loader.state()))
+        assert state["position"] == 8 * stop
+        resumed = steps(rows, n - stop, position=state["position"])
+        for one, two in zip(whole[stop:], resumed, strict=True):
+            np.testing.assert_array_equal(joined(one), joined(two))
+
+
+def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRows) -> None:
+    fetched = threading.Event()
+    row = rows.row
+
+    def watched(position: int) -> Batch:
+        if position == 15:
+            fetched.set()
+        return row(position)
+
+    rows.row = watched  # type: ignore[method-assign]
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
+        assert fetched.wait(10), "the second step is fetched ahead"
+        assert loader.state() == {"position": 8, "epoch": 0, **rows.identity()}
+        assert loader.state()["fingerprint"] == rows.corpus.fingerprint
+
+
+def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: PackedRows) -> None:
+    n = len(rows)
+    assert n % 8, "so that there is something to fill"
+    with Loader(rows, global_batch=8, micro_batch=4, stop=n) as loader:
+        read = np.concatenate([joined(step) for step in loader])
+        assert loader.position == -(-n // 8) * 8
+        assert list(loader) == []
+    np.testing.assert_array_equal(read[:n], reference(rows, 0, n))
+    np.testing.assert_array_equal(read[n:], np.stack([rows.padding()["tokens"]] * (-n % 8)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "nearest"),
+    [(10, 4, 2, 8), (13, 4, 2, 16), (1, 4, 2, 8), (0, 4, 1, 4), (7, 1, 3, 6)],
+)
+def test_a_batch_that_does_not_divide_names_the_nearest(
+    rows: PackedRows, batch: int, micro: int, ranks: int, nearest: int
+) -> None:
+    with pytest.raises(UsageError, match=rf"global batch {batch} does not divide .* is {nearest}$"):
+        Loader(rows, global_batch=batch, micro_batch=micro, data_ranks=ranks)
+    Loader(rows, global_batch=nearest, micro_batch=micro, data_ranks=ranks).close()
+
+
+def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedRows) -> None:
+    row = rows.row
+
+    def failing(position: int) -> Batch:
+        if position >= 16:
+            raise ZeroDivisionError(f"at {position}")
+        return row(position)
+
+    rows.row = failing  # type: ignore[method-assign]
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
+        next(loader)
+        with pytest.raises(ZeroDivisionError, match="at 16") as caught:
+            next(loader)
+        assert "in failing" in "".join(traceback.format_exception(caught.value))
+        with pytest.raises(ZeroDivisionError, match="at 16"):
+            next(loader)
+        assert loader.position == 16
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("megatfm-loader")]
+
+
+def test_no_thread_outlives_its_loader(rows: PackedRows) -> None:
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
+        assert len(loader_threads()) == 1
+    assert not loader_threads()
+    loader.close()
+    forgotten = Loader(rows, global_batch=8, micro_batch=8)
+    next(forgotten)
+    (thread,) = loader_threads()
+    del forgotten
+    gc.collect()
+    thread.join(10)
+    assert not loader_threads()
+
+
+def test_the_wait_of_the_consumer_is_measured(rows: PackedRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([10.0, 10.5, 20.0, 22.0])
+    monkeypatch.setattr("megatfm.data.loader.perf_counter", lambda: next(ticks))
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
+        assert loader.waited == 0.5
+        next(loader)
+        assert loader.waited == 2.5

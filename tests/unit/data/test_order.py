@@ -1,0 +1,280 @@
+"""Every epoch has every token once, in an order that is a pure function of the seed and the position."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Place
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.keyed import permutation
+
+BOS, EOS, PAD = 1, 2, 0
+FIELDS = {"tokens", "targets", "documents", "positions"}
+
+Row = dict[str, np.ndarray]
+
+
+def epoch_rows(rows: PackedRows, epoch: int = 0) -> list[Row]:
+    return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
+
+
+def pieces(row: Row) -> list[Row]:
+    """The documents' pieces in a row, after checking how the row is built."""
+    real = row["documents"] != NO_DOCUMENT
+    n = int(real.sum())
+    assert real[:n].all(), "padding is at the end"
+    assert (row["tokens"][n:] == PAD).all()
+    assert (row["targets"][n:] == IGNORED_TARGET).all()
+    assert (row["positions"][n:] == 0).all()
+    numbers = row["documents"][:n]
+    assert numbers[:1].tolist() == [0][:n]
+    assert set(np.diff(numbers).tolist()) <= {0, 1}, "documents are numbered 0, 1, 2 …"
+    found = [{name: row[name][:n][numbers == number] for name in row} for number in np.unique(numbers)]
+    for piece in found:
+        np.testing.assert_array_equal(piece["positions"], np.arange(len(piece["positions"])))
+    return found
+
+
+blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    blocks=blocks_of_documents,
+    length=st.integers(1, 48),
+    streams=st.integers(1, 80),
+    seed=st.integers(0, 2**63),
+    epoch=st.integers(0, 10**6),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_has_every_row_and_every_token_once(
+    memory_corpus: Any,
+    causal_type: Any,
+    blocks: Any,
+    length: int,
+    streams: int,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+) -> None:
+    corpus, causal = memory_corpus(blocks), causal_type()
+    total = sum(n + 1 for block in blocks for n in block)
+    if total < length:
+        with pytest.raises(UsageError, match=f"make {total} tokens"):
+            PackedRows(corpus, causal, sequence_length=length, seed=seed)
+        return
+    rows = PackedRows(corpus, causal, sequence_length=length, seed=seed, streams=streams, shuffle=shuffle)
+    built = [sum(n + 1 for n in block) for block in blocks]
+    counts = [-(-n // length) for n in built]
+    assert len(rows) == sum(counts)
+
+    positions = range(epoch * len(rows), (epoch + 1) * len(rows))
+    places = [rows.place(position) for position in positions]
+    assert Counter(places) == Counter((epoch, b, r) for b, n in enumerate(counts) for r in range(n))
+
+    pairs: Counter[tuple[int, int]] = Counter()
+    for row in epoch_rows(rows, epoch):
+        assert set(row) == FIELDS
+        assert all(field.shape == (length,) and field.dtype == np.int64 for field in row.values())
+        for piece in pieces(row):
+            pairs.update(zip(piece["tokens"].tolist(), piece["targets"].tolist(), strict=True))
+    assert pairs == Counter(
+        pair
+        for ids in corpus.documents
+        for pair in zip([BOS, *ids.tolist()], [*ids.tolist(), EOS], strict=True)
+    )
+
+
+def test_a_corpus_on_disk_gives_the_same_rows_as_its_documents(
+    corpus: Corpus, causal: Any, make_documents: Any
+) -> None:
+    """Rows put back together, block by block, are the documents that were written, each as a whole."""
+    rows = PackedRows(corpus, causal, sequence_length=32, seed=5, streams=4)
+    blocks: dict[int, dict[int, Row]] = {}
+    for position in range(3 * len(rows), 4 * len(rows)):
+        place = rows.place(position)
+        blocks.setdefault(place.block, {})[place.row] = rows.row(position)
+    read = []
+    for block in blocks.values():
+        joined = np.concatenate([block[i]["tokens"][block[i]["documents"] >= 0] for i in range(len(block))])
+        read += [text.tobytes() for text in np.split(joined, np.flatnonzero(joined == BOS))[1:]]
+    expected = [np.append(BOS, text.astype(np.int64)).tobytes() for text in make_documents(100)]
+    assert Counter(read) == Counter(expected)
+    assert {key[:2] for key in causal.keys} == {(5, 3)}
+    assert {key[2] for key in causal.keys} == set(range(100))
+
+
+def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causal: Any) -> None:
+    corpus = memory_corpus([[5, 9, 0, 3], [1], [30, 2]])
+    rows = PackedRows(corpus, causal, sequence_length=4, seed=1, shuffle=False)
+    expected: list[int] = []
+    for first, end in ((0, 4), (4, 5), (5, 7)):
+        block = [token for ids in corpus.documents[first:end] for token in (BOS, *ids.tolist())]
+        expected += block + [PAD] * (-len(block) % 4)
+    for epoch in (0, 3):
+        assert [t for row in epoch_rows(rows, epoch) for t in row["tokens"].tolist()] == expected
+
+
+def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None:
+    def epoch(seed: int, number: int) -> bytes:
+        rows = PackedRows(corpus, causal, sequence_length=64, seed=seed)
+        return b"".join(row["tokens"].tobytes() for row in epoch_rows(rows, number))
+
+    assert epoch(1, 0) == epoch(1, 0)
+    assert len({epoch(1, 0), epoch(1, 1), epoch(2, 0), epoch(2, 1)}) == 4
+
+
+def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: Any, causal: Any) -> None:
+    rows = PackedRows(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
+    orders = {rows.row(epoch)["tokens"].tobytes() for epoch in range(300)}
+    assert len(orders) == 24
+
+
+def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any) -> None:
+    rows, forgetful = (
+        PackedRows(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size)
+        for size in (2**29, 1)
+    )
+    positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
+    for position in positions:
+        one, two = rows.row(position), forgetful.row(position)
+        for name in FIELDS:
+            np.testing.assert_array_equal(one[name], two[name])
+
+
+def chi_square(counts: np.ndarray) -> float:
+    expected = counts.sum() / counts.size
+    return float(((counts - expected) ** 2).sum() / expected)
+
+
+def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
+    """Which block, and which of its rows, comes first is uniform over seeds and over epochs.
+
+    The bound is the 99.99th percentile of χ² with 31 degrees of freedom: 70.
+    """
+    corpus = memory_corpus([[6] * 4] * 8)
+    by_seed, by_epoch = np.zeros((8, 4)), np.zeros((8, 4))
+    one = PackedRows(corpus, causal, sequence_length=7, seed=7)
+    for i in range(2000):
+        place = PackedRows(corpus, causal, sequence_length=7, seed=i).place(0)
+        by_seed[place.block, place.row] += 1
+        place = one.place(i * len(one))
+        by_epoch[place.block, place.row] += 1
+    assert chi_square(by_seed) < 70
+    assert chi_square(by_epoch) < 70
+
+
+def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
+    rows = PackedRows(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
+    blocks = [rows.place(position).block for position in range(len(rows))]
+    for start in range(0, len(blocks), 10):
+        assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
+    for stream in range(10):
+        own = blocks[stream::10]
+        assert [own[i] for i in range(0, 40, 10)] == list(dict.fromkeys(own)), "and reads each to its end"
+
+
+def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) -> None:
+    """Against the list that the docstring describes, written down as a whole."""
+    counts = [7, 1, 0, 12, 3]
+    corpus = memory_corpus([[8 * n - 1] if n else [0, 0] for n in counts])
+    causal.lengths = lambda n_tokens: n_tokens + (n_tokens > 0)
+    for streams in (1, 4, 5, 23, 30):
+        rows = PackedRows(corpus, causal, sequence_length=8, seed=9, streams=streams)
+        for epoch in (0, 2):
+            listed = [
+                Place(epoch, block, row)
+                for block in permutation(5, 9, "blocks", epoch).tolist()
+                for row in permutation(counts[block], 9, "rows", epoch, block).tolist()
+            ]
+            segments = np.array_split(np.arange(23), streams)
+            turns = [segment[turn] for turn in range(23) for segment in segments if turn < len(segment)]
+            found = [rows.place(position) for position in range(epoch * 23, epoch * 23 + 23)]
+            assert found == [listed[i] for i in turns]
+
+
+def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:
+    """Keys are made of their repr, which differs between `5` and `np.int64(5)`."""
+    plain = PackedRows(corpus, causal, sequence_length=32, seed=5)
+    numpy = PackedRows(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
+    for position in range(40):
+        np.testing.assert_array_equal(plain.row(position)["tokens"], numpy.row(np.int64(position))["tokens"])
+
+
+def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
+    """No release may change the order of a run that it resumes."""
+    corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
+    rows = PackedRows(corpus, causal, sequence_length=16, seed=1234, streams=3)
+    first = [f"{place.block}.{place.row}" for place in map(rows.place, range(20))]
+    assert " ".join(first[:10]) == "3.1 1.0 2.0 3.3 1.4 2.2 3.0 1.1 2.4 3.4"
+    assert " ".join(first[10:]) == "1.3 0.3 3.2 1.2 0.2 1.6 2.1 0.1 1.5 2.3"
+    tokens = np.concatenate([rows.row(position)["tokens"] for position in range(60)])
+    pinned = "20355662e5322432c3d2f983202322578077f237a966fb3452cdc7d948339177"
+    assert blake3(tokens.astype("<i8").tobytes()).hexdigest() == pinned
+
+
+def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None:
+    rows = PackedRows(corpus, causal, sequence_length=16, seed=0, pad_id=3)
+    padding = rows.padding()
+    assert set(padding) == set(rows.row(0))
+    for name, value in {
+        "tokens": 3,
+        "targets": IGNORED_TARGET,
+        "documents": NO_DOCUMENT,
+        "positions": 0,
+    }.items():
+        assert padding[name].tolist() == [value] * 16
+
+
+def test_fields_of_the_objective_come_along(memory_corpus: Any) -> None:
+    class Marked:
+        def lengths(self, n_tokens: np.ndarray) -> np.ndarray:
+            return n_tokens
+
+        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+            return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
+
+    rows = PackedRows(memory_corpus([[5, 4]]), Marked(), sequence_length=4, seed=0)
+    for row in epoch_rows(rows):
+        real = row["documents"] >= 0
+        np.testing.assert_array_equal(row["marks"], np.where(real, row["tokens"] % 7 + 1, 0))
+
+
+def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_type: Any) -> None:
+    class Short(causal_type):  # type: ignore[misc]
+        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+            return {"tokens": tokens, "targets": tokens}
+
+    class Wide(causal_type):  # type: ignore[misc]
+        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+            return dict.fromkeys(("tokens", "targets"), np.full(len(tokens) + 1, 2**31))
+
+    corpus = memory_corpus([[5, 5]])
+    with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):
+        PackedRows(corpus, Short(), sequence_length=4, seed=0).row(0)
+    with pytest.raises(MegatfmError, match="'tokens' has values that do not fit"):
+        PackedRows(corpus, Wide(), sequence_length=4, seed=0).row(0)
+
+
+def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, causal: Any) -> None:
+    folder: Path = write([np.ones(10, np.uint16), np.ones(5, np.uint16)])
+    with pytest.raises(UsageError) as caught:
+        PackedRows(Corpus.open(folder), causal, sequence_length=18, seed=0)
+    message = str(caught.value)
+    assert "2 documents make 17 tokens" in message
+    assert "data.sequence_length to at most 17" in message
+    assert len(PackedRows(Corpus.open(folder), causal, sequence_length=17, seed=0)) == 1
+
+
+def test_the_identity_is_json_and_tells_orders_apart(corpus: Corpus, causal: Any) -> None:
+    options: dict[str, Any] = {"sequence_length": 64, "seed": 1, "streams": 8}
+    same = PackedRows(corpus, causal, **options).identity()
+    assert same == PackedRows(corpus, causal, **options, cache_bytes=1).identity()
+    for change in ({"sequence_length": 32}, {"seed": 2}, {"streams": 9}, {"shuffle": False}):
+        assert PackedRows(corpus, causal, **(options | change)).identity() != same
