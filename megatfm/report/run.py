@@ -1,0 +1,178 @@
+"""Reading a run directory, finished or not: whatever is there, and a note on what could not be read."""
+
+import json
+import math
+import tomllib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatfm.data.manifest import Manifest
+from megatfm.errors import MegatfmError, UsageError
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One number over the steps. Values may be NaN or infinite."""
+
+    steps: Sequence[int] = ()
+    values: Sequence[float] = ()
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a corpus folder says of itself; `problem` instead, when it can't be read now."""
+
+    name: str
+    folder: str
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    disk_bytes: int = 0
+    shards: int = 0
+    problem: str = ""
+
+
+class Run:
+    """A run directory, read once. Raises UsageError when it is not one."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.toml").is_file():
+            raise UsageError(
+                f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME"
+            )
+        self.folder = folder
+        self.notes: list[str] = []
+        self.config = self._config()
+        self.curves = self._curves()
+        self.events = list(self._lines("events.jsonl"))
+        self.samples = list(self._lines("samples.jsonl"))
+        self.environment = self._table("environment.json")
+        self.baselines = self._table("baselines.json")
+        self.plan = self._text("plan.txt")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is recorded, 0 when none is."""
+        return max((curve.steps[-1] for curve in self.curves.values()), default=0)
+
+    def curve(self, *path: str) -> Curve:
+        """A number of the records by its path, e.g. `curve("evaluation", "code", "loss")`; empty if never there."""
+        return self.curves.get(path, Curve())
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the validation sets that have results, in order of appearance."""
+        return list(
+            dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation")
+        )
+
+    def corpora(self) -> list[Corpus]:
+        """The training corpus and the validation corpora that the config names."""
+        data = self.config.get("data", {})
+        validation = data.get("validation") or {}
+        named = [("train", data.get("train")), *validation.items()]
+        return [_corpus(name, str(folder)) for name, folder in named if folder]
+
+    def prep(self) -> dict[str, Any]:
+        """What `megatfm prep` noted beside the training corpus, if it is still there."""
+        train = self.config.get("data", {}).get("train")
+        return self._table(Path(train).parent / "prep.json") if train else {}
+
+    def _config(self) -> dict[str, Any]:
+        path = self.folder / "config.toml"
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise MegatfmError(f"{path}: can't read the run's config: {error}") from error
+
+    def _text(self, name: str | Path) -> str:
+        path = self.folder / name
+        if not path.exists():
+            return ""
+        try:
+            return path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            self.notes.append(f"{path.name} can't be read: {error.strerror}")
+            return ""
+
+    def _table(self, name: str | Path) -> dict[str, Any]:
+        text = self._text(name)
+        if not text:
+            return {}
+        table = _json(text)
+        if not isinstance(table, dict):
+            self.notes.append(f"{Path(name).name} can't be read: not a JSON object")
+            return {}
+        return table
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """The objects of a JSON-lines file. A run that is writing, or was killed, may leave a torn last line."""
+        path, torn = self.folder / name, 0
+        if not path.exists():
+            return
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    value = _json(line)
+                    if isinstance(value, dict):
+                        yield value
+                    else:
+                        torn += 1
+        except OSError as error:
+            self.notes.append(f"{name} can't be read: {error.strerror}")
+        if torn:
+            self.notes.append(f"{name}: {torn} line(s) left out that can't be read")
+
+    def _curves(self) -> dict[tuple[str, ...], Curve]:
+        """Every number of `metrics.jsonl` as a curve; arrays, since a run may have a million steps."""
+        columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
+        for record in self._lines("metrics.jsonl"):
+            step = record.get("step")
+            if not isinstance(step, int):
+                continue
+            for path, value in _numbers(record):
+                steps, values = columns.setdefault(path, (array("q"), array("d")))
+                steps.append(step)
+                values.append(value)
+        return {path: Curve(*column) for path, column in columns.items()}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _numbers(
+    table: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The numbers of nested tables by path; "NaN" and "Infinity" are strings there, since JSON lacks them."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, (*prefix, key))
+        elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+            yield (*prefix, key), float(value)
+
+
+def _corpus(name: str, folder: str) -> Corpus:
+    try:
+        shards = Manifest.load(Path(folder)).shards
+    except MegatfmError as error:
+        return Corpus(name, folder, problem=str(error))
+    return Corpus(
+        name,
+        folder,
+        documents=sum(shard.samples for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        text_bytes=sum(shard.text_bytes for shard in shards),
+        disk_bytes=sum(shard.bytes for shard in shards),
+        shards=len(shards),
+    )

@@ -1,0 +1,199 @@
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.report import write_report
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, attributes and text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+    def charts(self) -> list[str]:
+        """What the charts say to a screen reader."""
+        return [str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg"]
+
+
+def report(run: Path) -> Page:
+    path = write_report(run)
+    assert path == run / "report.html"
+    assert [file.name for file in run.iterdir() if file.name.endswith(".partial")] == []
+    return Page(path)
+
+
+def replace_metrics(run: Path, records: list[dict[str, object]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_finished_run_shows_everything(run: Path) -> None:
+    page = report(run)
+    assert [label.split(",")[0] for label in page.charts()] == [
+        "Loss",
+        "Bits per byte",
+        "Gradient norm",
+        "Learning rate",
+        "Speed",
+        "Waiting for data",
+        "Memory",
+    ]
+    for text in (
+        "finished · 1,000 steps",
+        "decoder · 4 layers · 256 wide",
+        "16.4 M",
+        "xz -9, joined: 1.93",
+        "1,480",
+        "layers.*.attn.wo.weight      row",
+        "SIGUSR1: saved, exit 75",
+        "2026-11-21",
+        "2.13.0+cpu",
+        "12,911,402",
+        f"megatfm train {run}",
+    ):
+        assert text in page.text, text
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["stdlib"]
+    assert f"{last['bits_per_byte']:.3f}" in page.text
+    assert f"stdlib: 4.462 at step 100, {last['loss']:.4g} at step 1,000" in page.charts()[0]
+
+
+def test_the_page_needs_nothing_from_outside(run: Path) -> None:
+    page = report(run)
+    html = (run / "report.html").read_text()
+    assert page.count("script") == page.count("style") == 1
+    for _, attributes in page.tags:
+        for name, value in attributes.items():
+            if name in ("src", "href", "srcset", "data", "action"):
+                assert str(value).startswith(("#", "data:")), (name, value)
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_texts_of_others_stay_texts(run: Path) -> None:
+    evil = "</pre></script><script>alert('x')</script><img src=x onerror=alert(1)> \" onload=\"alert(2)"
+    (run / "samples.jsonl").write_text(json.dumps({"prompt": evil, "text": evil, "step": evil}) + "\n")
+    (run / "events.jsonl").write_text(json.dumps({"time": evil, "event": evil, "detail": evil}) + "\n")
+    (run / "plan.txt").write_text(evil)
+    (run / "environment.json").write_text(json.dumps({evil: evil}))
+    (run / "baselines.json").write_text(json.dumps({evil: {evil: 2.0}}))
+    replace_metrics(
+        run, [{"step": 1, "loss": 2.0, "evaluation": {evil: {"loss": 2.0, "bits_per_byte": 1.0}}}]
+    )
+    page = report(run)
+    assert page.count("script") == 1
+    assert page.count("img") == 0
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert page.text.count(evil) >= 8
+
+
+def test_a_run_without_a_step_has_a_page(run: Path) -> None:
+    for name in (
+        "metrics.jsonl",
+        "events.jsonl",
+        "samples.jsonl",
+        "plan.txt",
+        "environment.json",
+        "baselines.json",
+    ):
+        (run / name).unlink()
+    page = report(run)
+    assert page.charts() == []
+    assert "no step yet" in page.text
+    assert "No step has been recorded yet." in page.text
+
+
+def test_a_running_run_shows_what_it_has(run: Path) -> None:
+    replace_metrics(run, [{"step": 1, "loss": 8.5, "lr": 1e-4}, {"step": 2, "loss": 8.25, "grad_norm": 1.5}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step":3,"los')
+    page = report(run)
+    assert [label.split(",")[0] for label in page.charts()] == ["Loss", "Gradient norm", "Learning rate"]
+    assert "step 2 of 1,000" in page.text
+    assert "metrics.jsonl: 1 line(s) left out that can't be read" in page.text
+
+
+def test_several_validation_sets_are_told_apart(run: Path) -> None:
+    sets = {"code": {"loss": 2.0, "bits_per_byte": 1.0}, "prose": {"loss": 3.0, "bits_per_byte": 1.5}}
+    replace_metrics(run, [{"step": 1, "loss": 8.5, "evaluation": sets}])
+    page = report(run)
+    assert "Bits per byte, code" in page.text
+    assert "Bits per byte, prose" in page.text
+    assert "code: 2 at step 1, 2 at step 1; prose: 3 at step 1" in page.charts()[0]
+
+
+def test_losses_that_are_not_finite_are_counted_not_hidden(run: Path) -> None:
+    losses = [3.0, "NaN", 2.0, "Infinity", 1.0]
+    replace_metrics(run, [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)])
+    assert "2 not finite" in report(run).text
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 40_001):
+            loss = 99 if step == 23_456 else 2 + 1 / step
+            file.write(f'{{"step":{step},"loss":{loss},"lr":{1 / step},"grad_norm":1}}\n')
+    page = report(run)
+    assert (run / "report.html").stat().st_size < 250_000
+    paths = [
+        attributes for tag, attributes in page.tags if tag == "path" and attributes["class"] == "thin c1"
+    ]
+    assert all(str(path["d"]).count("L") < 1500 for path in paths)
+
+
+def test_a_corpus_that_moved_is_said(run: Path) -> None:
+    (run.parents[1] / "corpora" / "train" / "manifest.json").unlink()
+    page = report(run)
+    assert "has no manifest.json" in page.text
+    assert "248,310" in page.text
+
+
+def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
+    (run / "environment.json").write_text("{")
+    (run / "baselines.json").write_text("[]")
+    (run / "events.jsonl").write_text("7\n")
+    page = report(run)
+    for name in ("environment.json", "baselines.json", "events.jsonl"):
+        assert name in page.text
+    assert len(page.charts()) == 7
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
+        write_report(tmp_path)
+
+
+def test_a_broken_config_is_one_line(run: Path) -> None:
+    (run / "config.toml").write_text("name = \n")
+    with pytest.raises(MegatfmError, match=r"config.toml: can't read the run's config") as caught:
+        write_report(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(run)
+    old = (run / "report.html").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MegatfmError, match=r"report.html: No space left on device"):
+        write_report(run)
+    assert (run / "report.html").read_bytes() == old
+    assert not list(run.glob(".*"))
