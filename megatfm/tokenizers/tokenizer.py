@@ -23,7 +23,7 @@ class Tokenizer:
     """Encodes text into ids and back; for any Unicode text, `decode(encode(text)) == text`.
 
     Reserved ids (`bos`, `eos`, `pad`, `unk`, `mask`, `cls`, `sep`, `sentinels`) never come from text and are
-    decoded to nothing. `mask`, `cls` and `sep` are None in a model that was not trained here.
+    decoded to nothing, but for `unk`, which becomes U+FFFD. `mask`, `cls` and `sep` are None in a model that was not trained here.
     """
 
     def __init__(self, model: bytes, name: str = "tokenizer") -> None:
@@ -76,7 +76,7 @@ class Tokenizer:
             ids = [next(encoded)]
             for _ in range(text.count(_SPACE_MARK)):
                 ids += [self._space_mark, next(encoded)]
-            result.append(np.concatenate(ids) if len(ids) > 1 else ids[0])
+            result.append(np.concatenate(ids))  # a copy, as SentencePiece's arrays can't be written to
         return result
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -99,6 +99,16 @@ class Tokenizer:
             "reserved": {name: getattr(self, name) for name in names},
             "sentinels": list(self.sentinels),
         }
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """How many bytes of text each id stands for [vocab_size]; reserved ids stand for none."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token in range(self.vocab_size):
+            if self._sp.is_byte(token):
+                lengths[token] = 1
+            elif not self._sp.is_control(token) and not self._sp.is_unknown(token):
+                lengths[token] = len(self.piece(token).replace(_SPACE_MARK, " ").encode())
+        return lengths
 
     def piece(self, token: int) -> str:
         """The piece of an id as SentencePiece shows it, with U+2581 for a space."""
