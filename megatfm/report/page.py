@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import math
 import os
+import re
 import shlex
 import statistics
 import time
@@ -56,6 +58,7 @@ def write_report(folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as text."""
+    prep = run.prep()
     files = resources.files("megatfm.report")
     script = (files / "report.js").read_text(encoding="utf-8")
     # Autoescape: samples, names and paths are other people's text. Only our own script may run (by its hash).
@@ -71,12 +74,13 @@ def render(run: Run) -> str:
         charts=charts(run),
         samples=run.samples[-SAMPLES:],
         corpora=run.corpora(),
-        prep=list(flat(run.prep())),
+        prep=prep_steps(prep),
+        prep_notes=[*prep.get("notes", []), *prep.get("skipped_files", [])],
         plan=run.plan,
         config=sections(run.config),
         environment=list(flat(run.environment)),
         events=run.events,
-        resume=f"megatfm train {shlex.quote(str(run.folder))}",
+        resume=resume_command(run),
         notes=run.notes,
         version=megatfm.__version__,
         now=time.time(),
@@ -84,6 +88,13 @@ def render(run: Run) -> str:
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def resume_command(run: Run) -> str:
+    """What to type to go on, on as many processes as the plan's mesh has."""
+    processes = math.prod(map(int, re.findall(r" (\d+)\b", run.plan.partition("\n")[0])))
+    folder = shlex.quote(str(run.folder))
+    return f"megatfm train {folder}" if processes == 1 else f"megatfm launch {folder} --nproc {processes}"
 
 
 def subtitle(config: Mapping[str, Any]) -> str:
@@ -125,7 +136,13 @@ def headline(run: Run) -> list[Fact]:
     losses = run.curve("loss").finite
     if losses:
         last = losses[-max(1, len(losses) // 50) :]
-        facts.append(Fact("Training loss", f"{statistics.fmean(last):.3f}", f"mean of {len(last)} steps"))
+        facts.append(
+            Fact(
+                "Training loss",
+                f"{statistics.fmean(last):.3f}",
+                f"mean of the last {len(last)}" if len(last) > 1 else "last step",
+            )
+        )
     tokens = run.curve("tokens").finite
     if tokens:
         facts.append(Fact("Tokens seen", number(tokens[-1]), f"{run.last_step:,} steps"))
@@ -187,6 +204,20 @@ def waiting(run: Run) -> Curve:
 
 def scaled(curve: Curve, factor: float) -> Curve:
     return Curve(curve.steps, [value * factor for value in curve.values])
+
+
+def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """What each step of `megatfm prep` passed on, changed and dropped, as `prep.json` counts it."""
+    return [
+        (
+            step["step"],
+            number(step["documents_out"]),
+            size(step["bytes_out"]),
+            number(step["changed"]),
+            "; ".join(f"{number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()),
+        )
+        for step in prep.get("steps", [])
+    ]
 
 
 def sections(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:

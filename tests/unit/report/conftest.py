@@ -57,13 +57,20 @@ keep = 2
 """
 
 PLAN = """\
-parameter                    style          global shape    local shape
-embedding.weight             replicated     4096 x 256      4096 x 256
-layers.*.attn.w[qkv].weight  column         256 x 256       256 x 256
-layers.*.attn.wo.weight      row            256 x 256       256 x 256
-layers.*.ffn.w[13].weight    column         768 x 256       768 x 256
-layers.*.ffn.w2.weight       row            256 x 768       256 x 768
-head.weight                  column         4096 x 256      4096 x 256
+mesh  dp_replicate 1 × dp_shard 2 × tp 1
+
+modules                     style                   parameters
+embedding                   vocabulary embedding    1 × [4096, 256]
+layers.*.norm[12]           sequence                8 × [256]
+layers.*.attn               enter
+layers.*.attn.w[qkv]        column                  12 × [256, 256]
+layers.*.attn.wo            row                     4 × [256, 256]
+layers.*.ffn                enter
+layers.*.ffn.w_gate         column                  4 × [768, 256]
+layers.*.ffn.w_up           column                  4 × [768, 256]
+layers.*.ffn.w_down         row                     4 × [256, 768]
+norm                        sequence                1 × [256]
+head                        vocabulary head         1 × [4096, 256]
 """
 
 PROMPT = "def "
@@ -134,7 +141,10 @@ def write_run(folder: Path, last_step: int = 1000) -> Path:
     run.mkdir(parents=True)
     corpus(corpora / "train", 1480, 3_402_118)
     corpus(corpora / "validation", 121, 248_310)
-    prep = {"read": {"files": 1702, "bytes": 12_911_402}, "duplicates": {"dropped": 31}, "seconds": 41.2}
+    read = {"step": "read", "documents_out": 1702, "bytes_out": 12_911_402, "changed": 0, "dropped": {}}
+    drops = {"same text": {"documents": 31, "bytes": 9120, "examples": ["a.py = b.py"]}}
+    exact = read | {"step": "exact duplicates", "documents_out": 1671, "dropped": drops}
+    prep = {"steps": [read, exact], "notes": ["190 files were left out by their names"], "skipped_files": []}
     (corpora / "prep.json").write_text(json.dumps(prep))
     (run / "config.toml").write_text(CONFIG.format(corpora=corpora))
     (run / "plan.txt").write_text(PLAN)

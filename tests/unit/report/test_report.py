@@ -60,12 +60,13 @@ def test_a_finished_run_shows_everything(run: Path) -> None:
         "16.4 M",
         "xz -9, joined: 1.93",
         "1,480",
-        "layers.*.attn.wo.weight      row",
+        "layers.*.attn.wo            row",
         "SIGUSR1: saved, exit 75",
         "2026-11-21",
         "2.13.0+cpu",
-        "12,911,402",
-        f"megatfm train {run}",
+        "31 same text",
+        "190 files were left out by their names",
+        f"megatfm launch {run} --nproc 2",
     ):
         assert text in page.text, text
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["stdlib"]
@@ -116,6 +117,7 @@ def test_a_run_without_a_step_has_a_page(run: Path) -> None:
     assert page.charts() == []
     assert "no step yet" in page.text
     assert "No step has been recorded yet." in page.text
+    assert f"megatfm train {run}" in page.text
 
 
 def test_a_running_run_shows_what_it_has(run: Path) -> None:
