@@ -8,6 +8,8 @@ from types import FrameType
 
 from rich.console import Console
 
+import data_prep
+from data_prep.progress import Reporter
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError
@@ -42,12 +44,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: PrepConfig, console: Console) -> None:
-    # Imported here, so that a mistake in the config shows at once.
-    from data_prep.pipeline import run
-    from data_prep.progress import Reporter
-
     reporter = Reporter(console)
-    summary = run(config, reporter)
+    summary = data_prep.run(config, reporter)
     for note in summary.result["notes"]:
         reporter.say(f"note: {note}")
     for skipped in summary.result["skipped_files"]:

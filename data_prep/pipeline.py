@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -58,9 +58,12 @@ class _Prep:
         self._splits = {name: workspace.folder / f"{name}.jsonl.zst" for name in ("train", "validation")}
 
     def run(self) -> dict[str, Any]:
-        clean = self._stage("clean", self._read_and_clean)
-        split = self._stage("split", lambda: self._split(clean["bytes"]))
-        tokenizer = self._stage("tokenizer", lambda: self._train_tokenizer(split["train_bytes"]))
+        uses = ["read", "split"]
+        clean = self._stage("clean", uses, self._read_and_clean)
+        uses += ["near_duplicates"]
+        split = self._stage("split", uses, lambda: self._split(clean["bytes"]))
+        uses += ["tokenizer"]
+        tokenizer = self._stage("tokenizer", uses, lambda: self._train_tokenizer(split["train_bytes"]))
         provenance = {
             "config": identity(self._config),
             "input_blake3": clean["blake3"],
@@ -76,16 +79,17 @@ class _Prep:
         }
         for name in self._splits:
             result[name] = self._stage(
-                f"tokenize-{name}", partial(self._tokenize, name, split[f"{name}_bytes"], provenance)
+                f"tokenize-{name}", uses, partial(self._tokenize, name, split[f"{name}_bytes"], provenance)
             )
         self._workspace.finish(result)
         return result
 
-    def _stage(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        result = self._workspace.stage(name)
+    def _stage(self, name: str, uses: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of a stage that depends on the sections `uses` of the config, run unless it is finished."""
+        result = self._workspace.stage(name, uses)
         if result is None:
             result = work()
-            self._workspace.commit(name, result)
+            self._workspace.commit(name, uses, result)
         else:
             self._reporter.say(f"{name}: finished by an earlier run")
         return result

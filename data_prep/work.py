@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,47 +27,50 @@ def identity(config: PrepConfig) -> dict[str, Any]:
 
 
 class Workspace:
-    """`out`, locked for this process.
+    """`out` while it is being made.
 
-    Every finished stage is committed as `.work/STAGE.json`, so that an interrupted prep goes on from there;
-    `prep.json`, written last, commits the whole.
+    Every finished stage is committed as `.work/STAGE.json`, with the settings on which it depends, so that an
+    interrupted prep goes on from the first stage that is missing or was made with other settings. `prep.json`,
+    written last, commits the whole.
     """
 
     def __init__(self, config: PrepConfig) -> None:
         self.out = Path(config.out)
         self.folder = self.out / WORK
         self._config = config
+        self._identity = identity(config)
 
     def finished(self) -> dict[str, Any] | None:
         """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
         holds anything else."""
         result = _read(self.out / RESULT)
-        found = result["config"] if result else _read(self.folder / "config.json")
-        if found is None:
-            self._check_empty()
-        elif found != (wanted := identity(self._config)) or result:
-            if self._config.overwrite:
-                self._clear()
-            elif found != wanted:
-                raise UsageError(
-                    f"{self.out}: was prepared with another config ({_difference(found, wanted)}): choose another "
-                    "out, or replace it with overwrite=true"
-                )
-            else:
-                self._check_complete()
-                shutil.rmtree(self.folder, ignore_errors=True)
-                return result
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "config.json", identity(self._config))
+        if result is None:
+            self._check_free()
+        elif self._config.overwrite:
+            self._clear()
+        elif result["config"] != self._identity:
+            raise UsageError(
+                f"{self.out}: was prepared with another config ({_difference(result['config'], self._identity)}): "
+                "choose another out, or replace it with overwrite=true"
+            )
+        else:
+            self._check_complete()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return result
+        self.folder.mkdir(exist_ok=True)
         return None
 
-    def stage(self, name: str) -> dict[str, Any] | None:
-        """The committed result of a stage, or None if it has to run."""
-        return _read(self.folder / f"{name}.json")
+    def stage(self, name: str, sections: Sequence[str]) -> dict[str, Any] | None:
+        """The committed result of a stage that depends on these sections of the config; None if it has to run."""
+        committed = _read(self.folder / f"{name}.json")
+        if committed is None or committed["config"] != self._settings(sections):
+            return None
+        result: dict[str, Any] = committed["result"]
+        return result
 
-    def commit(self, name: str, result: Mapping[str, Any]) -> None:
+    def commit(self, name: str, sections: Sequence[str], result: Mapping[str, Any]) -> None:
         """Note that a stage is finished."""
-        _write(self.folder / f"{name}.json", result)
+        _write(self.folder / f"{name}.json", {"config": self._settings(sections), "result": result})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Commit the whole and remove what only the stages needed."""
@@ -92,8 +95,12 @@ class Workspace:
         finally:
             os.close(descriptor)
 
-    def _check_empty(self) -> None:
-        strangers = sorted(path.name for path in self.out.iterdir() if path.name != WORK)
+    def _settings(self, sections: Sequence[str]) -> dict[str, Any]:
+        return {name: self._identity[name] for name in ("version", *sections)}
+
+    def _check_free(self) -> None:
+        ours = (WORK, *MADE) if self.folder.is_dir() else ()
+        strangers = sorted(path.name for path in self.out.iterdir() if path.name not in ours)
         if strangers:
             raise UsageError(
                 f"{self.out}: holds {strangers[0]!r}, which no prep made: choose a new or an empty folder as out"

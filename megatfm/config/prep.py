@@ -55,7 +55,7 @@ class NearDuplicatesConfig(Section):
 class TokenizerConfig(Section):
     """The SentencePiece BPE tokenizer, trained on the training split."""
 
-    vocab_size: Annotated[int, Field(ge=512, le=2**20)] = 4096
+    vocab_size: Annotated[int, Field(ge=1, le=2**20)] = 4096
     """Number of pieces, with the 256 bytes and the reserved ids."""
     sentinels: Annotated[int, Field(ge=0, le=1024)] = 32
     """Ids reserved for objectives that mark spans, so that adding one does not change the tokenizer."""

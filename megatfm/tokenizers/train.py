@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import sentencepiece
 
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.tokenizer import CLASS, MASK, SENTINEL, SEPARATOR
 
 # A line break opens a segment and doesn't close it: pieces may then hold a break, the indentation after it and
@@ -27,9 +27,10 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
     few for the vocabulary.
     """
     model = io.BytesIO()
+    failures: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_segments(texts),
+            sentence_iterator=_segments(texts, failures),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -37,6 +38,7 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
             bos_id=1,
             eos_id=2,
             pad_id=3,
+            unk_surface="\ufffd",
             control_symbols=[MASK, CLASS, SEPARATOR, *(SENTINEL.format(n) for n in range(sentinels))],
             byte_fallback=True,
             character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
@@ -52,16 +54,24 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
             minloglevel=2,
         )
     except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
         raise _readable(error, vocab_size) from error
     return model.getvalue()
 
 
-def _segments(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from _SEGMENT.findall(text.replace(_UNKNOWN_MARK, " "))
+def _segments(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """The segments of all texts. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a
+    Ctrl-C, so the cause is kept in `failures`."""
+    try:
+        for text in texts:
+            yield from _SEGMENT.findall(text.replace(_UNKNOWN_MARK, " "))
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
-def _readable(error: RuntimeError, vocab_size: int) -> Exception:
+def _readable(error: RuntimeError, vocab_size: int) -> MegatfmError:
     message = str(error)
     if most := _TOO_LARGE.search(message):
         return UsageError(
@@ -75,4 +85,4 @@ def _readable(error: RuntimeError, vocab_size: int) -> Exception:
         )
     if "sentences_.empty()" in message:
         return UsageError("no text to train a tokenizer on: every document is empty")
-    return error
+    return MegatfmError(f"SentencePiece could not train a tokenizer: {' '.join(message.split())}")
