@@ -1,0 +1,54 @@
+"""N processes under mpirun, Open MPI's or MPICH's."""
+
+import os
+import shlex
+import shutil
+import signal
+
+from launchers.job import Job
+from launchers.local import defaults
+from launchers.supervise import Child, supervise
+from megatfm.errors import UsageError
+
+
+class Mpi:
+    """Hands the ranks to mpirun; all of them write to this terminal."""
+
+    def render(self, job: Job) -> dict[str, str]:
+        """The mpirun command."""
+        child = self._child(job)
+        settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
+        return {"launch.sh": f"{settings} {shlex.join(child.command)}\n"}
+
+    def submit(self, job: Job) -> int:
+        """Run to the end; returns mpirun's exit code where it means something (0, 2, 75), else 1."""
+        if not shutil.which("mpirun"):
+            raise UsageError(
+                "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
+                f"use --nproc {job.processes}"
+            )
+        return supervise([self._child(job)])
+
+    def _child(self, job: Job) -> Child:
+        return Child(
+            "mpirun",
+            ["mpirun", "-n", str(job.processes), *job.command],
+            {**_settings(), **defaults(job.processes)},
+            # mpirun answers SIGTERM by killing the ranks, but passes SIGUSR1 on, so that they can save.
+            stop_signal=signal.SIGUSR1,
+            death_signal=signal.SIGTERM,
+        )
+
+
+def _settings() -> dict[str, str]:
+    """Variables that Open MPI 4 and 5 read; MPICH ignores them and behaves so by itself."""
+    settings = {
+        # More ranks than cores is what a laptop needs; binding would press all threads of a rank onto one core.
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {key: os.environ.get(key, value) for key, value in settings.items()}

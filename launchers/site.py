@@ -1,0 +1,51 @@
+"""A cluster, described once in `slurm/site.toml`."""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+
+from megatfm.config import load
+from megatfm.config.base import Section
+
+# Wide enough for every site's names, too narrow for a quote, a space, a newline or a `$`.
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
+Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:&|*()\[\]-]+\z", max_length=200)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z")]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\z")]
+
+
+class Site(Section):
+    """What jobs need to know of a site; see the comments in `slurm/site.toml`."""
+
+    partition: Word | None = None
+    """Partition (queue) of jobs."""
+    account: Word | None = None
+    """Account that jobs are charged to."""
+    constraint: Constraint | None = None
+    """Features that nodes must have."""
+    cpus_per_task: PositiveInt | None = None
+    """Cores for each process."""
+    modules: list[Word] = Field(default_factory=list)
+    """Environment modules to load."""
+    container: list[Line] = Field(default_factory=list)
+    """Command put before every process, one word an item."""
+    interface: Word | None = None
+    """Network interface over which processes meet."""
+    stop_seconds: PositiveInt = 300
+    """Seconds before the time limit at which a run is told to save and requeue."""
+    environment: dict[VariableName, Line] = Field(default_factory=dict)
+    """Variables for every process."""
+
+
+def load_site(path: Path | None, overrides: dict[str, str | None]) -> Site:
+    """Read a site: `path`, else `slurm/site.toml` here, else the one that ships with megatfm.
+
+    `overrides` replace fields where they are not None. Raises UsageError.
+    """
+    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("slurm") / "site.toml"))
+    chosen = path or (here if here.is_file() else shipped)
+    texts = {key: json.dumps(value) for key, value in overrides.items() if value is not None}
+    return load(Site, chosen, [f"{key}={text}" for key, text in texts.items()])

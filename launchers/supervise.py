@@ -1,0 +1,201 @@
+"""Child processes that live and die together: signals reach all of them, and one that fails ends the rest."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megatfm.errors import MegatfmError
+
+POLL_SECONDS = 0.02
+SETTLE_SECONDS = 2.0  # after the first failure: others may end by themselves and say why
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+TAIL_LINES = 8
+SAVED = 75  # EX_TEMPFAIL: stopped by a signal after saving, start me again
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Child:
+    """One process to start. Without a log it inherits this terminal.
+
+    `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `death_signal` is what
+    the process gets when we are killed ourselves.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    stop_signal: signal.Signals | None = None
+    death_signal: signal.Signals = signal.SIGKILL
+
+
+def supervise(children: Sequence[Child]) -> int:
+    """Run all children to their end; returns the code that they agree on (0, 2 or 75), else 1.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on once each; a second SIGINT ends the children. When one fails, the
+    others are ended within seconds and one line on stderr names the first that failed, with the end of its log.
+    """
+    team = _Team(children)
+    with team.taking_signals():
+        try:
+            team.start()
+            while team.living:
+                time.sleep(POLL_SECONDS)
+                team.pass_signals_on()
+                team.look()
+        finally:
+            team.kill()
+    return team.verdict()
+
+
+class _Team:
+    def __init__(self, children: Sequence[Child]) -> None:
+        self.children = children
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.codes: dict[str, int] = {}  # of those that ended by themselves
+        self.first_failed: str | None = None
+        self.log_starts: dict[str, int] = {}
+        self._received: list[int] = []
+        self._forwarded: set[int] = set()
+        self._end_at = self._kill_at = float("inf")
+        self._ending = False
+
+    @property
+    def living(self) -> list[Child]:
+        return [
+            child
+            for child in self.children
+            if child.name in self.processes and self.processes[child.name].returncode is None
+        ]
+
+    @contextlib.contextmanager
+    def taking_signals(self) -> Iterator[None]:
+        """Collect signals instead of dying of them; the loop passes them on."""
+
+        def receive(number: int, _: FrameType | None) -> None:
+            self._received.append(number)
+
+        before = {number: signal.signal(number, receive) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self) -> None:
+        """Start every child in a process group of its own, so that the terminal's Ctrl-C comes only through us."""
+        for child in self.children:
+            output = None
+            try:
+                if child.log:
+                    child.log.parent.mkdir(parents=True, exist_ok=True)
+                    output = child.log.open("ab")
+                    self.log_starts[child.name] = output.tell()
+                self.processes[child.name] = subprocess.Popen(
+                    child.command,
+                    env={**os.environ, **child.environment},
+                    stdin=subprocess.DEVNULL if output else None,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,
+                    preexec_fn=_dying_with_parent(child.death_signal),
+                )
+            except OSError as error:
+                raise MegatfmError(f"can't start {child.name}: {error.filename}: {error.strerror}") from error
+            finally:
+                if output:
+                    output.close()
+
+    def pass_signals_on(self) -> None:
+        while self._received:
+            number = self._received.pop(0)
+            if number in self._forwarded:
+                if number == signal.SIGINT:
+                    self._end_at = time.monotonic()
+                continue
+            self._forwarded.add(number)
+            for child in self.living:
+                self.processes[child.name].send_signal(child.stop_signal or number)
+
+    def look(self) -> None:
+        """See who ended, and end the others when one failed: gently, then for good."""
+        now = time.monotonic()
+        ended = [child.name for child in self.living if self.processes[child.name].poll() is not None]
+        if not self._ending:
+            self.codes.update({name: self.processes[name].returncode for name in ended})
+        failed = [name for name in ended if self.codes.get(name, 0) not in (0, SAVED)]
+        if failed and self.first_failed is None:
+            # Of those that ended between two looks, one killed by a signal can't have been a victim of the others.
+            self.first_failed = min(failed, key=lambda name: self.codes[name] >= 0)
+            self._end_at = min(self._end_at, now + SETTLE_SECONDS)
+        if now >= self._end_at and not self._ending:
+            self._ending = True
+            self._kill_at = now + GRACE_SECONDS
+            for child in self.living:
+                self.processes[child.name].send_signal(signal.SIGTERM)
+        if now >= self._kill_at:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the groups of all children that still live."""
+        for child in self.living:
+            process = self.processes[child.name]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def verdict(self) -> int:
+        """The exit code; says who failed first."""
+        common = set(self.codes.values())
+        code = common.pop() if len(common) == 1 else 1
+        if code not in (0, 2, SAVED):
+            code = 1
+        said_already = (
+            code == 2 and self.children[0].name in self.codes
+        )  # on the terminal, by the first child
+        if self.first_failed and not said_already:
+            print(self._obituary(self.first_failed), file=sys.stderr, flush=True)
+        return code
+
+    def _obituary(self, name: str) -> str:
+        code = self.codes[name]
+        how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+        others = len(self.children) - 1
+        line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if others else "")
+        log = next(child.log for child in self.children if child.name == name)
+        if log is None:
+            return line
+        text = log.read_bytes()[self.log_starts[name] :].decode(errors="replace").rstrip()
+        tail = text.splitlines()[-TAIL_LINES:]
+        return "\n".join([f"{line}; the end of {log}:", *(f"  {row}" for row in tail)])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"killed by signal {number}"
+
+
+def _dying_with_parent(death_signal: signal.Signals) -> Callable[[], None] | None:
+    """What a child does before exec so that the kernel ends it when we are killed (Linux only)."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, int(death_signal))
+        if os.getppid() != parent:  # killed before the line above
+            os._exit(1)
+
+    return prepare
