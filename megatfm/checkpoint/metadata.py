@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 
 import torch
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from megatfm.checkpoint import disk
 from megatfm.checkpoint.box import check_cover
@@ -49,31 +49,49 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**60)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Part(BaseModel):
+def _known(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}")
+    return name
+
+
+def _addressable(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if prod(max(1, size) for size in shape) >= 2**60:  # beyond it, torch's own arithmetic overflows
+        raise ValueError(f"absurd shape {shape}")
+    return shape
+
+
+DType = Annotated[str, AfterValidator(_known)]
+Shape = Annotated[tuple[Count, ...], AfterValidator(_addressable)]
+
+
+class Part(BaseModel):
+    """What is read from disk: nothing more than the fields that are declared, and nothing else in them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FileEntry(_Part):
+class FileEntry(Part):
     """A safetensors file: its size in bytes and the BLAKE3 of its content."""
 
     bytes: Count
     blake3: Hash
 
 
-class Piece(_Part):
+class Piece(Part):
     """One stored block of a tensor: where it lies in the tensor, and under which key of which file."""
 
     offsets: tuple[Count, ...]
-    sizes: tuple[Count, ...]
+    sizes: Shape
     file: FileName
     key: str
 
 
-class TensorEntry(_Part):
+class TensorEntry(Part):
     """A tensor as a whole, and the pieces that make it up."""
 
-    dtype: str
-    shape: tuple[Count, ...]
+    dtype: DType
+    shape: Shape
     pieces: tuple[Piece, ...]
 
     @property
@@ -86,7 +104,7 @@ class TensorEntry(_Part):
         return prod(piece.sizes) * self.torch_dtype.itemsize
 
 
-class Metadata(_Part):
+class Metadata(Part):
     """Everything about a checkpoint but the tensors' values. `state` is the caller's own JSON."""
 
     format: Literal["megatfm-checkpoint"] = "megatfm-checkpoint"
@@ -100,10 +118,6 @@ class Metadata(_Part):
     def _is_consistent(self) -> Self:
         held: dict[str, int] = defaultdict(int)
         for name, tensor in self.tensors.items():
-            if tensor.dtype not in DTYPES:
-                raise MegatfmError(f"tensor {name} has the unknown dtype {tensor.dtype!r}")
-            if prod(max(1, size) for size in tensor.shape) >= 2**60:
-                raise MegatfmError(f"tensor {name} claims the absurd shape {tensor.shape}")
             check_cover(name, tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
             for piece in tensor.pieces:
                 held[piece.file] += tensor.bytes_of(piece)
@@ -153,6 +167,13 @@ def _head(body: bytes) -> bytes:
     return b'{"blake3": "%s", "metadata": ' % blake3(body).hexdigest().encode()
 
 
+def explain(error: ValidationError) -> str:
+    """Return the first thing that is wrong, on one line: where, and what."""
+    first = error.errors()[0]
+    given = f", not {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    return f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}{given}"
+
+
 def read(folder: Path) -> Metadata:
     """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
     path = folder / FILENAME
@@ -173,8 +194,6 @@ def read(folder: Path) -> Metadata:
     try:
         return Metadata.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise MegatfmError(f"{path} is not valid: {place}: {first['msg']}") from error
+        raise MegatfmError(f"{path} is not valid: {explain(error)}") from error
     except (MegatfmError, RecursionError) as error:
         raise MegatfmError(f"{path} is not valid: {error}") from error

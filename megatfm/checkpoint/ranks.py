@@ -61,6 +61,6 @@ def failure(what: str, reasons: Mapping[int, str]) -> MegatfmError:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line; the type says more where it isn't our own."""
-    text = " ".join(str(error).split())
+    """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
+    text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"

@@ -13,11 +13,21 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatfm.checkpoint import disk
-from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, FileEntry
+from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, Count, DType, FileEntry, Part, Shape, explain
 from megatfm.errors import MegatfmError
+
+
+class _Entry(Part):
+    dtype: DType
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
@@ -51,7 +61,9 @@ def read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
         raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
     try:
         return _views(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except ValidationError as error:
+        raise MegatfmError(f"{path} is not a safetensors file: {explain(error)}") from error
+    except (ValueError, struct.error) as error:
         raise MegatfmError(f"{path} is not a safetensors file: {error}") from error
 
 
@@ -61,14 +73,13 @@ def _views(content: bytearray) -> dict[str, Tensor]:
     if data > len(content):
         raise ValueError(f"its header claims {length} bytes")
     views = {}
-    for key, entry in json.loads(content[8:data]).items():
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        start, end = entry["data_offsets"]
-        if not 0 <= start <= end <= len(content) - data or end - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"tensor {key} is said to lie at {start} to {end}")
-        if start == end:
-            views[key] = torch.empty(shape, dtype=dtype)
+    for key, entry in _HEADER.validate_json(content[8:data]).items():
+        dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
+        if end > len(content) - data or end - start != prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"tensor {key} of shape {entry.shape} is said to lie at {start} to {end}")
+        if start == end:  # frombuffer refuses to make an empty one
+            views[key] = torch.empty(entry.shape, dtype=dtype)
         else:
-            flat = torch.frombuffer(content, dtype=dtype, count=prod(shape), offset=data + start)
-            views[key] = flat.reshape(shape)
+            flat = torch.frombuffer(content, dtype=dtype, count=prod(entry.shape), offset=data + start)
+            views[key] = flat.reshape(entry.shape)
     return views

@@ -1,0 +1,277 @@
+"""Damaged and planted files: each is refused by name, and the checkpoint before it is used."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+
+from megatfm.checkpoint import latest, load, names, read_state, read_tensors, save, verify
+from megatfm.errors import MegatfmError
+
+SHARD = "rank-00000-000.safetensors"
+METADATA = "metadata.json"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Step 2, with a whole step 1 before it."""
+    tensors = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}
+    save(tmp_path, 1, tensors, {"step": 1})
+    return save(tmp_path, 2, tensors, {"step": 2})
+
+
+class Bomb:
+    """A pickle that leaves a trace when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/megatfm-bomb-went-off",)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def extend(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def link(file: Path) -> None:
+    moved = file.rename(file.with_name("elsewhere"))
+    file.symlink_to(moved)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def plant(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Bomb()))
+
+
+HARM = [truncate, empty, extend, remove, link, folder, pipe, plant]
+
+
+@pytest.mark.parametrize("name", [SHARD, METADATA])
+@pytest.mark.parametrize("harm", HARM)
+def test_harm_is_named_and_the_one_before_is_used(
+    path: Path, harm: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    harm(path / name)
+    for use in (read_tensors, verify, lambda path: load(path, {"w": torch.zeros(4, 6)})):
+        with pytest.raises(MegatfmError, match=re.escape(str(path / name))) as error:
+            use(path)
+        assert "\n" not in str(error.value)
+    assert latest(path.parent) == path.parent / "step-00000001"
+    assert "step-00000002 is not used" in caplog.text
+    assert name in caplog.text
+    assert not Path("/tmp/megatfm-bomb-went-off").exists()
+
+
+def test_every_flipped_byte_of_the_metadata_is_seen(path: Path) -> None:
+    file = path / METADATA
+    content = file.read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        with pytest.raises(MegatfmError, match=METADATA):
+            read_state(path)
+
+
+def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
+    file = path / SHARD
+    content = file.read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        with pytest.raises(MegatfmError, match=f"{SHARD} is damaged: its content doesn't have its hash"):
+            load(path, {"b": torch.zeros(6, dtype=torch.int64)})
+    assert latest(path.parent) == path  # the sizes are right
+    assert latest(path.parent, hashes=True) == path.parent / "step-00000001"
+
+
+def test_no_whole_checkpoint_is_no_fresh_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    remove(path / SHARD)
+    truncate(path.parent / "step-00000001" / METADATA)
+    with pytest.raises(MegatfmError, match="none of its 2 checkpoints is whole"):
+        latest(path.parent)
+    assert "step-00000001 is not used" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_checkpoint_without_permission(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.chmod(0)
+    try:
+        assert latest(path.parent) == path.parent / "step-00000001"
+    finally:
+        path.chmod(0o700)
+    assert "Permission denied" in caplog.text
+
+
+def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(path, path.with_name("step-00000009"))
+    path.with_name("step-00000008").symlink_to(path)
+    assert latest(path.parent) == path
+    assert "step-00000009 is not used: it holds step 2" in caplog.text
+    assert "step-00000008 is not used: it is a symbolic link" in caplog.text
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the metadata and give it the right hash, as an accident never would."""
+    file = path / METADATA
+    body = json.loads(file.read_bytes())["metadata"]
+    change(body)
+    raw = json.dumps(body).encode()
+    file.write_bytes(b'{"blake3": "%s", "metadata": %s}\n' % (blake3(raw).hexdigest().encode(), raw))
+
+
+def forge_shard(path: Path, content: bytes) -> None:
+    """Put another file in the place of the shard, with size and hash in the metadata to match."""
+    (path / SHARD).write_bytes(content)
+    entry = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
+    forge(path, lambda body: body["files"].update({SHARD: entry}))
+
+
+def move_file(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop(SHARD)
+        for tensor in body["tensors"].values():
+            for piece in tensor["pieces"]:
+                piece["file"] = name
+
+    return change
+
+
+def piece(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["tensors"]["w"]["pieces"][0]
+    return found
+
+
+def grow(body: dict[str, Any], size: int) -> None:
+    body["tensors"]["w"]["shape"][0] = size
+    piece(body)["sizes"][0] = size
+
+
+def nest(body: dict[str, Any]) -> None:
+    for _ in range(900):
+        body["state"] = {"a": body["state"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
+        (move_file("/etc/passwd"), "not '/etc/passwd'"),
+        (move_file("rank-00000-000.pt"), "not 'rank-00000-000.pt'"),
+        (move_file(SHARD + "\n"), r"not 'rank-00000-000.safetensors\n'"),
+        (lambda body: body["files"].update({"x": body["files"][SHARD]}), "files.x"),
+        (lambda body: piece(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
+        (lambda body: piece(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
+        (lambda body: piece(body).update(key="b"), f"{SHARD} is not what {METADATA} says: b is"),
+        (lambda body: piece(body).update(key="x"), f"{SHARD} is not what {METADATA} says: x is missing"),
+        (
+            lambda body: piece(body).update(offsets=[1, 0]),
+            "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",
+        ),
+        (lambda body: piece(body).update(offsets=[-1, 0]), "greater than or equal to 0"),
+        (lambda body: piece(body).update(sizes=[4.0, 6]), "valid integer"),
+        (lambda body: body["tensors"]["w"]["pieces"].append(piece(body)), "the pieces hold 48 elements"),
+        (lambda body: body["tensors"]["w"]["pieces"].clear(), "the pieces hold 0 elements"),
+        (lambda body: grow(body, 2**40), f"bytes of tensors in {SHARD}"),
+        (lambda body: grow(body, 2**70), "less than"),
+        (lambda body: body["tensors"]["w"].update(shape=[2**40, 2**40, 0], pieces=[]), "absurd shape"),
+        (lambda body: body["tensors"]["w"].update(dtype="OBJECT"), "unknown dtype 'OBJECT'"),
+        (lambda body: body["tensors"]["w"].update(dtype="I32"), "is not what"),
+        (lambda body: body["files"][SHARD].update(bytes=2**59), "bytes instead of"),
+        (lambda body: body["files"][SHARD].update(blake3="0" * 64), "doesn't have its hash"),
+        (lambda body: body.update(schema_version=2), "has schema version 2, but this megatfm reads 1"),
+        (lambda body: body.pop("schema_version"), "has schema version None"),
+        (lambda body: body.update(format="other"), "format"),
+        (lambda body: body.update(pickle="gASV"), "pickle: Extra inputs"),
+        (lambda body: body.update(step="2"), "step"),
+        (lambda body: body.pop("files"), "files: Field required"),
+        (nest, "metadata.json"),
+    ],
+)
+def test_forged_metadata_is_refused(
+    path: Path, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    forge(path, change)
+    for use in (read_tensors, verify):
+        with pytest.raises(MegatfmError, match=re.escape(reason)) as error:
+            use(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def header(content: object, size: int | None = None) -> bytes:
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack("<Q", len(raw) if size is None else size) + raw
+
+
+W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(Bomb()) + bytes(200),
+        header({}, size=2**63) + bytes(200),
+        header({}, size=2**20) + bytes(200),
+        header(b"\xff" * 9) + bytes(200),
+        header(b"[" * 50_000) + bytes(200),
+        header([1, 2]) + bytes(200),
+        header({"w": 1}) + bytes(200),
+        header({"w": {**W, "dtype": "OBJECT"}}) + bytes(200),
+        header({"w": {**W, "data_offsets": [-96, 0]}}) + bytes(200),
+        header({"w": {**W, "data_offsets": [200, 296]}}) + bytes(200),
+        header({"w": {**W, "data_offsets": [0, 95]}}) + bytes(200),
+        header({"w": {**W, "shape": [-4, -6]}}) + bytes(200),
+        header({"w": {**W, "shape": [2**70, 0], "data_offsets": [0, 0]}}) + bytes(200),
+        header({"w": {**W, "shape": [2**50, 2**50, 0], "data_offsets": [0, 0]}}) + bytes(200),
+        header({"w": {**W, "shape": "ab"}}) + bytes(200),
+    ],
+)
+def test_forged_files_are_refused(path: Path, content: bytes) -> None:
+    forge_shard(path, content)
+    for use in (read_tensors, verify):
+        with pytest.raises(MegatfmError, match=re.escape(str(path / SHARD))) as error:
+            use(path)
+        assert "\n" not in str(error.value)
+        assert "not a safetensors file" in str(error.value)
+    assert not Path("/tmp/megatfm-bomb-went-off").exists()
+
+
+def test_the_store_is_read_without_its_tensors(path: Path) -> None:
+    remove(path / SHARD)
+    assert read_state(path) == {"step": 2}
+    assert names(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MegatfmError, match=r"cannot read .*metadata\.json: No such file"):
+        read_state(tmp_path / "step-00000001")

@@ -1,0 +1,201 @@
+"""A save that fails or is killed at any of its disk operations leaves the old checkpoint or the new one, whole."""
+
+import errno
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm.checkpoint import Box, clean, latest, read_state, read_tensors, save, verify
+from megatfm.errors import MegatfmError
+from tests.workers import WorkerFailure, Workers
+
+OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
+
+Hook = Callable[[str, tuple[Any, ...]], None]
+
+
+@contextmanager
+def hooked(hook: Hook) -> Iterator[None]:
+    """Call `hook(operation, arguments)` before each operation of this process on the disk."""
+    real = {name: getattr(os, name) for name in OPERATIONS}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            hook(name, args)
+            return real[name](*args, **kwargs)
+
+        return operation
+
+    for name in OPERATIONS:
+        setattr(os, name, wrap(name))
+    try:
+        yield
+    finally:
+        for name in OPERATIONS:
+            setattr(os, name, real[name])
+
+
+def save_step(folder: Path, step: int, keep: int | None = 1) -> Path:
+    """A checkpoint whose every value is its step, sharded over the ranks there are."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rows = Box(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0))
+    tensors = {"rows": rows, "wide": Box(torch.full((3, 4), step), (3 * world, 4), (3 * rank, 0))}
+    return save(folder, step, tensors, {"step": step}, keep=keep)
+
+
+def adds(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a full or a read-only disk may refuse this operation: all but reading and removing."""
+    return bool(args[1] & os.O_CREAT) if name == "open" else name in ("mkdir", "write", "fsync", "rename")
+
+
+def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
+    """What the next start finds is whole, down to the values."""
+    path = latest(folder, hashes=True)
+    assert path is not None
+    step = read_state(path)["step"]
+    assert isinstance(step, int)
+    assert step in steps
+    assert path.name == f"step-{step:08d}"
+    verify(path)
+    for tensor in read_tensors(path).values():
+        assert bool((tensor == step).all())
+    return step
+
+
+def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> tuple[str, int]:
+    """Save step 2 over step 1 while one rank's disk fails; returns the outcome and the operations seen."""
+    seen = 0
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        seen += 1
+        if dist.get_rank() == rank and (seen == number or (lasting and seen > number and adds(name, args))):
+            raise OSError(code, os.strerror(code))
+
+    save_step(folder, 1)
+    with hooked(hook):
+        try:
+            return str(save_step(folder, 2)), seen
+        except MegatfmError as error:
+            return str(error), seen
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code: int, rank: int) -> None:
+    lasting = code != errno.EIO
+    _, operations = workers.run(fail_at, 2, tmp_path / "whole", rank, -1, code, False)[rank]
+    assert operations > 4
+    failed = 0
+    for number in range(1, operations + 1):
+        folder = tmp_path / str(number)
+        (outcome, _), (other, _) = workers.run(fail_at, 2, folder, rank, number, code, lasting)
+        assert outcome == other
+        if outcome.startswith("/"):  # only what follows the commit may fail without failing the save
+            assert_old_or_new(folder, (2,))
+            continue
+        failed += 1
+        assert outcome.startswith(f"checkpoint of step 2 not saved: rank {rank}: cannot ")
+        assert outcome.endswith(f": {os.strerror(code)}")
+        step = assert_old_or_new(folder, (1, 2))
+        expected = {1: ["step-00000001"], 2: ["step-00000001", "step-00000002"]}[step]
+        assert sorted(path.name for path in folder.iterdir()) == expected
+    assert failed >= 7 if rank == 0 else failed == operations
+
+
+def die_at(folder: Path, rank: int, number: int) -> int:
+    """Save step 2 over step 1, and SIGKILL one rank just before an operation, or after half of a write.
+
+    Where the rank lives on, return how many operations it made.
+    """
+    save_step(folder, 1)
+    seen = 0
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        seen += 1
+        if dist.get_rank() == rank and seen == number:
+            if name == "write":
+                with open(args[0], "wb", closefd=False, buffering=0) as file:
+                    file.write(args[1][: len(args[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with hooked(hook):
+        save_step(folder, 2)
+    return seen
+
+
+def test_a_killed_rank_leaves_the_old_or_the_new_one(workers: Workers, tmp_path: Path) -> None:
+    draw = random.Random(20)
+    found = []
+    for world, rank, share in ((1, 0, 1.0), (2, 0, 0.25), (2, 1, 0.5)):
+        operations = workers.run(die_at, world, tmp_path / f"{world}-{rank}", rank, -1)[rank]
+        moments = range(1, operations + 1)
+        for number in draw.sample(moments, round(share * operations)):
+            folder = tmp_path / f"{world}-{rank}-{number}"
+            with pytest.raises(WorkerFailure, match=f"(?s)rank {rank} .*killed by SIGKILL") as failure:
+                workers.run(die_at, world, folder, rank, number)
+            if rank == 1:  # rank 0 always waits for it
+                lost = "MegatfmError: checkpoint of step 2 not saved: the ranks lost each other"
+                assert lost in str(failure.value)
+            step = assert_old_or_new(folder, (1, 2))
+            found.append(step)
+            clean(folder)
+            assert {path.name for path in folder.iterdir()} <= {"step-00000001", "step-00000002"}
+            assert_old_or_new(folder, (step,))
+    assert {1, 2} == set(found)
+
+
+def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path: Path) -> None:
+    trace: list[tuple[str, str]] = []
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        where = Path(f"/proc/self/fd/{args[0]}").readlink() if isinstance(args[0], int) else args[0]
+        trace.append((name, str(where)))
+
+    with hooked(hook):
+        path = save_step(tmp_path / "run" / "checkpoints", 1)
+    renames = [number for number, (name, _) in enumerate(trace) if name == "rename"]
+    assert len(renames) == 1
+    partial = trace[renames[0]][1]
+    before, after = trace[: renames[0]], trace[renames[0] + 1 :]
+    names = {file.name for file in path.iterdir()}
+    assert names == {"metadata.json", "rank-00000-000.safetensors"}
+    for name in names:
+        operations = [operation for operation, where in before if where == f"{partial}/{name}"]
+        assert operations[0] == "open"
+        assert "write" in operations
+        assert operations[-1] == "fsync"
+    created = max(
+        n for n, (name, where) in enumerate(before) if name == "open" and where.startswith(f"{partial}/")
+    )
+    assert ("fsync", partial) in before[created:]
+    assert ("fsync", str(tmp_path / "run" / "checkpoints")) in after
+    assert {("fsync", str(tmp_path)), ("fsync", str(tmp_path / "run"))} <= set(before)
+
+
+def test_an_unexpected_error_reaches_every_rank(workers: Workers, tmp_path: Path) -> None:
+    first, second = workers.run(break_a_tensor, 2, tmp_path)
+    assert first == second
+    assert first.startswith("checkpoint of step 1 not saved: rank 1: ")
+    assert "\n" not in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def break_a_tensor(folder: Path) -> str:
+    tensor = torch.zeros(2)
+    if dist.get_rank() == 1:
+        tensor.untyped_storage().resize_(0)  # as FSDP frees a parameter that it gathered
+    try:
+        save(folder, 1, {"x": Box(tensor, (4,), (2 * dist.get_rank(),))}, {})
+    except MegatfmError as error:
+        return str(error)
+    return "saved"

@@ -1,0 +1,128 @@
+"""Which checkpoint is the newest, which may go, and what is swept up."""
+
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.checkpoint import clean, disk, latest, save, verify
+from megatfm.checkpoint.folder import committed
+from megatfm.errors import MegatfmError
+
+
+def save_step(folder: Path, step: int, keep: int | None = None) -> Path:
+    return save(folder, step, {"x": torch.full((4,), float(step))}, {"step": step}, keep=keep)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that are there; nothing else may be."""
+    names = sorted(path.name for path in folder.iterdir())
+    assert all(name.startswith("step-") for name in names)
+    return [int(name[5:]) for name in names]
+
+
+def damage(path: Path) -> None:
+    (path / "rank-00000-000.safetensors").unlink()
+
+
+def test_latest_is_the_highest_step_whatever_the_order(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "absent") is None
+    numbers = [1, 99_999_999, 100_000_000, 20, 3]
+    random.Random(0).shuffle(numbers)
+    for step in numbers:
+        save_step(tmp_path, step)
+    assert latest(tmp_path) == tmp_path / "step-100000000"
+    assert [path.name for path in committed(tmp_path)][:2] == ["step-00000001", "step-00000003"]
+
+
+def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 1)
+    for name in (".step-00000002.partial-0123abcd", "step-2", "step-00000002.bak", "step-0000000x"):
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path) == path
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_step(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [4, 5]
+    save_step(tmp_path, 6)
+    save_step(tmp_path, 7, keep=3)
+    assert steps(tmp_path) == [5, 6, 7]
+    save_step(tmp_path, 8, keep=1)
+    assert steps(tmp_path) == [8]
+
+
+def test_a_damaged_one_is_not_counted(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step)
+    damage(tmp_path / "step-00000004")
+    save_step(tmp_path, 5, keep=2)
+    assert steps(tmp_path) == [3, 4, 5]
+    verify(tmp_path / "step-00000003")
+
+
+def test_later_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
+    for step in (1, 2, 8, 9):
+        save_step(tmp_path, step)
+    save_step(tmp_path, 3, keep=1)
+    assert steps(tmp_path) == [3, 8, 9]
+
+
+def test_what_can_not_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise MegatfmError(f"cannot remove {path}: Permission denied")
+
+    save_step(tmp_path, 1)
+    monkeypatch.setattr(disk, "remove_tree", refuse)
+    path = save_step(tmp_path, 2, keep=1)
+    assert latest(tmp_path) == path
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("an old checkpoint stays: cannot remove ")
+
+
+def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 1)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    leftovers = [tmp_path / f".step-00000002.{kind}-0123abcd" for kind in ("partial", "removed")]
+    for leftover in leftovers:
+        leftover.mkdir()
+        (leftover / "rank-00000-000.safetensors").touch()
+    (leftovers[0] / "link").symlink_to(outside)
+    others = [tmp_path / name for name in (".step-00000002.damaged-0123abcd", ".step-2", "notes.txt")]
+    for other in others:
+        other.mkdir()
+    assert clean(tmp_path) == leftovers
+    assert sorted(tmp_path.iterdir()) == sorted([path, outside, *others])
+    assert (outside / "file").exists()
+    assert clean(tmp_path) == []
+    assert clean(tmp_path / "absent") == []
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for use in (latest, clean):
+        with pytest.raises(MegatfmError, match=r"cannot list .*file: Not a directory"):
+            use(file)
+    with pytest.raises(MegatfmError, match=r"not saved: cannot create .*file: File exists"):
+        save_step(file, 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(MegatfmError, match=r"not saved: cannot create .*Permission denied"):
+            save_step(tmp_path, 1)
+    finally:
+        tmp_path.chmod(0o700)

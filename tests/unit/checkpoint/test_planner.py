@@ -1,0 +1,126 @@
+"""The geometry of boxes against counting every cell, and the sharing out of replicas against a brute-force best."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import SavePlan
+
+from megatfm.checkpoint import Box
+from megatfm.checkpoint.box import check_cover
+from megatfm.checkpoint.planner import share_out
+from megatfm.errors import MegatfmError
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def fills(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+    """Whether every cell is in exactly one piece and no piece leaves the tensor, by looking at each cell."""
+    inside = all(
+        o + s <= n for offsets, sizes in pieces for o, s, n in zip(offsets, sizes, shape, strict=True)
+    )
+    held = [
+        cell
+        for offsets, sizes in pieces
+        for cell in itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
+    ]
+    return inside and sorted(held) == sorted(itertools.product(*map(range, shape)))
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
+    """A tensor cut at random, again and again, and then perhaps one piece lost, doubled, moved or stretched."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    pieces: list[Piece] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        offsets, sizes = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for start, size in ((0, at), (at, sizes[dim] - at)):
+            if size:
+                moved = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+                pieces.append((moved, (*sizes[:dim], size, *sizes[dim + 1 :])))
+    fault = draw(st.sampled_from(["none", "lost", "doubled", "moved", "stretched"]))
+    if fault != "none":
+        offsets, sizes = pieces.pop()
+        change = tuple(draw(st.integers(0, 1)) for _ in shape)
+        if fault == "doubled":
+            pieces += [(offsets, sizes)] * 2
+        elif fault == "moved":
+            pieces.append((tuple(map(sum, zip(offsets, change, strict=True))), sizes))
+        elif fault == "stretched":
+            pieces.append((offsets, tuple(map(sum, zip(sizes, change, strict=True)))))
+    return shape, pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces_of())
+def test_cover_is_what_counting_cells_says(case: tuple[tuple[int, ...], list[Piece]]) -> None:
+    shape, pieces = case
+    if fills(shape, pieces):
+        check_cover("w", shape, pieces)
+    else:
+        with pytest.raises(MegatfmError, match="tensor w: "):
+            check_cover("w", shape, pieces)
+
+
+def test_overlap_made_good_by_a_gap() -> None:
+    with pytest.raises(MegatfmError, match=r"the pieces at \(0, 0\) and \(1, 1\) overlap"):
+        check_cover("w", (4, 2), [((0, 0), (2, 2)), ((1, 1), (2, 1)), ((3, 0), (1, 2))])
+
+
+def plan(tensors: dict[str, Box]) -> SavePlan:
+    return SavePlan([item for name, box in tensors.items() for item in box.__create_write_items__(name, box)])
+
+
+def loads(plans: list[SavePlan]) -> list[int]:
+    return [
+        sum(item.tensor_data.chunk.sizes.numel() for item in plan.items if item.tensor_data) for plan in plans
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.sets(st.integers(0, 2), min_size=1)), min_size=1, max_size=6),
+)
+def test_shares_are_complete_and_near_the_best(tensors: list[tuple[int, set[int]]]) -> None:
+    names = {
+        f"t{i}": (Box.of(torch.zeros(size, dtype=torch.int8)), ranks)
+        for i, (size, ranks) in enumerate(tensors)
+    }
+    shared = share_out(
+        [plan({n: box for n, (box, ranks) in names.items() if rank in ranks}) for rank in range(3)]
+    )
+    written = [(item.index.fqn, rank) for rank, share in enumerate(shared) for item in share.items]
+    assert sorted(name for name, _ in written) == sorted(names)
+    assert all(rank in names[name][1] for name, rank in written)
+    best = min(
+        max(
+            sum(size for (size, _), chosen in zip(tensors, choice, strict=True) if chosen == rank)
+            for rank in range(3)
+        )
+        for choice in itertools.product(*(sorted(ranks) for _, ranks in tensors))
+    )
+    # List scheduling: nobody ends later than the best by more than one piece (R. L. Graham, 1966, Theorem 1),
+    # here with restricted holders, where the factor is 1 + log2(ranks) (Azar, Naor, Rom, 1995).
+    assert max(loads(shared)) <= 2.6 * best
+
+
+def test_many_equal_replicas_are_shared_evenly() -> None:
+    tensors = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(20)}
+    assert loads(share_out([plan(tensors)] * 4)) == [5000] * 4
+
+
+def test_what_one_rank_has_alone_counts_against_it() -> None:
+    shared = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(6)}
+    alone = {"own": Box.of(torch.zeros(3000))}
+    assert loads(share_out([plan({**shared, **alone}), plan(shared), plan(shared)])) == [3000, 3000, 3000]
+
+
+def test_a_box_inside_a_larger_tensor_weighs_what_it_holds() -> None:
+    """torch's own deduplication would weigh both with the whole tensor of 8000."""
+    halves = [{"w": Box(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))]
+    both = {f"layer.{i}": Box.of(torch.zeros(1000)) for i in range(6)}
+    assert loads(share_out([plan({**half, **both}) for half in halves])) == [7000, 7000]
