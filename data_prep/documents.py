@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +11,8 @@ import zstandard
 
 from megatfm.data.files import WholeFile
 from megatfm.errors import MegatfmError
+
+BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,18 @@ class DocumentWriter:
 
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of a file that a DocumentWriter committed."""
+    # A stream_reader would take the end of a truncated file for the end of the documents.
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    line_begun = b""
     try:
-        with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            for line in TextIOWrapper(stream, encoding="utf-8", newline="\n"):
-                source, text = json.loads(line)
-                yield Document(source, text)
+        with open(path, "rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                *lines, line_begun = (line_begun + decompressor.decompress(data)).split(b"\n")
+                for line in lines:
+                    source, text = json.loads(line)
+                    yield Document(source, text)
+        if not decompressor.eof:
+            raise ValueError("it is truncated")
     except (OSError, zstandard.ZstdError, ValueError) as error:
         raise MegatfmError(
             f"{path}: can't be read back ({error}): delete {path.parent} and prepare again"

@@ -1,0 +1,89 @@
+"""A small corpus of real text with every flaw that prep mends, and a config for it."""
+
+import ctypes
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from megatfm.config.prep import PrepConfig
+
+# <linux/capability.h>: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by which root passes file permissions.
+_CAPABILITY_VERSION_3 = 0x20080522
+_PASS_PERMISSIONS = 1 << 1 | 1 << 2
+
+PACKAGES = ("json", "email", "wsgiref", "urllib", "html", "logging", "concurrent", "ctypes", "curses", "dbm")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Packages of the standard library, an exact duplicate, an empty file, mojibake and a binary mess of names."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    root = tmp_path / "corpus"
+    for package in PACKAGES:
+        for path in sorted((stdlib / package).rglob("*.py")):
+            if "test" not in str(path.relative_to(stdlib)):
+                write(root / path.relative_to(stdlib), path.read_bytes())
+    write(root / "zz_copy.py", (stdlib / "json" / "decoder.py").read_bytes())
+    write(root / "empty.txt", b"\n \n")
+    write(root / "mojibake.txt", "The café is près d'ici.\r\n".encode().decode("latin-1").encode() * 20)
+    write(root / ".hidden" / "secret.txt", b"never read")
+    write(root / "names with spaces" / "a#b é.txt", b"tabs\tand\tmore\n" * 40)
+    return root
+
+
+@pytest.fixture
+def config(tmp_path: Path, corpus: Path) -> Callable[..., PrepConfig]:
+    """`config(out="other", read={…}, …)`: a config for the corpus with some settings changed."""
+
+    def make(out: str = "out", **settings: Any) -> PrepConfig:
+        values: dict[str, Any] = {
+            "out": str(tmp_path / out),
+            "read": {"folder": str(corpus)},
+            "split": {"validation": 0.1},
+            "tokenizer": {"vocab_size": 700, "sentinels": 4},
+        }
+        for name, value in settings.items():
+            values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+        return PrepConfig.model_validate(values)
+
+    return make
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """File permissions stop this test, even if root runs it."""
+    if os.geteuid() != 0:
+        yield
+        return
+    header, held = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    if libc.capget(header, held):
+        pytest.skip("this system can't give up root's power over file permissions")
+    effective = held[0]
+    held[0] &= ~_PASS_PERMISSIONS
+    libc.capset(header, held)
+    try:
+        yield
+    finally:
+        held[0] = effective
+        libc.capset(header, held)
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The BLAKE3 hash of every file below a folder, hidden ones included."""
+    return {
+        str(path.relative_to(folder)): blake3(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

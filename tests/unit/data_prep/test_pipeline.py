@@ -1,0 +1,199 @@
+"""The whole pipeline on a small corpus: what goes in, what comes out, and that nothing but the config decides it."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import zstandard
+
+import data_prep
+from megatfm.config import load
+from megatfm.config.prep import PrepConfig
+from megatfm.data import Corpus
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data_prep.conftest import tree, write
+
+Make = Callable[..., PrepConfig]
+
+
+def test_every_document_comes_out_once(config: Make, corpus: Path) -> None:
+    """Read the shards with zstd, tar, numpy and sentencepiece alone, and compare with the files."""
+    out = data_prep.run(config()).out
+    texts = {**shard_texts(out, "train"), **shard_texts(out, "validation")}
+    files = {str(path.relative_to(corpus)): path for path in corpus.rglob("*") if path.is_file()}
+    for left_out in ("zz_copy.py", "empty.txt", ".hidden/secret.txt"):
+        del files[left_out]
+    files = {name.replace("#", "%23"): path for name, path in files.items() if path.stat().st_size}
+    assert texts.pop("mojibake.txt") == "The café is près d'ici.\n" * 20
+    del files["mojibake.txt"]
+    assert texts == {name: path.read_text() for name, path in files.items()}
+
+
+def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
+    summary = data_prep.run(config())
+    train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
+    assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
+    held_out, rest = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
+    assert 0.05 <= held_out / (held_out + rest) <= 0.1
+    assert summary.result["held_out"]["level"] == "top-level package"
+    assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
+
+
+def test_nothing_in_training_is_near_the_held_out(config: Make, corpus: Path) -> None:
+    before = data_prep.run(config())
+    held_out = shard_texts(before.out, "validation")
+    name = max(held_out, key=lambda name: len(held_out[name]))
+    twin = held_out[name].replace("self", "this", 3)
+    write(corpus / "json" / "twin.py", twin.encode())
+    after = data_prep.run(config(out="other"))
+    assert after.result["held_out"] == before.result["held_out"]
+    assert "json/twin.py" not in shard_texts(after.out, "train")
+    dropped = after.result["steps"][-1]["dropped"]["near a validation document"]
+    assert any(example.startswith(f"json/twin.py ~ {name}") for example in dropped["examples"])
+
+
+def test_the_numbers_add_up(config: Make) -> None:
+    summary = data_prep.run(config())
+    result = json.loads((summary.out / "prep.json").read_text())
+    assert result == summary.result
+    steps = {step["step"]: step for step in result["steps"]}
+    for step in steps.values():
+        dropped = sum(drop["documents"] for drop in step["dropped"].values())
+        assert step["documents_in"] == step["documents_out"] + dropped
+    for name in ("train", "validation"):
+        corpus, made = Corpus.open(summary.out / name), result[name]
+        assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes, corpus.fingerprint) == (
+            made["documents"],
+            made["tokens"],
+            made["text_bytes"],
+            made["fingerprint"],
+        )
+        assert corpus.tokenizer_hash == result["tokenizer"]["blake3"]
+    assert steps["near duplicates"]["documents_out"] == result["train"]["documents"]
+    assert steps["near duplicates"]["bytes_out"] == result["train"]["text_bytes"]
+    unsplit = steps["near duplicates"]["documents_in"] + result["validation"]["documents"]
+    assert unsplit == steps["exact duplicates"]["documents_out"]
+    assert json.loads((summary.out / "tokenizer.json").read_text()) == result["tokenizer"]
+
+
+def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> None:
+    before = data_prep.run(config())
+    name = before.result["held_out"]["names"][0]
+    path = next(path for path in sorted((corpus / name).rglob("*.py")) if path.stat().st_size > 500)
+    # As many bytes as before, so that the split stays as it is.
+    path.write_bytes(b"zqxj" * (path.stat().st_size // 4) + b"." * (path.stat().st_size % 4))
+    after = data_prep.run(config(out="other"))
+    assert after.result["held_out"] == before.result["held_out"]
+    assert after.result["validation"] != before.result["validation"]
+    assert after.result["tokenizer"] == before.result["tokenizer"]
+
+
+def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
+    trees = [tree(data_prep.run(config(out=f"out{workers}", workers=workers)).out) for workers in (1, 2, 5)]
+    assert trees[0] == trees[1] == trees[2]
+    assert set(trees[0]) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
+    assert not any(name.startswith(".") or "/." in name for name in trees[0])
+
+
+def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
+    whole = data_prep.run(config())
+    part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
+    assert part.result["tokenizer"] != whole.result["tokenizer"]
+    assert part.result["train"]["text_bytes"] == whole.result["train"]["text_bytes"]
+
+
+@pytest.mark.parametrize(("files", "level"), [(1, "part of a file"), (40, "file")])
+def test_a_corpus_without_packages_is_split_more_finely(
+    config: Make, tmp_path: Path, files: int, level: str
+) -> None:
+    text = (Path(json.__path__[0]) / "decoder.py").read_text().splitlines(keepends=True)
+    for number in range(files):
+        write(tmp_path / "flat" / "only" / f"{number}.py", "".join(text[number::files]).encode())
+    summary = data_prep.run(config(read={"folder": str(tmp_path / "flat")}, tokenizer={"vocab_size": 400}))
+    assert summary.result["held_out"]["level"] == level
+    assert any(level in note for note in summary.result["notes"])
+    assert summary.result["validation"]["text_bytes"] > 0
+    everything = {**shard_texts(summary.out, "train"), **shard_texts(summary.out, "validation")}
+    if files == 1:
+        parts = sorted(everything, key=lambda name: int(name.partition("#")[2]))
+        assert "".join(everything[part] for part in parts) == "".join(text)
+
+
+def test_a_second_run_does_nothing(config: Make) -> None:
+    first = data_prep.run(config())
+    times = {path: path.stat().st_mtime_ns for path in first.out.rglob("*")}
+    second = data_prep.run(config(workers=1))
+    assert (first.already_done, second.already_done) == (False, True)
+    assert second.result == first.result
+    assert {path: path.stat().st_mtime_ns for path in first.out.rglob("*")} == times
+
+
+def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None:
+    first = data_prep.run(config())
+    before = tree(first.out)
+    with pytest.raises(UsageError, match=r"tokenizer.vocab_size was 700, is 800.*overwrite=true"):
+        data_prep.run(config(tokenizer={"vocab_size": 800}))
+    assert tree(first.out) == before
+    data_prep.run(config(tokenizer={"vocab_size": 800}, overwrite=True))
+    data_prep.run(config(overwrite=True))
+    assert tree(first.out) == before
+
+
+def test_a_finished_prep_with_a_file_gone_is_not_taken_for_whole(config: Make) -> None:
+    out = data_prep.run(config()).out
+    (out / "train" / "manifest.json").unlink()
+    with pytest.raises(MegatfmError, match=r"train/manifest.json: is missing.*overwrite=true"):
+        data_prep.run(config())
+
+
+def test_a_folder_with_other_things_is_left_alone(config: Make, tmp_path: Path) -> None:
+    write(tmp_path / "out" / "train" / "precious.txt", b"mine")
+    for settings in ({}, {"overwrite": True}):
+        with pytest.raises(UsageError, match="holds 'train', which no prep made"):
+            data_prep.run(config(**settings))
+    assert tree(tmp_path / "out").keys() == {"train/precious.txt"}
+
+
+def test_out_inside_the_corpus_is_refused(config: Make, corpus: Path) -> None:
+    with pytest.raises(UsageError, match=r"lies inside read\.folder"):
+        data_prep.run(config(out=str(corpus / "out")))
+
+
+def test_a_mistake_in_the_last_stage_costs_only_that_stage(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
+        data_prep.run(config(tokenizer={"vocab_size": 900_000}))
+    monkeypatch.setattr("data_prep.pipeline.Listing", None)  # reading again would fail
+    mended = data_prep.run(config())
+    monkeypatch.undo()
+    assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)
+
+
+def test_the_preset_reads_the_standard_library() -> None:
+    config = load(PrepConfig, "quickstart-data")
+    assert config.read.source == "python-stdlib"
+    assert config.out == str(Path.cwd() / "corpora" / "quickstart")
+    assert load(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(Path.cwd() / "texts")
+
+
+def shard_texts(out: Path, split: str) -> dict[str, str]:
+    """Source → text of all samples of a split."""
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
+    texts: dict[str, str] = {}
+    for shard in sorted((out / split).glob("*.tar.zst")):
+        stream = zstandard.ZstdDecompressor().stream_reader(shard.read_bytes(), read_across_frames=True)
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            members = {member.name: tar.extractfile(member).read() for member in tar}
+        for name, data in members.items():
+            if name.endswith(".meta.json"):
+                meta = json.loads(data)
+                ids = np.load(io.BytesIO(members[name.replace("meta.json", "tokens.npy")]))
+                texts[meta["source"]] = tokenizer.decode(ids.tolist())
+                assert len(texts[meta["source"]].encode()) == meta["bytes"]
+    return texts

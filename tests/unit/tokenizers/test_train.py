@@ -1,0 +1,84 @@
+"""Training: deterministic, silent, nothing skipped, pieces that help code, errors that say what to do."""
+
+import pytest
+import sentencepiece
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.tokenizers import Tokenizer, train_sentencepiece
+
+
+def test_the_same_texts_give_the_same_bytes(texts: list[str], model: bytes) -> None:
+    assert train_sentencepiece(iter(texts), vocab_size=900, sentinels=8) == model
+
+
+def test_other_sentinels_leave_the_learnt_pieces(texts: list[str], model: bytes) -> None:
+    fewer, more = Tokenizer(train_sentencepiece(texts, vocab_size=892, sentinels=0)), Tokenizer(model)
+    assert fewer.sentinels == range(0)
+    assert pieces(fewer)[7:] == pieces(more)[15:]
+
+
+def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    train_sentencepiece(texts[:1], vocab_size=500)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: Tokenizer) -> None:
+    learnt = pieces(tokenizer)
+    assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
+    assert any("\t" in piece and len(piece) > 1 for piece in learnt)
+
+
+@pytest.mark.parametrize("mark", ["\u2585", "\u2581", "\t", "\0", "\u2047"])
+def test_no_line_is_skipped_for_a_special_character(mark: str) -> None:
+    line = f"unmistakable {mark} word\n"
+    learnt = pieces(Tokenizer(train_sentencepiece([line * 50], vocab_size=320, sentinels=0)))
+    assert any("unmistakable" in piece for piece in learnt)
+
+
+def test_a_text_without_breaks_is_not_skipped() -> None:
+    learnt = pieces(Tokenizer(train_sentencepiece(["unmistakable " * 30_000], vocab_size=290, sentinels=0)))
+    assert any("unmistakable" in piece for piece in learnt)
+
+
+def test_the_model_is_a_plain_sentencepiece_model(model: bytes, texts: list[str]) -> None:
+    plain = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert all(plain.decode(plain.encode(text)) == text for text in texts)
+
+
+def test_a_vocabulary_too_large_names_one_that_fits() -> None:
+    text = "too little text for so many pieces\n" * 5
+    with pytest.raises(UsageError, match="too large for this little text") as caught:
+        train_sentencepiece([text], vocab_size=5000)
+    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
+    assert Tokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
+    with pytest.raises(UsageError):
+        train_sentencepiece([text], vocab_size=fitting + 1)
+
+
+def test_a_vocabulary_too_small_names_one_that_fits() -> None:
+    text = "the bytes alone need 256 pieces\n" * 5
+    with pytest.raises(UsageError, match="too small for the characters") as caught:
+        train_sentencepiece([text], vocab_size=100)
+    fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
+    assert Tokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])
+def test_no_text_is_refused(texts: list[str]) -> None:
+    with pytest.raises(UsageError):
+        train_sentencepiece(texts, vocab_size=400)
+
+
+@pytest.mark.parametrize("failure", [MegatfmError("damaged"), KeyboardInterrupt()])
+def test_what_goes_wrong_while_reading_is_raised_as_it_is(failure: BaseException) -> None:
+    def texts():
+        yield "some text\n"
+        raise failure
+
+    with pytest.raises(type(failure)) as caught:
+        train_sentencepiece(texts(), vocab_size=400)
+    assert caught.value is failure
+
+
+def pieces(tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
