@@ -19,6 +19,7 @@ from megatfm.errors import MegatfmError, UsageError
 
 Write = Callable[..., Path]
 Json = dict[str, Any]
+Change = Callable[[np.ndarray, np.ndarray], None]  # of an index's frames and samples
 
 SHARD, INDEX = "shard-000001.tar.zst", "shard-000001.index.zst"
 
@@ -35,6 +36,23 @@ def replace_index(folder: Path, data: bytes) -> None:
     (folder / INDEX).write_bytes(data)
     entry = {"file": INDEX, "bytes": len(data), "blake3": blake3(data).hexdigest()}
     edit_manifest(folder, lambda manifest: manifest["shards"][1].update(index=entry))
+
+
+def replace_shard(folder: Path, data: bytes) -> None:
+    """Put another shard 1, with the manifest's consent."""
+    (folder / SHARD).write_bytes(data)
+    facts = {"bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][1].update(facts))
+
+
+def edited(index: ShardIndex, change: Change) -> bytes:
+    frames, samples = index.frames.copy(), index.samples.copy()
+    change(frames, samples)
+    return ShardIndex(frames, samples).encode()
+
+
+def edit_index(folder: Path, change: Change) -> None:
+    replace_index(folder, edited(Corpus.open(folder).indexes[1], change))
 
 
 def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:
@@ -190,19 +208,20 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
     frame = corpus.frame_bytes(corpus.shard_blocks(0)[1])
     data = (folder / SHARD).read_bytes()
     swapped = data[:start] + frame + data[end:]
-    (folder / SHARD).write_bytes(swapped)
-    edit_manifest(
-        folder, lambda m: m["shards"][1].update(bytes=len(swapped), blake3=blake3(swapped).hexdigest())
-    )
-    index = corpus.indexes[1]
-    frames = index.frames.copy()
-    frames["compressed"][1] = len(frame)
-    replace_index(folder, ShardIndex(frames, index.samples).encode())
+    replace_shard(folder, swapped)
+
+    def other_frame(frames: np.ndarray, samples: np.ndarray) -> None:
+        frames["compressed"][1] = len(frame)
+
+    def other_size(frames: np.ndarray, samples: np.ndarray) -> None:
+        other_frame(frames, samples)
+        frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
+
     bad = corpus.shard_blocks(1)[1]
+    replace_index(folder, edited(corpus.indexes[1], other_frame))
     assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "the index says")
-    frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
-    replace_index(folder, ShardIndex(frames, index.samples).encode())
-    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1")
+    replace_index(folder, edited(corpus.indexes[1], other_size))
+    assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "no array")
 
 
 def shifted(frames: np.ndarray, samples: np.ndarray) -> None:
@@ -258,18 +277,52 @@ def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["text_bytes"][4] -= 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        shifted, longer, outside, before, absurd, too_small, uneven, regrouped, emptied, fewer, renamed, other_bytes,
-    ],
-)  # fmt: skip
-def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Callable[..., None]) -> None:
-    index = Corpus.open(folder).indexes[1]
-    frames, samples = index.frames.copy(), index.samples.copy()
-    change(frames, samples)
-    replace_index(folder, ShardIndex(frames, samples).encode())
-    assert_refused(lambda: check(folder), "shard-000001")
+@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer])
+def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: Change) -> None:
+    edit_index(folder, change)
+    assert_refused(lambda: Corpus.open(folder), INDEX)
+
+
+@pytest.mark.parametrize("change", [shifted, longer, before, uneven, regrouped, renamed, other_bytes])
+def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
+    edit_index(folder, change)
+    assert_refused(lambda: check(folder), SHARD)
+
+
+def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
+    def doubled(frames: np.ndarray, samples: np.ndarray) -> None:
+        samples["offset"][1] = samples["offset"][0]
+
+    folder = write([np.full(100, i, np.uint16) for i in range(300)])
+    edit_index(folder, doubled)
+    assert_refused(lambda: check(folder), SHARD, "sample 1 in frame 0", "should start at byte 2048")
+
+
+def test_another_index_than_the_manifests_is_named(folder: Path) -> None:
+    edit_index(folder, lambda frames, samples: None)
+    Corpus.open(folder)
+    edit_manifest(folder, lambda m: m["shards"][1]["index"].update(blake3="0" * 64))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "BLAKE3")
+
+
+def test_an_index_with_more_than_it_says_is_named(folder: Path) -> None:
+    content = zstandard.decompress((folder / INDEX).read_bytes())
+    replace_index(folder, zstandard.compress(content + b"more"))
+    assert_refused(lambda: Corpus.open(folder), INDEX, "longer")
+
+
+def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
+    corpus = Corpus.open(folder)
+    data, index = (folder / SHARD).read_bytes(), corpus.indexes[1]
+    plain = zstandard.decompress(data[: index.offsets[1]]) + b"more".ljust(512, b"\0")
+    frame = zstandard.compress(plain)
+    replace_shard(folder, frame + data[index.offsets[1] :])
+
+    def longer_frame(frames: np.ndarray, samples: np.ndarray) -> None:
+        frames["compressed"][0], frames["uncompressed"][0] = len(frame), len(plain)
+
+    replace_index(folder, edited(index, longer_frame))
+    assert_refused(lambda: check(folder), SHARD, "frame 0", "unknown data")
 
 
 @pytest.mark.parametrize("samples", [-1, 3, 10**6])
