@@ -1,0 +1,113 @@
+"""MkDocs hook: the configuration reference, made from the config classes whenever the docs are built."""
+
+import json
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megatfm.config import Config
+from megatfm.config.base import PathStr
+from megatfm.config.prep import PrepConfig
+
+INTRODUCTION = (
+    "Any key can be set in the file, or on the command line as `section.key=value`. A key that is not listed here is "
+    "refused. Relative paths in a file are relative to that file; on the command line and in presets that ship with "
+    "megatfm, to the current directory."
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for uri, title, kind in (
+        ("reference/config.md", "Training config", Config),
+        ("reference/prep.md", "Prep config", PrepConfig),
+    ):
+        files.append(File.generated(config, uri, content=page(title, kind)))
+    return files
+
+
+def page(title: str, kind: type[BaseModel]) -> str:
+    """One config class as Markdown: a table for the keys outside a section, then one for each section."""
+    parts = [f"# {title}", str(kind.__doc__), INTRODUCTION]
+    alone = {name: field for name, field in kind.model_fields.items() if not sections(field)}
+    parts.append(table(alone.items()))
+    for name, field in kind.model_fields.items():
+        shared: set[str] = set()
+        for section in sections(field):
+            own = {key: item for key, item in section.model_fields.items() if key not in shared}
+            variant = section.model_fields["name"].default if len(sections(field)) > 1 else None
+            parts.append(f"## `[{name}]`{f' with `name = {json.dumps(variant)}`' if variant else ''}")
+            parts += [str(section.__doc__), table(own.items())]
+            shared |= own.keys() - {"name"}
+    return "\n\n".join(parts) + "\n"
+
+
+def sections(field: FieldInfo) -> list[type[BaseModel]]:
+    """The section classes that a field may hold."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def table(fields: Any) -> str:
+    rows = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+    for name, field in fields:
+        cells = (
+            f"`{name}`",
+            spelled(field.annotation, field.metadata),
+            default(field),
+            str(field.description or ""),
+        )
+        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "required" + (f", e.g. `{toml(field.examples[0])}`" if field.examples else "")
+    return "not set" if value is None else f"`{toml(value)}`"
+
+
+def toml(value: Any) -> str:
+    """A value as it is written in TOML (numbers as Python prints them)."""
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def spelled(kind: Any, metadata: list[Any] = ()) -> str:  # type: ignore[assignment]
+    """A type as a person says it: integer > 0, text, path, one of …"""
+    if set(map(str, get_args(PathStr)[1:])) <= set(map(str, metadata)):
+        return "path"
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return spelled(arguments[0], [*metadata, *arguments[1:]])
+    if origin is Literal:
+        return " or ".join(f"`{toml(choice)}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(spelled(part, list(metadata)) for part in arguments if part is not NoneType)
+    if origin in (list, tuple):
+        return f"list of {spelled(arguments[0])}"
+    if origin is dict:
+        return f"table of {spelled(arguments[1])}"
+    names = {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}
+    return " ".join([names.get(kind, getattr(kind, "__name__", str(kind))), *bounds(metadata)])
+
+
+def bounds(metadata: list[Any]) -> Iterator[str]:
+    """The limits of a number: > 0, ≤ 1."""
+    for item in metadata:
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+            limit = getattr(item, name, None)
+            if limit is not None:
+                yield f"{sign} {limit}"

@@ -1,0 +1,199 @@
+"""What the pages say is true: commands parse, configs load, links lead somewhere, and the examples run."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from megatfm.config import Config, find_config, load
+from megatfm.config.prep import PrepConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    ROOT.glob("docs/**/*.md")
+)
+FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+GENERATED = {"config.md": Config, "prep.md": PrepConfig}
+
+
+def fences(language: str) -> Iterator[tuple[Path, str, str]]:
+    """The fenced blocks of a language in all pages: page, title, text."""
+    for page in PAGES:
+        for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if found == language:
+                yield page, title, text
+
+
+def commands(program: str) -> list[Any]:
+    """The lines of console blocks that run a program; a line that is cut short goes on in the next."""
+    lines = []
+    for page, _, text in fences("console"):
+        for line in text.replace("\\\n", " ").replace("\n-", " -").splitlines():
+            if line.split()[:1] == [program]:
+                lines.append(pytest.param(line, id=f"{page.name}: {line}"))
+    return lines
+
+
+def inline_commands() -> list[Any]:
+    """Whole commands in running text, such as `megatfm launch quickstart --slurm`."""
+    found = []
+    for page in PAGES:
+        prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+        for line in (" ".join(text.split()) for text in re.findall(r"`(megatfm [a-z]+ [^`]+)`", prose)):
+            # Those with placeholders such as CONFIG, or short of arguments, only name a command.
+            if not re.search(r"[A-Z]{2,}|…", line) and len(line.split()) > 3:
+                found.append(pytest.param(line, id=f"{page.name}: {line}"))
+    return found
+
+
+@pytest.mark.parametrize("line", commands("megatfm") + inline_commands())
+def test_commands_parse(line: str) -> None:
+    cli = importlib.import_module("megatfm.cli")
+    arguments = cli.build_parser().parse_args(shlex.split(line, comments=True)[1:])
+    for override in getattr(arguments, "overrides", ()):
+        kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
+        load(kind, preset, [override])
+
+
+@pytest.mark.parametrize("line", commands("make"))
+def test_make_targets_are_there(line: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{re.escape(line.split()[1])}:", makefile, re.MULTILINE)
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One config file laid over another."""
+    both = {key: value for key, value in below.items() if isinstance(value, Mapping) and key in above}
+    return {**below, **above, **{key: overlay(value, above[key]) for key, value in both.items()}}
+
+
+CONFIGS = [
+    pytest.param(page, text, id=f"{page.name}: {text[:30]!r}")
+    for page, title, text in fences("toml")
+    if not title
+]
+
+
+@pytest.mark.parametrize(("page", "text"), CONFIGS)
+def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
+    """A whole config loads as it is, a part of one over the quickstart's."""
+    values = tomllib.loads(text)
+    kind, preset = (
+        (PrepConfig, "quickstart-data")
+        if set(values) <= set(PrepConfig.model_fields)
+        else (Config, "quickstart")
+    )
+    if "name" not in values and "out" not in values:
+        values = overlay(tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8")), values)
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(values))
+    load(kind, path)
+
+
+def test_the_site_file_loads(tmp_path: Path) -> None:
+    site = importlib.import_module("launchers.site")
+    (text,) = (text for _, title, text in fences("toml") if title == "slurm/site.toml")
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    assert site.load_site(path, {}).partition == "gpu"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as the docs' theme and code hosts spell them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for match in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = (match[0] or match[1]).partition("#")
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if path.parent.name == "reference" and path.name in GENERATED:
+            continue
+        assert path.is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", GENERATED.values())
+def test_the_reference_explains_every_key(kind: type[Config]) -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
+    generator = module(ROOT / "docs" / "gen_reference.py")
+    rows = [line.split(" | ") for line in generator.page("x", kind).splitlines() if line.startswith("| `")]
+    keys = {row[0].removeprefix("| `").removesuffix("`") for row in rows}
+    for name, field in kind.model_fields.items():
+        sections = generator.sections(field)
+        assert {name} <= keys or {key for section in sections for key in section.model_fields} <= keys
+    for row in rows:
+        assert len(row) == 4
+        assert row[0] == "| `name`" or len(row[3]) > 10, f"{row[0]} says nothing"
+        assert not re.search(r"<class|typing|annotation|Pydantic", row[1] + row[2]), row
+
+
+def test_the_reference_spells_types_and_defaults() -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
+    text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
+    for row in (
+        "| `d_model` | integer > 0 | required, e.g. `256` | Width of the residual stream. |",
+        '| `train` | path | required, e.g. `"corpora/quickstart/train"` |',
+        "| `compile` | `true` or `false` | `false` |",
+        "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
+        '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp64"` | `"auto"` |',
+        '| `sinks` | list of text | `["tensorboard"]` |',
+        '## `[optimizer]` with `name = "muon"`',
+    ):
+        assert row in text
+
+
+def test_adding_a_norm_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatfm.layers.norm import NORMS
+    from megatfm.models import build
+    from megatfm.ops.initial import draw
+
+    for _, title, text in fences("python"):
+        if title in ("my_parts.py", "test_my_parts.py"):
+            (tmp_path / title).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))  # so that other tests don't meet the new norm
+    try:
+        module(tmp_path / "test_my_parts.py").test_layer_norm_is_its_formula()
+        config = load(
+            Config, "quickstart", ["model.norm=layer_norm", "model.vocab_size=32", "model.n_layers=1"]
+        )
+        model = build(config.model)
+    finally:
+        sys.modules.pop("my_parts", None)
+    norms = [part for part in model.modules() if type(part).__name__ == "LayerNorm"]
+    assert len(norms) == 3
+    for name, parameter in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        initial = model.get_submodule(owner).initial[key]
+        with torch.no_grad():
+            parameter.copy_(draw(initial, 0, name, parameter.shape, [0] * parameter.dim(), parameter.shape))
+    tokens = torch.arange(8).view(1, 8)
+    model(tokens, targets=tokens).loss_sum.backward()
+    assert all(part.bias.grad.abs().sum() > 0 for part in norms)
