@@ -138,6 +138,11 @@ class NativeEngine:
                     values[name][key] = value.tensor if isinstance(value, StoredBox) else value
             optimizer.load(values)
 
+    def weights_changed(self) -> None:
+        """To be called after the weights were set from outside: optimizers with copies of them look again."""
+        for optimizer in self.optimizers:
+            optimizer.refresh()
+
     def stored(self, name: str, block: Tensor) -> StoredBox:
         """A block shaped like the parameter `name`, as the checkpoint sees it."""
         return StoredBox(block, self.layout[name].shape, self.boxes[name][0])

@@ -28,6 +28,9 @@ class ElementwiseOptimizer:
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         _step(self._optimizer, self._blocks, gradients, lr * self._ratio)
 
+    def refresh(self) -> None:
+        """Nothing: the blocks are the weights themselves."""
+
     def state(self) -> State:
         return {name: self._optimizer.state[block] for name, block in self._blocks.items()}
 
@@ -68,7 +71,7 @@ class WholeTensorOptimizer:
         }
 
     def load(self, state: State) -> None:
-        self._whole.refresh()
+        self.refresh()
         for name, tensor in self.blocks().items():
             if self._optimizer:
                 self._optimizer.state[tensor] = dict(state[name])

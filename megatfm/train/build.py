@@ -1,0 +1,54 @@
+"""From a config to an engine."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatfm.config import Config
+from megatfm.engines import NativeEngine
+from megatfm.models import build
+from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.plan import lay
+from megatfm.parallel.plans import PLANS
+from megatfm.train.optimizers import OPTIMIZERS
+
+
+def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> NativeEngine:
+    """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
+    with torch.device("meta"):
+        model = build(config.model)
+    layout = lay(
+        model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
+    )
+    shapes = {name: placement.shape for name, placement in layout.items()}
+    return NativeEngine(
+        model,
+        layout,
+        mesh,
+        device=device,
+        precision=precision,
+        seed=config.train.seed,
+        optimizers=OPTIMIZERS.get(config.optimizer.name)(config.optimizer, shapes),
+        compile_blocks=config.train.compile,
+    )
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """Resolve "auto", on all ranks together: bf16 where a matrix product is faster in it, else fp32."""
+    if wanted != "auto":
+        return wanted
+    faster = [_seconds(torch.bfloat16, device) < _seconds(torch.float32, device)]
+    dist.broadcast_object_list(faster)
+    return "bf16" if faster[0] else "fp32"
+
+
+def _seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """The best of several timings of one product of the size of a small model's."""
+    left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        (left @ right.T).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,103 @@
+"""What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatfm import __version__, checkpoint
+from megatfm.config import Config
+from megatfm.errors import UsageError
+
+GROUPS = {
+    "data": ("data.",),
+    "tokenizer": ("tokenizer",),
+    "seed": ("config.train.seed",),
+    "schedule": ("config.schedule.", "config.train.steps"),
+    "optimizer": ("config.optimizer.",),
+    "model": ("config.model.", "config.objective."),
+    "batch": ("config.train.global_batch",),
+}
+"""Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run continues from."""
+
+    path: Path
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def find(folder: Path, rank: int) -> Found | None:
+    """The newest whole checkpoint: rank 0 looks, the others are told. Raises what `checkpoint.latest` raises."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            path = checkpoint.latest(folder)
+            answer = [path and Found(path, checkpoint.read_state(path))]
+        except Exception as error:  # told to all ranks, so that all end with it
+            answer = [error]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]  # type: ignore[no-any-return]
+
+
+def run_state(
+    config: Config, *, step: int, tokens: int, precision: str, tokenizer: str, data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JSON state of a checkpoint. `data` is the loader's state."""
+    return {
+        "step": step,
+        "tokens": tokens,
+        "precision": precision,
+        "tokenizer": tokenizer,
+        "data": {**data, "attend_across_documents": config.data.attend_across_documents},
+        "config": config.model_dump(mode="json"),
+        "megatfm": __version__,
+    }
+
+
+def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
+    """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
+
+    Raises UsageError with the diff when something differs whose group is not in `resume.allow`.
+    """
+    before, after = _flat(found.state), _flat(now)
+    for facts in (before, after):
+        for moving in ("data.position", "data.epoch"):
+            facts.pop(moving, None)
+    allowed, refused = [], {}
+    for key in sorted(before.keys() | after.keys()):
+        group = next((name for name, prefixes in GROUPS.items() if key.startswith(prefixes)), None)
+        if group is None or before.get(key) == after.get(key):
+            continue
+        line = f"{key.removeprefix('config.')}: {before.get(key)} → {after.get(key)}"
+        if group in allow:
+            allowed.append(line)
+        else:
+            refused.setdefault(group, []).append(line)
+    if refused:
+        changes = "; ".join(line for lines in refused.values() for line in lines)
+        raise UsageError(
+            f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the change "
+            f"with resume.allow={sorted([*allow, *refused])!r}".replace("'", '"')
+        )
+    return allowed
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {
+            path: leaf
+            for key, item in value.items()
+            for path, leaf in _flat(item, f"{prefix}.{key}" if prefix else str(key)).items()
+        }
+    return {prefix: value}

@@ -1,0 +1,77 @@
+"""The run directory: what a run leaves on disk, and who may write there."""
+
+import fcntl
+import logging
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from megatfm.config import Config, to_toml
+from megatfm.errors import MegatfmError
+
+log = logging.getLogger("megatfm")
+
+
+def run_folder(config: Config) -> Path:
+    """Where a config's run lives."""
+    return Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name
+
+
+@dataclass
+class Run:
+    """An open run directory. Rank 0 holds a lock on it that dies with the process, and writes the shared files."""
+
+    folder: Path
+    rank: int
+    _lock: IO[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def open(self) -> None:
+        """Make the folder, take the lock (rank 0) and start this rank's log file.
+
+        Raises MegatfmError if another process trains in this folder, or if it can't be written.
+        """
+        try:
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            if self.is_main:
+                self._lock = (self.folder / ".lock").open("wb")
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MegatfmError(
+                f"{self.folder}: another process is training in this run directory: wait for it or give another name"
+            ) from None
+        except OSError as error:
+            raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small text file of the run whole, or not at all."""
+        path = self.folder / name
+        draft = path.with_name(f".{name}.tmp")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
+
+    def describe(self, config: Config, plan: str) -> None:
+        """Leave the resolved config, the plan and the tokenizer beside the checkpoints (rank 0)."""
+        self.write("config.toml", to_toml(config))
+        self.write("plan.txt", plan)
+        tokenizer = self.folder / "tokenizer.model"
+        if not tokenizer.exists():
+            draft = tokenizer.with_name(".tokenizer.model.tmp")
+            shutil.copyfile(config.data.tokenizer, draft)
+            draft.replace(tokenizer)
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
