@@ -19,10 +19,18 @@ def causal_attention_reference(
     return scores_BNTS.masked_fill(~mask_B1TS, -torch.inf).softmax(-1) @ v_BNSH
 
 
+MATMUL_SCORES = 2**26
+"""On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
+oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.md, 2026-11-21)."""
+
+
 def causal_attention(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None = None
 ) -> Tensor:
-    """The same by torch's fused kernels; without a mask, query t sees keys up to t."""
+    """The same by the fastest way there is for the device; without a mask, query t sees keys up to t."""
+    scores = q_BNTH.shape[:3].numel() * k_BKSH.shape[2]
+    if q_BNTH.device.type == "cpu" and q_BNTH.dtype == torch.bfloat16 and scores <= MATMUL_SCORES:
+        return causal_attention_reference(q_BNTH, k_BKSH, v_BKSH, mask_B1TS)
     return F.scaled_dot_product_attention(
         q_BNTH,
         k_BKSH,

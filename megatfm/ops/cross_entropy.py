@@ -16,7 +16,7 @@ def cross_entropy_reference(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Ten
     return F.cross_entropy(logits_MV, targets_M, ignore_index=IGNORE, reduction="sum")
 
 
-def cross_entropy(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int = 2048) -> Tensor:
+def cross_entropy(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int = 512) -> Tensor:
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The gradients are made in the forward pass, beside the logits (as in Liger, Hsu et al. 2024), and only
@@ -42,7 +42,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_gradient is not None and weight_gradient is not None:
                 logit_gradient = log_probabilities.exp_()
                 logit_gradient.scatter_add_(1, rows, -torch.ones_like(rows, dtype=precise))
-                logit_gradient = (logit_gradient * counted[:, None]).to(hidden.dtype)
+                logit_gradient = logit_gradient.mul_(counted[:, None]).to(hidden.dtype)
                 hidden_gradient[part : part + chunk] = logit_gradient @ weight_VD
                 weight_gradient += logit_gradient.T @ hidden
         if hidden_gradient is not None and weight_gradient is not None:

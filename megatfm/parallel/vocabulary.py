@@ -21,7 +21,7 @@ def embed_shard(tokens: Tensor, weight_WD: Tensor, group: ProcessGroup) -> Tenso
 
 
 def cross_entropy_shard(
-    hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, group: ProcessGroup, chunk: int = 2048
+    hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, group: ProcessGroup, chunk: int = 512
 ) -> Tensor:
     """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial.
 
@@ -56,7 +56,7 @@ class _CrossEntropyShard(torch.autograd.Function):
             if hidden_gradient is not None and weight_gradient is not None:
                 logit_gradient = exponentials / normaliser
                 logit_gradient.scatter_add_(1, rows, -held.to(precise))
-                logit_gradient = (logit_gradient * counted[:, None]).to(hidden.dtype)
+                logit_gradient = logit_gradient.mul_(counted[:, None]).to(hidden.dtype)
                 hidden_gradient[part : part + chunk] = logit_gradient @ weight_WD
                 weight_gradient += logit_gradient.T @ hidden
         if hidden_gradient is not None and weight_gradient is not None:

@@ -139,8 +139,8 @@ class Trainer:
         grad_norm = self.engine.step(lr, config.optimizer.clip)
         if not torch.isfinite(torch.tensor([grad_norm, stats.loss])).all():
             raise MegatfmError(
-                f"step {self.step}: loss {stats.loss}, gradient norm {grad_norm}: not finite; the weights were not changed. "
-                f"Resume from {self.run.checkpoints} with a lower optimizer.lr or another train.seed"
+                f"step {self.step}: loss {stats.loss}, gradient norm {grad_norm}: not finite, so the weights were not "
+                f"changed. Resume from {self.run.checkpoints} with a lower optimizer.lr or another train.seed"
             )
         self.tokens += config.train.global_batch * config.data.sequence_length
         seconds = time.perf_counter() - start

@@ -87,8 +87,8 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     if refused:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
-            f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the change "
-            f"with resume.allow={sorted([*allow, *refused])!r}".replace("'", '"')
+            f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the "
+            f"change with resume.allow={sorted([*allow, *refused])!r}".replace("'", '"')
         )
     return allowed
 
