@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatfm.data.files import RESTORE, check_size, read_range
 from megatfm.data.index import ShardIndex
 from megatfm.data.manifest import Manifest, Shard
-from megatfm.data.members import NPY_HEADER_BYTES, PAYLOAD_OFFSET, Sample, decode_meta, npy_header
+from megatfm.data.members import NPY_HEADER_BYTES, PAYLOAD_OFFSET, Sample, decode_sample, npy_header
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -94,20 +94,20 @@ class Corpus:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
         shard, frame, data = self._frame(number)
         index, at = self.indexes[shard], 0
-        found = []
+        found: list[Sample] = []
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
-            tokens, key = self._tokens(shard, frame, sample, data), entry["key"].decode("ascii", "replace")
+            key = entry["key"].decode("ascii", "replace")
+            tokens = self._tokens(shard, frame, sample, data)
             try:
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
-                source, text_bytes, at = decode_meta(data, at, key, len(tokens), self.manifest.dtype)
+                source, text_bytes, at = decode_sample(data, at, key, len(tokens), self.manifest.dtype)
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage(shard, frame, str(error), sample) from error
-            first = int(self.blocks[number]) - int(index.first_samples[frame])
-            found.append(Sample(first + sample, key, source, text_bytes, tokens))
+            found.append(Sample(int(self.blocks[number]) + len(found), key, source, text_bytes, tokens))
         if data[at:].strip(b"\0"):
             raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
         return found
@@ -159,10 +159,12 @@ class Corpus:
         return self.folder / self.manifest.shards[shard].file
 
     def _damage(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
-        place = f"frame {frame} at byte {self.indexes[shard].offsets[frame]}"
-        if sample is not None:
-            place = f"sample {sample} in {place}"
-        return MegatfmError(f"{self._path(shard)}: {place} is damaged: {reason}: {RESTORE}")
+        block = int(self._first_blocks[shard]) + frame
+        first = int(self.blocks[self._first_blocks[shard]])
+        samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
+        where = samples if sample is None else f"sample {first + sample}"
+        place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
+        return MegatfmError(f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}")
 
 
 def _open_index(folder: Path, shard: Shard, manifest: Manifest) -> ShardIndex:

@@ -13,16 +13,22 @@ from megatfm.errors import MegatfmError
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 
 
-def check_size(path: Path, size: int) -> None:
-    """Raise a MegatfmError unless `path` is a plain file (no link, no device) of `size` bytes."""
+def plain_size(path: Path) -> int:
+    """The bytes of a plain file; a MegatfmError if it is none (missing, a link, a device)."""
     try:
         found = os.lstat(path)
     except OSError as error:
         raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
     if not stat.S_ISREG(found.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
-    if found.st_size != size:
-        raise MegatfmError(f"{path}: has {found.st_size} bytes, its manifest says {size}: {RESTORE}")
+    return found.st_size
+
+
+def check_size(path: Path, size: int) -> None:
+    """Raise a MegatfmError unless `path` is a plain file of `size` bytes."""
+    found = plain_size(path)
+    if found != size:
+        raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:

@@ -1,6 +1,7 @@
 """The manifest of a corpus: its shards, their hashes, its tokenizer and how it came to be."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -8,7 +9,7 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from megatfm.data.files import RESTORE, write_whole
+from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
@@ -91,15 +92,12 @@ class Manifest(_Strict):
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
         path = folder / MANIFEST
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError as error:
+        if not os.path.lexists(path):
             raise UsageError(
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
                 "run `megatfm prep` (again)"
-            ) from error
-        except OSError as error:
-            raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+            )
+        text = read_range(path, 0, plain_size(path))
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

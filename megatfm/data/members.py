@@ -40,7 +40,7 @@ def encode_sample(key: str, tokens: NDArray[Any], source: str, text_bytes: int) 
     return _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
 
 
-def decode_meta(
+def decode_sample(
     frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
 ) -> tuple[str, int, int]:
     """Read both members of the sample that starts at `start` of a frame: (source, text bytes, its end).

@@ -14,7 +14,6 @@ from blake3 import blake3
 
 from megatfm.data import Corpus, ShardWriter, check
 from megatfm.data.index import MAX_FRAME_BYTES, ShardIndex
-from megatfm.data.manifest import Manifest
 from megatfm.errors import MegatfmError, UsageError
 
 Write = Callable[..., Path]
@@ -178,14 +177,21 @@ def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
     data[offset + 100] ^= 4
     path.write_bytes(data)
     bad = corpus.shard_blocks(1)[frame]
+    samples = f"samples {corpus.blocks[bad]} to {corpus.blocks[bad + 1] - 1}"
     for read in (
         lambda: corpus.block(bad),
         lambda: corpus.sample(int(corpus.blocks[bad])),
         lambda: check(path.parent),
     ):
-        assert_refused(read, SHARD, f"frame 2 at byte {offset} is damaged", "restore it")
+        assert_refused(read, SHARD, f"{samples} in frame 2 at byte {offset}: damaged", "restore it")
     corpus.block(bad - 1)
     corpus.block(bad + 1)
+
+
+def test_the_check_hashes_what_no_frame_tells(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["shards"][1].update(blake3="0" * 64))
+    Corpus.open(folder)
+    assert_refused(lambda: check(folder), SHARD, "BLAKE3")
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
@@ -295,7 +301,8 @@ def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
 
     folder = write([np.full(100, i, np.uint16) for i in range(300)])
     edit_index(folder, doubled)
-    assert_refused(lambda: check(folder), SHARD, "sample 1 in frame 0", "should start at byte 2048")
+    second = len(Corpus.open(folder).indexes[0].samples) + 1
+    assert_refused(lambda: check(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
 
 
 def test_another_index_than_the_manifests_is_named(folder: Path) -> None:
@@ -400,8 +407,22 @@ def test_manifests_that_are_none_are_named(folder: Path, content: bytes) -> None
     assert_refused(lambda: Corpus.open(folder), "manifest.json")
 
 
+def test_a_manifest_that_is_no_plain_file_is_named(folder: Path, tmp_path: Path) -> None:
+    path = folder / "manifest.json"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert_refused(lambda: Corpus.open(folder), "manifest.json", "is a link")
+    path.unlink()
+    os.mkfifo(path)
+    assert_refused(lambda: Corpus.open(folder), "manifest.json", "special file")
+
+
 def test_a_hostile_corpus_opens_nothing_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_manifest(folder, lambda m: m["shards"][1].update(file="../corpus/shard-000001.tar.zst"))
-    monkeypatch.setattr(os, "open", None)
-    monkeypatch.setattr(os, "lstat", None)
-    assert_refused(lambda: Manifest.load(folder), "shards.1.file")
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **options: opened.append(path) or real(path, *rest, **options)
+    )
+    assert_refused(lambda: Corpus.open(folder), "shards.1.file")
+    assert opened == [folder / "manifest.json"]

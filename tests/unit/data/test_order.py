@@ -112,7 +112,7 @@ def test_a_corpus_on_disk_gives_the_same_rows_as_its_documents(
 
 def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[5, 9, 0, 3], [1], [30, 2]])
-    rows = PackedRows(corpus, causal, sequence_length=4, seed=1, shuffle=False)
+    rows = PackedRows(corpus, causal, sequence_length=4, seed=1, streams=3, shuffle=False)
     expected: list[int] = []
     for first, end in ((0, 4), (4, 5), (5, 7)):
         block = [token for ids in corpus.documents[first:end] for token in (BOS, *ids.tolist())]
@@ -240,8 +240,9 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any) -> None:
         def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
-    rows = PackedRows(memory_corpus([[5, 4]]), Marked(), sequence_length=4, seed=0)
-    for row in epoch_rows(rows):
+    rows = PackedRows(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
+    for row in [row for epoch in range(10) for row in epoch_rows(rows, epoch)]:
+        assert pieces(row), "documents of no length take no number"
         real = row["documents"] >= 0
         np.testing.assert_array_equal(row["marks"], np.where(real, row["tokens"] % 7 + 1, 0))
 
