@@ -65,8 +65,9 @@ class PackedRows:
         self._rows_of_block = _plan(corpus, objective, sequence_length)
         self._n_rows = int(self._rows_of_block.sum())
         self._cache: ByteCache[tuple[int, int], PackedBlock] = ByteCache(cache_bytes, lambda b: b.nbytes)
-        # Two, since the loader may fetch ahead into the next epoch.
+        # For two epochs, since the loader may fetch ahead into the next one.
         self._epoch = lru_cache(maxsize=2)(self._order)
+        self._row_order = lru_cache(maxsize=2 * streams)(self._rows_in_order)
 
     def __len__(self) -> int:
         return self._n_rows
@@ -92,7 +93,7 @@ class PackedRows:
         at = int(np.searchsorted(order.first_rows, index, side="right")) - 1
         block, row = int(order.blocks[at]), index - int(order.first_rows[at])
         if self.shuffle:
-            row = int(permutation(int(self._rows_of_block[block]), self.seed, "rows", epoch, block)[row])
+            row = int(self._row_order(epoch, block)[row])
         return Place(epoch, block, row)
 
     def row(self, position: int) -> Fields:
@@ -113,6 +114,9 @@ class PackedRows:
         n = len(self._rows_of_block)
         blocks = permutation(n, self.seed, "blocks", epoch) if self.shuffle else np.arange(n, dtype=np.int64)
         return _Epoch(blocks, np.concatenate([[0], np.cumsum(self._rows_of_block[blocks])]))
+
+    def _rows_in_order(self, epoch: int, block: int) -> NDArray[np.int64]:
+        return permutation(int(self._rows_of_block[block]), self.seed, "rows", epoch, block)
 
     def _block(self, epoch: int, block: int) -> PackedBlock:
         return self._cache.get((epoch, block), partial(self._pack, epoch, block))
