@@ -35,6 +35,11 @@ def cli(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error.filename or 'system'}: {error.strerror}", file=sys.stderr)
+        return MegatfmError.exit_code
     except KeyboardInterrupt:
         print("stopped: finished stages are kept, the same command goes on from there", file=sys.stderr)
         return STOPPED

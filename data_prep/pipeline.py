@@ -110,7 +110,7 @@ class _Prep:
                 raise UsageError(f"{listing.root}: no document is left: {_why(counts)}")
             writer.commit()
         if listing.left_out:
-            notes.append(f"{listing.left_out} files and folders were left out by their names")
+            notes.append(f"left out by name: {listing.left_out:,} files or folders")
         return {
             "bytes": counts[-1].bytes_out,
             "blake3": digest.hexdigest(),

@@ -23,7 +23,8 @@ class Tokenizer:
     """Encodes text into ids and back; for any Unicode text, `decode(encode(text)) == text`.
 
     Reserved ids (`bos`, `eos`, `pad`, `unk`, `mask`, `cls`, `sep`, `sentinels`) never come from text and are
-    decoded to nothing, but for `unk`, which becomes U+FFFD. `mask`, `cls` and `sep` are None in a model that was not trained here.
+    decoded to nothing, but for `unk`, which becomes U+FFFD. `mask`, `cls` and `sep` are None in a model that was
+    not trained here.
     """
 
     def __init__(self, model: bytes, name: str = "tokenizer") -> None:

@@ -5,16 +5,24 @@ import re
 from collections.abc import Iterable, Iterator
 
 import sentencepiece
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.tokenizer import CLASS, MASK, SENTINEL, SEPARATOR
 
-# A line break opens a segment and doesn't close it: pieces may then hold a break, the indentation after it and
-# the first word, and SentencePiece, which strips breaks at the end of a sentence, loses none. The bound keeps
-# a text without breaks from becoming one giant sentence.
-_SEGMENT = re.compile(r"\n{0,8}[^\n]{1,1024}|\n{1,8}")
+# No piece is learnt across these: a line break with its indentation and first word, a word, a run of punctuation,
+# each with the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the
+# comparison. The model itself encodes whole texts.
+_SEGMENT = re.compile(r"\n[\n\t ]*\w*| ?\w+| ?[^\w\s]+|\s+")
+# SentencePiece writes a space as U+2581 and separates segments by tabs, so that no piece could hold one: tabs are
+# learnt as a character of private use and put back into the pieces. The model then spells both exactly.
+_TAB_MARK = "\ue009"
+_TEXT_TO_MARKS = str.maketrans({" ": "\u2581", "\t": _TAB_MARK})
+_MARKS_TO_TEXT = str.maketrans({"\u2581": " ", _TAB_MARK: "\t"})
 # Sentences with SentencePiece's own mark for unknown characters would be skipped without a word.
 _UNKNOWN_MARK = "\u2585"
+# So would longer sentences be; a text is one sentence.
+_MAX_SENTENCE_BYTES = 2**30
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
@@ -30,7 +38,9 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
     failures: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_segments(texts, failures),
+            sentence_iterator=_sentences(texts, failures),
+            pretokenizer=_segments,
+            allow_inconsistent_pretokenization=True,  # pieces respect the segments, encoding needn't know them
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -46,10 +56,11 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
+            split_by_whitespace=False,
             split_by_unicode_script=False,
             split_by_number=False,
             max_sentencepiece_length=32,
-            max_sentence_length=1 << 16,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
             num_threads=1,  # the number is written into the model, so it must not follow the machine
             minloglevel=2,
         )
@@ -57,15 +68,27 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
         if failures:
             raise failures[0] from None
         raise _readable(error, vocab_size) from error
-    return model.getvalue()
+    return _with_tabs(model.getvalue())
 
 
-def _segments(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """The segments of all texts. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a
-    Ctrl-C, so the cause is kept in `failures`."""
+def _with_tabs(model: bytes) -> bytes:
+    proto = ModelProto.FromString(model)
+    for piece in proto.pieces:
+        piece.piece = piece.piece.replace(_TAB_MARK, "\t")
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def _segments(sentence: str) -> list[str]:
+    segments = _SEGMENT.findall(sentence.translate(_MARKS_TO_TEXT))
+    return [segment.translate(_TEXT_TO_MARKS) for segment in segments]
+
+
+def _sentences(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """What to train on. SentencePiece turns what goes wrong here into a RuntimeError of its own, even a Ctrl-C,
+    so the cause is kept in `failures`."""
     try:
         for text in texts:
-            yield from _SEGMENT.findall(text.replace(_UNKNOWN_MARK, " "))
+            yield text.replace(_UNKNOWN_MARK, " ").replace(_TAB_MARK, " ").replace("\t", _TAB_MARK)
     except BaseException as error:
         failures.append(error)
         raise

@@ -14,7 +14,7 @@ from megatfm.tokenizers import Tokenizer, train_sentencepiece
 def texts() -> list[str]:
     """Spaces, tabs, form feeds and some letters beyond ASCII."""
     sources = [inspect.getsource(module) for module in (json.decoder, json.encoder, textwrap, inspect)]
-    return [*sources, "all:\n\tcc -o all\t*.c\n" * 20, "Größe, naïve, 東京\n" * 20]
+    return [*sources, "all:\n\tcc -o all\t*.c\n" * 200, "Größe, naïve, 東京\n" * 20]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,179 @@
+"""The command: exit codes, one clear line for each mistake, and nothing half-written under a final name."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import data_prep
+from megatfm.config import to_toml
+from megatfm.config.prep import PrepConfig
+from tests.unit.data_prep.conftest import tree, write
+
+Make = Callable[..., PrepConfig]
+SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.sentinels=4"]
+
+
+@pytest.fixture
+def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`prep("key=value", …)`: run the command in `tmp_path` on the corpus, into `out`."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *overrides: data_prep.cli(
+        ["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides]
+    )
+
+
+def test_done(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert prep() == 0
+    out, said = capfd.readouterr()
+    assert out == ""
+    for expected in ("read and clean: done in", "exact duplicates", "same text", "validation", "bytes"):
+        assert expected in said
+    assert prep() == 0
+    assert "was already prepared with this config: nothing to do" in capfd.readouterr().err
+    assert (tmp_path / "out" / "prep.json").exists()
+
+
+def test_skipped_files_are_listed(
+    prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(corpus / "a.png", b"\x89PNG\0")
+    (corpus / "loop").symlink_to(".")
+    assert prep("read.on_bad=skip") == 0
+    said = capfd.readouterr().err
+    assert f"skipped: {corpus}/a.png: is a binary file" in said
+    assert f"skipped: {corpus}/loop: is a link that leads back" in said
+
+
+USAGE = {
+    "missing folder": (["read.folder=nowhere"], "nowhere: no such folder"),
+    "empty folder": (["read.folder=empty"], "empty: no text files here"),
+    "only blank files": (["read.folder=blank"], "no document is left: 2 dropped, as each is empty"),
+    "one word": (["read.folder=word"], "too little text to hold 10% of it out"),
+    "large vocabulary": (
+        ["tokenizer.vocab_size=900000"],
+        "too large for this little text, which gives at most",
+    ),
+    "small vocabulary": (["tokenizer.vocab_size=200"], "too small for the characters"),
+    "unknown key": (["read.foldr=x"], "read.foldr: unknown key"),
+    "wrong range": (["split.validation=0.9"], "split.validation = 0.9"),
+    "wrong choice": (["read.on_bad=ignore"], "read.on_bad = 'ignore'"),
+    "out in the corpus": (["out=corpus/out"], "lies inside read.folder"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_usage_errors(
+    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    overrides, reason = USAGE[name]
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "blank" / "a", b"\n")
+    write(tmp_path / "blank" / "b", b"")
+    write(tmp_path / "word" / "a.txt", b"word")
+    assert prep(*overrides) == 2
+    assert error_line(capfd).count(reason) == 1
+
+
+FAILURES = {
+    "binary": (b"\x7fELF\0", "is a binary file, with a zero at byte 4"),
+    "not UTF-8": (b"caf\xe9", "is not valid UTF-8 at byte 3"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_bad_files(
+    prep: Callable[..., int], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    data, reason = FAILURES[name]
+    path = write(corpus / "bad.txt", data)
+    assert prep() == 1
+    assert f"{path}: {reason}" in error_line(capfd)
+    path.unlink()
+    assert prep() == 0
+
+
+def test_an_unreadable_corpus(
+    prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str], unprivileged: None
+) -> None:
+    corpus.chmod(0)
+    try:
+        assert prep() == 1
+    finally:
+        corpus.chmod(0o755)
+    assert "corpus: can't list this folder (Permission denied)" in error_line(capfd)
+
+
+def test_an_out_that_can_not_be_made(
+    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "file", b"")
+    assert prep("out=file") == 1
+    assert "choose another out" in error_line(capfd)
+
+
+@pytest.mark.parametrize("kilobytes", [16, 48, 160])
+def test_files_that_can_not_grow(config: Make, tmp_path: Path, kilobytes: int) -> None:
+    """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
+    path = tmp_path / "prep.toml"
+    path.write_text(to_toml(config()))
+    command = [sys.executable, "-m", "data_prep", str(path)]
+    limit = (kilobytes * 1024, resource.RLIM_INFINITY)
+    full = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert full.returncode == 1, full.stderr
+    assert "cannot be written (File too large)" in full.stderr.splitlines()[-1]
+    assert "Traceback" not in full.stderr
+    whole = tree(data_prep.run(config("whole")).out)
+    assert nothing_half_written(tmp_path / "out", whole)
+    subprocess.run(command, check=True, capture_output=True)
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 KB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(
+    prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ballast = write(small_disk / "ballast", bytes(400_000))
+    assert prep(f"out={small_disk / 'out'}") == 1
+    assert "cannot be written (No space left on device): make room" in error_line(capfd)
+    assert nothing_half_written(small_disk / "out", {})
+    ballast.unlink()
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    assert prep(f"out={small_disk / 'out'}") == 0
+
+
+def nothing_half_written(out: Path, whole: dict[str, str]) -> bool:
+    left = {
+        name: value for name, value in tree(out).items() if "." not in {part[0] for part in name.split("/")}
+    }
+    return left.items() <= whole.items() and "prep.json" not in left
+
+
+def error_line(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line of an error, the last of what was said."""
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    *before, last = said.splitlines()
+    assert last.startswith("error: ")
+    assert not any("error" in line for line in before)
+    return last

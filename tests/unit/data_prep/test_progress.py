@@ -1,0 +1,52 @@
+"""Progress: a bar on a terminal, plain lines in a log."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from data_prep import progress
+from data_prep.progress import Reporter
+
+
+def test_a_log_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    log = io.StringIO()
+    with Reporter(Console(file=log)).stage("read", 200) as advance:
+        advance(50)
+        advance(150)
+    lines = log.getvalue().splitlines()
+    assert lines[:2] == ["read: 25 %", "read: 100 %"]
+    assert lines[2].startswith("read: done in 0.")
+    assert len(lines) == 3
+    assert "\x1b" not in log.getvalue()
+
+
+def test_a_log_is_not_flooded() -> None:
+    log = io.StringIO()
+    with Reporter(Console(file=log)).stage("read", 1000) as advance:
+        for _ in range(1000):
+            advance(1)
+    assert len(log.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    terminal = io.StringIO()
+    with Reporter(Console(file=terminal, force_terminal=True, width=100)).stage("read", 200) as advance:
+        advance(100)
+    assert "━" in terminal.getvalue()
+    assert "read: done in" in terminal.getvalue()
+
+
+def test_a_failed_stage_is_not_called_done() -> None:
+    log = io.StringIO()
+    with pytest.raises(ValueError), Reporter(Console(file=log)).stage("read", 1):
+        raise ValueError
+    assert log.getvalue() == ""
+
+
+def test_markup_and_long_lines_are_said_as_they_are() -> None:
+    log = io.StringIO()
+    line = "note: [bold]a[/bold] " + "x" * 300
+    Reporter(Console(file=log, width=40)).say(line)
+    assert log.getvalue() == line + "\n"

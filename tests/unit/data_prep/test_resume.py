@@ -1,0 +1,123 @@
+"""Killed at any moment, the same command goes on, and the result is that of a run that was never killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import data_prep
+from megatfm.config import to_toml
+from megatfm.config.prep import PrepConfig
+from tests.unit.data_prep.conftest import tree
+
+Make = Callable[..., PrepConfig]
+KILLED = -signal.SIGKILL
+NEVER = 10**9
+
+
+def test_killed_at_any_moment(config: Make, tmp_path: Path) -> None:
+    whole = tree(data_prep.run(config()).out)
+    moments = count_moments(tmp_path, config())
+    rng = random.Random(0)
+    # The last moments are those of the commits after the last document was written.
+    lasts = sorted({0, *rng.sample(range(moments), 4), *rng.sample(range(moments - 25, moments), 6)})
+    assert killed(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
+    for last in lasts:
+        left = tree(tmp_path / f"killed{last}")
+        finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}
+        assert finals.items() <= whole.items()
+        assert tree(data_prep.run(config(f"killed{last}")).out) == whole
+
+
+def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
+    whole = tree(data_prep.run(config()).out)
+    moments = count_moments(tmp_path, config())
+    rng = random.Random(1)
+    # Each of these is too short for the whole, but long enough for the longest stage.
+    attempts = [rng.randrange(moments // 2, 3 * moments // 4) for _ in range(4)]
+    statuses = killed(tmp_path, config(), [("chain", last) for last in [*attempts, NEVER]])
+    assert statuses[0] == KILLED
+    assert statuses[-1] == 0
+    assert tree(tmp_path / "chain") == whole
+
+
+def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.pipeline.ShardWriter.finish", fail)
+        with pytest.raises(KeyboardInterrupt):
+            data_prep.run(config())
+    for done in ("Listing", "plan_split", "train_sentencepiece"):
+        monkeypatch.setattr(f"data_prep.pipeline.{done}", fail)
+    out = data_prep.run(config()).out
+    monkeypatch.undo()
+    assert tree(out) == tree(data_prep.run(config("clean")).out)
+
+
+def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
+    path = tmp_path / "prep.toml"
+    path.write_text(to_toml(config()))
+    # The first waits, stopped, in the middle of its work.
+    first = subprocess.Popen([sys.executable, "-m", "data_prep", path], stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "out" / ".work").exists():
+            time.sleep(0.005)
+            assert first.poll() is None
+        first.send_signal(signal.SIGSTOP)
+        second = subprocess.run([sys.executable, "-m", "data_prep", path], stderr=subprocess.PIPE, text=True)
+        assert second.returncode == 2
+        assert "another prep is working here" in second.stderr
+    finally:
+        first.send_signal(signal.SIGCONT)
+        first.communicate()
+    assert first.returncode == 0
+
+
+def test_a_request_to_stop_ends_with_75_and_the_same_command_goes_on(config: Make, tmp_path: Path) -> None:
+    path = tmp_path / "prep.toml"
+    path.write_text(to_toml(config()))
+    command = [sys.executable, "-m", "data_prep", str(path)]
+    stopped = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / ".work").exists():
+        time.sleep(0.005)
+        assert stopped.poll() is None
+    stopped.send_signal(signal.SIGTERM)
+    _, said = stopped.communicate()
+    assert stopped.returncode == 75, said
+    assert said.strip().splitlines()[-1].startswith("stopped: ")
+    assert "Traceback" not in said
+    subprocess.run(command, check=True, capture_output=True)
+    assert tree(tmp_path / "out") == tree(data_prep.run(config("clean")).out)
+
+
+def count_moments(folder: Path, config: PrepConfig) -> int:
+    """How many moments a whole run has."""
+    return int(kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
+
+
+def killed(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> list[int]:
+    """The exit statuses of runs (out, moment at which it is killed), one after the other."""
+    statuses: list[int] = json.loads(kill(folder, config, runs).stdout)
+    return statuses
+
+
+def kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
+    path = folder / "config.json"
+    path.write_text(config.model_dump_json())
+    script = Path(__file__).with_name("kill.py")
+    return subprocess.run(
+        [sys.executable, str(script), str(path), *(f"{folder / out}:{last}" for out, last in runs)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
