@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatfm.errors import MegatfmError
 
 # A larger box is stored as several pieces of whole rows. Replicas then share the writing of one large tensor,
-# and a reader never has to hold much more than one file (see `storage.FILE_BYTES`) beside its own tensors.
+# and a reader never has to hold much more than one file (see `writer.FILE_BYTES`) beside its own tensors.
 PIECE_BYTES = 64 * 2**20
 
 

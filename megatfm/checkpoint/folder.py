@@ -5,7 +5,7 @@ import re
 import secrets
 from pathlib import Path
 
-from megatfm.checkpoint import disk, metadata, storage
+from megatfm.checkpoint import disk, metadata, reader
 from megatfm.errors import MegatfmError
 
 log = logging.getLogger("megatfm")
@@ -52,9 +52,9 @@ def damage(path: Path, *, hashes: bool = False) -> str | None:
         if path.name != f"step-{content.step:08d}":
             raise MegatfmError(f"it holds step {content.step}: somebody renamed it")
         if hashes:
-            storage.verify(path)
+            reader.verify(path)
         else:
-            storage.check_sizes(path, content)
+            reader.check_sizes(path, content)
     except MegatfmError as error:
         return str(error)
     return None

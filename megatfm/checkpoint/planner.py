@@ -84,10 +84,10 @@ def share_out(plans: list[SavePlan]) -> list[SavePlan]:
     shares: list[list[WriteItem]] = [[] for _ in plans]
     # What only one rank holds is settled first; the replicas then even it out.
     for index in sorted(
-        items, key=lambda index: (len(holders[index]) > 1, -_bytes(items[index]), _place(index))
+        items, key=lambda index: (len(holders[index]) > 1, -item_bytes(items[index]), _place(index))
     ):
         rank = min(holders[index], key=lambda rank: loads[rank])
-        loads[rank] += _bytes(items[index])
+        loads[rank] += item_bytes(items[index])
         shares[rank].append(items[index])
     return [
         replace(plan, items=sorted(share, key=lambda item: _place(item.index)))
@@ -115,7 +115,8 @@ def _data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def _bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
+    """Return the bytes of the piece that an item writes."""
     data = _data(item)
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 

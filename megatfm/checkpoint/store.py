@@ -14,7 +14,8 @@ from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import retain
 from megatfm.checkpoint.metadata import DTYPE_NAMES, Metadata
 from megatfm.checkpoint.planner import LoadPlanner, SavePlanner
-from megatfm.checkpoint.storage import Reader, Writer
+from megatfm.checkpoint.reader import Reader
+from megatfm.checkpoint.writer import Writer
 from megatfm.errors import MegatfmError, UsageError
 
 

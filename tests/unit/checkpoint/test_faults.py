@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.checkpoint import Box, clean, latest, read_state, read_tensors, save, verify
+from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.workers import WorkerFailure, Workers
 
@@ -57,15 +58,16 @@ def adds(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
-    """What the next start finds is whole, down to the values."""
-    path = latest(folder, hashes=True)
-    assert path is not None
-    step = read_state(path)["step"]
+    """What the next start finds is whole, down to the values, and so is all else that bears a final name."""
+    for path in committed(folder):
+        verify(path)
+    newest = latest(folder, hashes=True)
+    assert newest is not None
+    step = read_state(newest)["step"]
     assert isinstance(step, int)
     assert step in steps
-    assert path.name == f"step-{step:08d}"
-    verify(path)
-    for tensor in read_tensors(path).values():
+    assert newest.name == f"step-{step:08d}"
+    for tensor in read_tensors(newest).values():
         assert bool((tensor == step).all())
     return step
 
@@ -112,16 +114,16 @@ def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code
 
 
 def die_at(folder: Path, rank: int, number: int) -> int:
-    """Save step 2 over step 1, and SIGKILL one rank just before an operation, or after half of a write.
+    """Save step 2 over step 1, and SIGKILL one rank just before it changes the disk, or after half of a write.
 
-    Where the rank lives on, return how many operations it made.
+    Where the rank lives on, return how many changes it made. (What was not synced survives a kill.)
     """
     save_step(folder, 1)
     seen = 0
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
-        seen += 1
+        seen += name in ("unlink", "rmdir") or (name != "fsync" and adds(name, args))
         if dist.get_rank() == rank and seen == number:
             if name == "write":
                 with open(args[0], "wb", closefd=False, buffering=0) as file:
@@ -137,9 +139,8 @@ def test_a_killed_rank_leaves_the_old_or_the_new_one(workers: Workers, tmp_path:
     draw = random.Random(20)
     found = []
     for world, rank, share in ((1, 0, 1.0), (2, 0, 0.25), (2, 1, 0.5)):
-        operations = workers.run(die_at, world, tmp_path / f"{world}-{rank}", rank, -1)[rank]
-        moments = range(1, operations + 1)
-        for number in draw.sample(moments, round(share * operations)):
+        changes = workers.run(die_at, world, tmp_path / f"{world}-{rank}", rank, -1)[rank]
+        for number in draw.sample(range(1, changes + 1), round(share * changes)):
             folder = tmp_path / f"{world}-{rank}-{number}"
             with pytest.raises(WorkerFailure, match=f"(?s)rank {rank} .*killed by SIGKILL") as failure:
                 workers.run(die_at, world, folder, rank, number)

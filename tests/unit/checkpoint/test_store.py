@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatfm.checkpoint import Box, box, load, names, read_state, read_tensors, save, shard, storage, verify
+from megatfm.checkpoint import Box, box, load, names, read_state, read_tensors, save, shard, verify, writer
 from megatfm.checkpoint.metadata import DTYPES, plain_state
 from megatfm.errors import MegatfmError, UsageError
 
@@ -90,7 +90,7 @@ def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
 
 def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box, "PIECE_BYTES", 64)
-    monkeypatch.setattr(storage, "FILE_BYTES", 200)
+    monkeypatch.setattr(writer, "FILE_BYTES", 200)
     tensors = {"wide": torch.arange(120.0).reshape(3, 40), "long": torch.arange(119.0).reshape(17, 7)}
     path = save(tmp_path, 1, tensors, {})
     files = sorted(path.glob("*.safetensors"))
@@ -102,7 +102,7 @@ def test_large_boxes_are_cut_into_pieces_and_files(tmp_path: Path, monkeypatch: 
 
 
 def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "FILE_BYTES", 100)
+    monkeypatch.setattr(writer, "FILE_BYTES", 100)
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = shard.read, []
     monkeypatch.setattr(shard, "read", lambda file, entry: opened.append(file.name) or read(file, entry))
