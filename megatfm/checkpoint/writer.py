@@ -33,7 +33,7 @@ class Writer(StorageWriter):
 
     def __init__(self, folder: Path, step: int, state: dict[str, JsonValue]) -> None:
         self.final = folder / f"step-{step:08d}"
-        self.partial: Path | None = None  # known to rank 0 once it is made, to the others with their plan
+        self.partial: Path | None = None  # on rank 0, once it is made; the others get it with their plan
         self.step = step
         self.state = state
 
