@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 
 import sentencepiece
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made at import
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.tokenizer import CLASS, MASK, SENTINEL, SEPARATOR
@@ -23,6 +22,7 @@ _MARKS_TO_TEXT = str.maketrans({"\u2581": " ", _TAB_MARK: "\t"})
 _UNKNOWN_MARK = "\u2585"
 # So would longer sentences be; a text is one sentence.
 _MAX_SENTENCE_BYTES = 2**30
+_FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
@@ -72,10 +72,40 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
 
 
 def _with_tabs(model: bytes) -> bytes:
-    proto = ModelProto.FromString(model)
-    for piece in proto.pieces:
-        piece.piece = piece.piece.replace(_TAB_MARK, "\t")
-    return bytes(proto.SerializeToString(deterministic=True))
+    """The model with tabs in its pieces.
+
+    A model is a protobuf message whose fields are all byte strings; field 1, repeated, is a piece, whose own field 1
+    is its text and stands first. So this needs no protobuf package, whose version would have to fit SentencePiece's.
+    """
+    mark, changed, at = _TAB_MARK.encode(), bytearray(), 0
+    while at < len(model):
+        tag = model[at]
+        size, start = _varint(model, at + 1)
+        at = start + size
+        payload = model[start:at]
+        if tag == _FIELD_1 and mark in payload:
+            text_size, text_start = _varint(payload, 1)
+            text = payload[text_start : text_start + text_size].replace(mark, b"\t")
+            payload = bytes([_FIELD_1, *_as_varint(len(text)), *text, *payload[text_start + text_size :]])
+        changed += bytes([tag, *_as_varint(len(payload))]) + payload
+    return bytes(changed)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The protobuf integer at `at`, seven bits to a byte, and where it ends."""
+    value, shift = 0, 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | data[at] << shift, at + 1
+
+
+def _as_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def _segments(sentence: str) -> list[str]:

@@ -45,6 +45,20 @@ def test_the_model_is_a_plain_sentencepiece_model(model: bytes, texts: list[str]
     assert all(plain.decode(plain.encode(text)) == text for text in texts)
 
 
+def test_only_the_text_of_pieces_with_tabs_is_changed(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the protobuf library, where it fits SentencePiece."""
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
+    changed = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
+    monkeypatch.setattr("megatfm.tokenizers.train._with_tabs", lambda model: model)
+    expected = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
+    assert changed != expected
+    for piece in expected.pieces:
+        piece.piece = piece.piece.replace("\ue009", "\t")
+    assert changed == expected
+
+
 def test_a_vocabulary_too_large_names_one_that_fits() -> None:
     text = "too little text for so many pieces\n" * 5
     with pytest.raises(UsageError, match="too large for this little text") as caught:
