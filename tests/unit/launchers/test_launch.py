@@ -20,7 +20,8 @@ CLUSTER = ["--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:0
 FAKE_RANK = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PMIX_RANK")
-print(json.dumps({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}), flush=True)
+said = {"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
+os.write(1, (json.dumps(said) + "\\n").encode())  # in one piece, also under mpirun
 """
 
 

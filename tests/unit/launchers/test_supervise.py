@@ -1,5 +1,6 @@
 """Children that live and die together, against small programs in the place of ranks."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,6 +79,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
+    for path in tmp_path.glob("pid-?"):  # whoever a failing test left running would keep the pipes open
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+    for process in started:
         process.communicate()
 
 
