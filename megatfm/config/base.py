@@ -11,7 +11,7 @@ class Section(BaseModel):
     """One section of a config file: immutable, and every key is known."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
@@ -22,6 +22,8 @@ class FromCommandLine(str):
 def _resolve(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or "://" in value:
         return value
+    if not value:
+        raise ValueError("an empty path: give a path, or leave the key out")
     base = None if isinstance(value, FromCommandLine) else (info.context or {}).get("base")
     return os.path.normpath(Path(base or Path.cwd()) / Path(value).expanduser())
 

@@ -99,11 +99,16 @@ def _parse(text: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return FromCommandLine(text)
-    return (
-        FromCommandLine(value if isinstance(value, str) else text)
-        if isinstance(value, str | date | time)
-        else value
-    )
+    return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
+
+
+def _from_command_line(value: Any) -> Any:
+    """Mark the strings of a value, those inside tables and lists too."""
+    if isinstance(value, dict):
+        return {key: _from_command_line(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_command_line(item) for item in value]
+    return FromCommandLine(value) if isinstance(value, str) else value
 
 
 def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
@@ -116,10 +121,10 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
     if first["type"] == "extra_forbidden":
         known = list(section.model_fields) if section else []
         return f"{key}: unknown key{did_you_mean(place[-1], known)}; {_known(known)}{more}"
-    if first["type"] == "missing":
+    if first["type"] == "missing" and given is None:
         return f"{key}: is required{_example(section, place[-1])}{more}"
     if first["type"] == "value_error":
-        return f"{place[0] + ': ' if place else ''}{message}{more}"
+        return f"{key + ': ' if place else ''}{message}{more}"
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
