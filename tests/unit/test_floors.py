@@ -1,0 +1,129 @@
+"""The plan of the house: a room imports only what the table allows it, and so stays readable and testable alone."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERYBODYS = {"megatfm", "megatfm.errors", "megatfm.keyed", "megatfm.registry"}  # loose modules of floor 0
+
+# Room → the rooms of the project that it may import. A new room gets a row here.
+CORE = {
+    "megatfm.config": set[str](),
+    "megatfm.ops": set[str](),
+    "megatfm.layers": {"megatfm.ops", "megatfm.config"},
+    "megatfm.tokenizers": {"megatfm.config"},
+    "megatfm.data": {"megatfm.config"},
+    "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
+    "megatfm.objectives": {"megatfm.ops", "megatfm.config"},
+    "megatfm.parallel": {"megatfm.ops", "megatfm.config"},
+    "megatfm.checkpoint": {"megatfm.config"},
+    "megatfm.estimate": {"megatfm.parallel", "megatfm.layers", "megatfm.config"},
+    "megatfm.engines": {"megatfm.parallel", "megatfm.checkpoint", "megatfm.ops", "megatfm.config"},
+}
+TRAIN = {"megatfm.train": set(CORE)}
+# What is done with a finished or running model: builds it as training does, and knows none of the others here.
+USES = {
+    f"megatfm.{room}": {*CORE, *TRAIN}
+    for room in ("generate", "convert", "report", "verify", "evaluate", "describe", "doctor")
+}
+BESIDE = {
+    "data_prep": {"megatfm.data", "megatfm.tokenizers", "megatfm.config"},
+    "launchers": {"megatfm.config"},
+    "slurm": set[str](),
+}
+COMMANDS = {
+    room: {*CORE, *TRAIN, *USES, *BESIDE, "megatfm.cli"} for room in ("megatfm.cli", "megatfm.commands")
+}
+ROOT_PACKAGE = {"megatfm": {*CORE, *TRAIN, *USES}}
+ROOMS = {
+    **CORE,
+    **TRAIN,
+    **USES,
+    **BESIDE,
+    **COMMANDS,
+    **dict.fromkeys(EVERYBODYS, EVERYBODYS),
+    **ROOT_PACKAGE,
+}
+
+NO_TORCH = {"megatfm.config", "launchers", "slurm", "megatfm.errors", "megatfm.registry", "megatfm.keyed"}
+BELOW_FLOOR_3 = ("ops", "layers", "tokenizers", "data", "models", "objectives")
+NO_DISTRIBUTED = {"data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
+
+
+def room_of(module: str) -> str:
+    """`megatfm.data.index` → `megatfm.data`; `launchers.job` → `launchers`."""
+    return ".".join(module.split(".")[: 2 if module.startswith("megatfm.") else 1])
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and name of everything imported anywhere in a file, and of each use of `torch.distributed`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: len(module.split(".")) + is_package - node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
+            yield node.lineno, "torch.distributed"
+
+
+def faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a file imports against the table, in words."""
+    room = room_of(module)
+    if room not in ROOMS:
+        return [f"{module}: the room {room} has no row in the table: say what it may import"]
+    found = []
+    for line, name in imports(source, module, is_package):
+        other = room_of(name)
+        if name.split(".")[0] in ("megatfm", *BESIDE) and other in ROOMS:
+            if other != room and other not in ROOMS[room] | EVERYBODYS:
+                found.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
+        elif room in NO_TORCH and name.split(".")[0] == "torch":
+            found.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
+        elif room in NO_DISTRIBUTED and name.startswith("torch.distributed"):
+            found.append(f"{module}:{line} uses {name}: {room} knows no ranks")
+    return found
+
+
+def test_every_import_goes_down() -> None:
+    files = [path for room in ("megatfm", *BESIDE) for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 20
+    found = [
+        fault
+        for path in files
+        for fault in faults(path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "is_fault"),
+    [
+        ("megatfm.layers.block", "from megatfm.models import decoder", True),
+        ("megatfm.layers.block", "from megatfm.ops.rotary import rotate", False),
+        ("megatfm.layers.block", "from ..models import decoder", True),
+        ("megatfm.layers.norm.rms", "from ..block import Block", False),
+        ("megatfm.data.loader", "def f():\n    import megatfm.tokenizers", True),
+        ("megatfm.data.loader", "from megatfm import keyed, train", True),
+        ("megatfm.data.loader", "from megatfm.errors import UsageError", False),
+        ("megatfm.data.loader", "import torch.distributed as dist", True),
+        ("megatfm.layers.ffn", "import torch\nrank = torch.distributed.get_rank()", True),
+        ("megatfm.layers.ffn", "from torch import distributed", True),
+        ("megatfm.parallel.mesh", "import torch.distributed as dist", False),
+        ("megatfm.config.root", "from torch import nn", True),
+        ("launchers.slurm", "import torch", True),
+        ("launchers.slurm", "from megatfm.train import loop", True),
+        ("megatfm.report.page", "from megatfm.generate import sample", True),
+        ("megatfm.attic.old", "import os", True),
+    ],
+)
+def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> None:
+    assert bool(faults(line, module)) == is_fault
