@@ -1,0 +1,89 @@
+# `make quickstart` and `make test` do everything on a fresh machine (Debian 12, Python 3.11, gcc).
+# PYTHON=python3.12 takes another interpreter, CORPUS=DIR other text, ARGS="-k loader" goes to pytest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test lint docs wheel-test system-deps deepspeed moe clean
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
+
+# MPI for `launch --mpi`, SLURM for the test cluster, Chromium to look at the report, g++ for torch.compile.
+SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev slurm-wlm munge iproute2 chromium g++
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume, samples, a report
+	@$(RUN) -m megatfm.cli quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
+
+test: $(VENV)/.installed-test ## the whole suite on the CPU
+	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+docs: $(VENV)/.installed-docs ## the manual, into site/
+	$(RUN) -m mkdocs build --strict --quiet
+
+wheel-test: $(VENV)/.installed ## the built wheel in an empty environment, away from the checkout
+	@CONSTRAINTS="$(CONSTRAINTS)" bash .ci/wheel-test "$(RUN)"
+
+system-deps: ## what comes from apt (Debian, as root); says what to install elsewhere
+	@if dpkg-query -W -f '$${db:Status-Abbrev}\n' $(SYSTEM_PACKAGES) 2>/dev/null | grep -c '^ii' | \
+	    grep -qx $(words $(SYSTEM_PACKAGES)); then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SYSTEM_PACKAGES) >/dev/null; \
+	else \
+	  echo "not root on Debian: install these yourself for the tests that need them: $(SYSTEM_PACKAGES)"; \
+	fi
+
+# DeepSpeed and MegaBlocks are no extras: pip would resolve them together with another torch.
+deepspeed: $(VENV)/.installed ## DeepSpeed 0.19.8 beside the torch that is there
+	$(PIP) setuptools wheel ninja
+	$(PIP) --no-build-isolation deepspeed==0.19.8
+	@$(call check_torch)
+
+moe: $(VENV)/.installed ## MegaBlocks 0.10.0 (needs a GPU and nvcc)
+	@command -v nvcc >/dev/null || { echo "make moe: nvcc is not on PATH: MegaBlocks compiles for CUDA"; exit 1; }
+	$(PIP) setuptools wheel ninja
+	$(PIP) --no-deps --no-build-isolation stanford-stk grouped_gemm megablocks==0.10.0
+	@$(call check_torch)
+
+clean: ## all that was built or installed here; runs/ and corpora/ stay
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: PYTHON=python3.11")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "can't make $(VENV): on Debian, apt-get install python3-venv"; exit 1; }
+
+define install
+	@echo "installing megatfm[$(1)] into $(VENV)"
+	@$(PIP) -e ".[$(1)]"
+	@$(call check_torch)
+	@touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(RUN)
+	$(call install,prep)
+
+$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN)
+	$(call install,test)
+
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(RUN)
+	$(call install,docs)
+
+# Some package pulling its own torch would make every other result meaningless.
+check_torch = want=$$(sed -n 's/^torch==//p' "$(CONSTRAINTS)"); \
+	have=$$($(RUN) -c 'import torch; print(torch.__version__.split("+")[0])'); \
+	[ "$$have" = "$$want" ] || { echo "torch is $$have, but $(CONSTRAINTS) says $$want"; exit 1; }
