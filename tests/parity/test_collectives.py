@@ -1,0 +1,160 @@
+"""Each collective and its adjoint: <f(x), y> = <x, fᵀ(y)> in float64, and the forms that its docstring names.
+
+A product over the ranks is Σ_r <a_r, b_r>, where a pair of replicated tensors counts once. A partial tensor is drawn
+anew on each rank, so that whoever forgets a sum is found out.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatfm.ops.cross_entropy import cross_entropy_reference
+from megatfm.parallel import collectives
+from megatfm.parallel.collectives import all_sum
+from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
+from tests.workers import Workers
+
+Form = Literal["sharded", "replicated", "partial"]
+
+
+class Forms(NamedTuple):
+    """What a collective takes and gives, and the form of the gradient that comes back to its output."""
+
+    source: Form
+    result: Form
+    gradient: Form
+    cuts: bool
+    """Whether it takes a dim."""
+
+    @property
+    def source_gradient(self) -> Form:
+        """The dual of the source: <partial, replicated> and <sharded, sharded>; replicated inputs get their sum."""
+        return "sharded" if self.source == "sharded" else "replicated"
+
+
+COLLECTIVES = {
+    "gather_shards": Forms("sharded", "replicated", "partial", True),
+    "scatter_sum": Forms("partial", "sharded", "sharded", True),
+    "sum_partial": Forms("partial", "replicated", "replicated", False),
+    "copy_to_shards": Forms("replicated", "replicated", "partial", False),
+    "gather_replicated": Forms("sharded", "replicated", "replicated", True),
+}
+
+
+def draw(form: Form, shape: tuple[int, ...], seed: int) -> Tensor:
+    rank = 0 if form == "replicated" else dist.get_rank()
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def product(a: Tensor, a_form: Form, b: Tensor, b_form: Form, group: ProcessGroup) -> float:
+    local = torch.sum(a.detach() * b.detach())
+    once = local / group.size() if (a_form, b_form) == ("replicated", "replicated") else local
+    return float(all_sum(once, group))
+
+
+def global_tensor(x: Tensor, form: Form, dim: int, group: ProcessGroup) -> Tensor:
+    """The one tensor that the ranks' forms stand for, by all_gather alone."""
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.detach().contiguous())
+    if form == "replicated":
+        assert all(torch.equal(part, parts[0]) for part in parts), "the ranks' replicas differ"
+        return parts[0]
+    return torch.cat(parts, dim) if form == "sharded" else torch.stack(parts).sum(0)
+
+
+def check_adjoint(name: str, dim: int) -> None:
+    group, forms = dist.group.WORLD, COLLECTIVES[name]
+    assert group is not None
+    function: Callable[..., Tensor] = getattr(collectives, name)
+    f = partial(function, dim=dim, group=group) if forms.cuts else partial(function, group=group)
+    x = draw(forms.source, (6, 6, 2), seed=1).requires_grad_()
+    result = f(x)
+    y = draw(forms.gradient, tuple(result.shape), seed=2)
+    (x_gradient,) = torch.autograd.grad(result, x, y)
+    assert x_gradient.shape == x.shape
+    left = product(result, forms.result, y, forms.gradient, group)
+    right = product(x, forms.source, x_gradient, forms.source_gradient, group)
+    assert left == pytest.approx(right, rel=1e-12)
+    assert abs(left) > 0.1
+    # The forward pass only moves and sums, so the global tensor is the same before and after.
+    before, after = (
+        global_tensor(t, form, dim, group) for t, form in ((x, forms.source), (result, forms.result))
+    )
+    torch.testing.assert_close(after, before, rtol=1e-14, atol=1e-14)
+    # Neither does the gradient change on its way back.
+    before, after = (
+        global_tensor(t, form, dim, group)
+        for t, form in ((y, forms.gradient), (x_gradient, forms.source_gradient))
+    )
+    torch.testing.assert_close(after, before, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)],
+)
+def test_the_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
+    workers.run(check_adjoint, ranks, name, dim)
+
+
+VOCABULARY, WIDTH, TOKENS = 12, 5, 17
+
+
+def mine(table: Tensor) -> Tensor:
+    """This rank's rows."""
+    return table.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+
+
+def check_embedding() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    table = draw("replicated", (VOCABULARY, WIDTH), seed=1).requires_grad_()
+    shard = mine(table.detach())
+    tokens = torch.arange(2 * VOCABULARY).remainder(VOCABULARY).view(3, -1)
+    y = draw("replicated", (*tokens.shape, WIDTH), seed=2)
+    vectors = embed_shard(tokens, shard, group)
+    torch.testing.assert_close(all_sum(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0)
+    torch.autograd.backward([vectors, table[tokens]], [y, y])
+    torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
+
+
+def check_cross_entropy(chunk: int, scale: float) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    table = (scale * draw("replicated", (VOCABULARY, WIDTH), seed=1)).requires_grad_()
+    hidden = draw("replicated", (TOKENS, WIDTH), seed=2).requires_grad_()
+    targets = torch.arange(TOKENS).remainder(VOCABULARY)
+    targets[::5] = -100
+    expected = cross_entropy_reference(hidden, table, targets)
+    shard, hidden_here = mine(table.detach()), hidden.detach().clone().requires_grad_()
+    loss = cross_entropy_shard(hidden_here, shard, targets, group, chunk)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
+    torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(all_sum(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12)
+    with torch.no_grad():
+        again = cross_entropy_shard(hidden, shard, targets, group, chunk)
+    assert torch.equal(again, loss)
+    nothing = cross_entropy_shard(hidden_here, shard, torch.full_like(targets, -100), group, chunk)
+    gradients = torch.autograd.grad(nothing, [hidden_here, shard])
+    assert float(nothing.detach()) == 0.0
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_embedding_cut_by_tokens(workers: Workers, ranks: int) -> None:
+    workers.run(check_embedding, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("chunk", "scale"), [(4, 1.0), (17, 1.0), (512, 400.0)])  # 400: exp would overflow
+def test_cross_entropy_cut_by_tokens(workers: Workers, ranks: int, chunk: int, scale: float) -> None:
+    workers.run(check_cross_entropy, ranks, chunk, scale)
