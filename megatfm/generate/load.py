@@ -1,0 +1,94 @@
+"""Opening a run or a checkpoint on one process, whatever layout wrote it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue, ValidationError
+
+from megatfm import checkpoint, tokenizers
+from megatfm.config import Config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import Decoder, build
+from megatfm.registry import import_plugins
+from megatfm.tokenizers import Tokenizer
+from megatfm.train.init import find_checkpoint
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    config: Config
+    step: int
+    folder: Path | None
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
+    """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer.
+
+    The model is in float32 and in evaluation mode. Raises UsageError where nothing can be opened, MegatfmError
+    where something is damaged or does not fit.
+    """
+    source = find_checkpoint(path)
+    state, config = _state(source)
+    run = source.absolute().parent.parent
+    folder = run if (run / "config.toml").is_file() else None
+    kept = run / "tokenizer.model"
+    tokenizer = tokenizers.load(kept if kept.is_file() else config.data.tokenizer)
+    if tokenizer.hash != state.get("tokenizer"):
+        where = kept if kept.is_file() else config.data.tokenizer
+        raise UsageError(
+            f"{where}: not the tokenizer that {source.name} was trained with: put that one into {run}"
+        )
+    model = load_model(source, device)
+    if tokenizer.vocab_size > model.head.weight.shape[0]:
+        raise MegatfmError(
+            f"{source}: the model has {model.head.weight.shape[0]} rows, fewer than its tokenizer's "
+            f"{tokenizer.vocab_size} ids: one of the two was replaced"
+        )
+    return Loaded(model, tokenizer, config, int(str(state.get("step"))), folder)
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> Decoder:
+    """The model of a run directory or checkpoint, in float32 and in evaluation mode; no tokenizer is needed.
+
+    Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
+    """
+    source = find_checkpoint(path)
+    _, config = _state(source)
+    import_plugins(config.plugins)
+    model = build(config.model)
+    stored = checkpoint.read_tensors(source, "model.")
+    parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    if stored.keys() != parameters.keys():
+        name = min(stored.keys() ^ parameters.keys())
+        raise MegatfmError(
+            f"{source}: {name} is {'not ' * (name not in stored)}in the checkpoint, but {'not ' * (name in stored)}"
+            "in the model that its config describes: open it with the version and plugins that wrote it"
+        )
+    for name, parameter in parameters.items():
+        if stored[name].shape != parameter.shape:
+            raise MegatfmError(
+                f"{source}: {name} is {list(stored[name].shape)}, but {list(parameter.shape)} in the model that its "
+                "config describes: open it with the version and plugins that wrote it"
+            )
+        parameter.data = stored.pop(name).float()  # in place, so that tied modules keep sharing it
+    return model.eval().to(device)
+
+
+def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
+    """The state of a checkpoint and the config that it was saved under, which unlike RUN/config.toml can't change."""
+    state = checkpoint.read_state(source)
+    try:
+        return state, Config.model_validate(state.get("config"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "config"
+        raise MegatfmError(
+            f"{source}: this version of megatfm can't read its config ({key}: {first['msg']}): open it with the one "
+            f"that wrote it, {state.get('megatfm', 'which it does not name')}"
+        ) from None

@@ -1,0 +1,68 @@
+"""A small model and a run directory with a checkpoint of it, as training leaves them."""
+
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm import checkpoint
+from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainConfig, to_toml
+from megatfm.models import Decoder, build
+from megatfm.tokenizers import Tokenizer, train_sentencepiece
+
+MODEL = ModelConfig(
+    vocab_size=400, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, tie_embeddings=False
+)
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+    """Every parameter random, norms too, and large enough that logits differ clearly."""
+    random = torch.Generator().manual_seed(1)
+    model = build(config).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3, generator=random)
+    return model
+
+
+@pytest.fixture(scope="session")
+def model() -> Decoder:
+    return random_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_model() -> bytes:
+    texts = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
+    return train_sentencepiece(texts, vocab_size=400, sentinels=4)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer_model: bytes) -> Path:
+    """A run at step 30, of a model with tied embeddings and more rows than the tokenizer has ids."""
+    return write_run(tmp_path / "run", tokenizer_model, random_model(wide(), torch.float32))
+
+
+def wide() -> ModelConfig:
+    return MODEL.model_copy(update={"vocab_size": 420, "tie_embeddings": True})
+
+
+def write_run(folder: Path, tokenizer_model: bytes, model: Decoder) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(tokenizer_model)
+    config = Config(
+        name="small",
+        model=model.config,
+        data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=24),
+        optimizer=AdamWConfig(lr=1e-3),
+        train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
+    )
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {
+        "step": 30,
+        "tokenizer": Tokenizer(tokenizer_model).hash,
+        "config": config.model_dump(mode="json"),
+    }
+    checkpoint.save(folder / "checkpoints", 30, tensors, state)
+    return folder

@@ -1,0 +1,78 @@
+"""`megatfm generate`, from its arguments to what it prints and keeps."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.generate.command import add_arguments, main
+from megatfm.generate.generate import generate
+from megatfm.generate.load import load
+
+from .test_load import rewrite
+
+
+def run_command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(words))
+
+
+def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(str(run), "--prompt", "Größe ", "--max-tokens", "9", "--temperature", "0") == 0
+    loaded = load(run)
+    ids = [loaded.tokenizer.bos, *loaded.tokenizer.encode("Größe ")]
+    logits_end = loaded.tokenizer.vocab_size  # the model has rows that no text stands for
+    loaded.model.head.weight.data[logits_end:] = 0
+    made = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
+    text = loaded.tokenizer.decode(made[0, len(ids) :])
+    assert capsys.readouterr().out == f"Größe {text}\n"
+    kept = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert kept == [{"prompt": "Größe ", "text": text, "step": 30}]
+
+
+def test_several_samples_are_kept_beside_the_first_ones(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_command(str(run), "--samples", "3", "--max-tokens", "12")
+    run_command(str(run), "--max-tokens", "12")
+    samples = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert samples[0] == samples[3]
+    assert len(set(samples)) == 3
+    assert capsys.readouterr().out.count("--- sample") == 3
+
+
+def test_says_when_the_text_outgrows_the_training_length(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_command(str(run), "--max-tokens", "23")
+    assert capsys.readouterr().err == ""
+    run_command(str(run), "--max-tokens", "24")
+    assert capsys.readouterr().err == (
+        "note: up to 25 tokens, while this model was trained on 24 at a time\n"
+    )
+
+
+def test_broken_weights_end_in_one_line(run: Path) -> None:
+    rewrite(run, {}, {"model.norm.weight": torch.full((32,), float("nan"))})
+    with pytest.raises(MegatfmError, match="not finite"):
+        run_command(str(run))
+    assert not (run / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--max-tokens", "0"], ["--samples", "0"], ["--device", "cuda:99"], ["--top-p", "2"]]
+)
+def test_bad_arguments(run: Path, words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        run_command(str(run), *words)
+
+
+def test_a_read_only_run_still_answers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "samples.jsonl").mkdir()
+    assert run_command(str(run), "--max-tokens", "3") == 0
+    assert "samples.jsonl: not written" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""The cache changes nothing, and greedy generation is that of transformers."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.errors import UsageError
+from megatfm.generate.generate import generate, stream
+from megatfm.generate.sampling import Sampling
+from megatfm.layers.attention import KVCache
+from megatfm.models import Decoder
+
+from .conftest import MODEL, random_model
+
+PROMPT = torch.tensor([[1, 17, 300, 42, 8], [1, 17, 299, 5, 399]])
+
+
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [4, 5, 3], [12]], ids=str)
+def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: list[int]) -> None:
+    tokens = torch.randint(0, 400, (3, sum(chunks)), generator=torch.Generator().manual_seed(2))
+    cache, made = KVCache(MODEL.n_layers, sum(chunks)), []
+    with torch.no_grad():
+        for chunk in tokens.split(chunks, dim=1):
+            made.append(model(chunk, cache=cache).logits)
+        whole = torch.stack([model(tokens[:, : t + 1]).logits[:, -1] for t in range(sum(chunks))], dim=1)
+    assert (torch.cat(made, dim=1) - whole).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) -> None:
+    model = random_model(MODEL.model_copy(update={"tie_embeddings": tied}))
+    options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
+    fast = generate(model, PROMPT, **options)
+    assert fast.shape == (2, 35)
+    assert torch.equal(fast, generate(model, PROMPT, **options, cache=False))
+    assert fast[:, 5:].unique().numel() > 5, "a sequence this dull would prove nothing"
+
+
+def hugging_face(model: Decoder) -> torch.nn.Module:
+    """LlamaForCausalLM with the same weights, our names mapped."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = model.config
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
+            num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
+            num_key_value_heads=config.kv_heads, rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+        )
+    )  # fmt: skip
+    ours_to_theirs = {
+        "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
+        "wv": "self_attn.v_proj", "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
+        "w_down": "mlp.down_proj",
+    }  # fmt: skip
+    weights = {}
+    for name, weight in model.state_dict().items():
+        *place, module, _ = name.split(".")
+        layer = f"model.layers.{place[1]}." if place else ""
+        weights[f"{layer}{ours_to_theirs[module]}.weight"] = weight
+    llama.load_state_dict(weights)
+    return llama.double().eval()
+
+
+def test_greedy_equals_transformers(model: Decoder) -> None:
+    theirs = hugging_face(model).generate(
+        PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=40, do_sample=False
+    )
+    assert torch.equal(generate(model, PROMPT, max_tokens=40), theirs)
+
+
+def test_the_longest_context_is_still_exact(model: Decoder) -> None:
+    """The cache has room for every token of prompt and continuation, and not for one more."""
+    assert generate(model, PROMPT, max_tokens=1).shape == (2, 6)
+    assert generate(model, PROMPT, max_tokens=0).shape == (2, 5)
+
+
+def test_rows_stop_at_the_stop_token(model: Decoder) -> None:
+    free = generate(model, PROMPT, max_tokens=20)
+    stop = int(free[0, 8])
+    assert stop not in free[:, :8]
+    stopped = generate(model, PROMPT, max_tokens=20, stop_token=stop)
+    ends = [next((t for t in range(5, 25) if row[t] == stop), 24) for row in free.tolist()]
+    assert stopped.shape[1] == max(ends) + 1
+    for row, end in enumerate(ends):
+        assert torch.equal(stopped[row, : end + 1], free[row, : end + 1])
+        assert (stopped[row, end + 1 :] == stop).all()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(model: Decoder) -> None:
+    """Row 0 of three samples is the one sample; other rows differ."""
+    options = {"max_tokens": 25, "temperature": 1.0, "seed": 3}
+    three = generate(model, PROMPT[:1].expand(3, -1), **options)
+    assert torch.equal(three[:1], generate(model, PROMPT[:1], **options))
+    assert not torch.equal(three[0], three[1])
+
+
+def test_tokens_come_one_at_a_time(model: Decoder) -> None:
+    seen: list[int] = []
+
+    def count(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].shape[1])
+
+    handle = model.register_forward_pre_hook(count)
+    try:
+        tokens = stream(model, PROMPT, Sampling(), max_tokens=3)
+        assert next(tokens).shape == (2,)
+        assert seen == [5]
+        assert len(list(tokens)) == 2
+        assert seen == [5, 1, 1]
+    finally:
+        handle.remove()
+
+
+def test_an_empty_prompt_is_refused(model: Decoder) -> None:
+    with pytest.raises(UsageError, match="bos"):
+        generate(model, PROMPT[:, :0], max_tokens=1)

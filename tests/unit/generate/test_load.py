@@ -1,0 +1,88 @@
+"""Opening runs and checkpoints, good ones and bad ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatfm
+from megatfm import checkpoint
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.generate.load import load
+from megatfm.models import Decoder
+
+from .conftest import MODEL, random_model, wide, write_run
+
+
+def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
+    original = random_model(wide(), torch.float32)
+    for path in (run, run / "checkpoints" / "step-00000030"):
+        loaded = load(path)
+        assert (loaded.step, loaded.folder, loaded.config.name) == (30, run, "small")
+        assert not loaded.model.training
+        assert loaded.model.head.weight is loaded.model.embedding.weight
+        for name, parameter in original.named_parameters():
+            assert torch.equal(loaded.model.get_parameter(name), parameter)
+
+
+def test_megatfm_load_gives_the_model(run: Path) -> None:
+    tokens = torch.tensor([[1, 5, 9]])
+    (run / "tokenizer.model").unlink()  # not needed for the model alone
+    output = megatfm.load(run)(tokens)
+    assert torch.equal(output.logits, random_model(wide(), torch.float32)(tokens).logits)
+    assert output.hidden.shape == (1, 3, MODEL.d_model)
+
+
+def test_weights_of_any_precision_become_float32(
+    tmp_path: Path, tokenizer_model: bytes, model: Decoder
+) -> None:
+    loaded = load(write_run(tmp_path / "fp64", tokenizer_model, model))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+
+
+def test_importing_megatfm_needs_no_torch() -> None:
+    code = "import sys, megatfm, megatfm.generate.command as c; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_to_open(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
+        load(tmp_path)
+
+
+def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
+    other = tokenizer_model.replace(b"identity", b"identify")
+    assert other != tokenizer_model
+    (run / "tokenizer.model").write_bytes(other)
+    with pytest.raises(UsageError, match="not the tokenizer that step-00000030 was trained with"):
+        load(run)
+
+
+def rewrite(run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """A newer checkpoint, with some of its state and tensors changed."""
+    old = run / "checkpoints" / "step-00000030"
+    whole = {**checkpoint.read_tensors(old), **(tensors or {})}
+    checkpoint.save(run / "checkpoints", 31, whole, {**checkpoint.read_state(old), **state})
+
+
+def test_a_config_of_another_version_is_named(run: Path) -> None:
+    config = json.loads(json.dumps(checkpoint.read_state(run / "checkpoints" / "step-00000030")["config"]))
+    config["model"]["horns"] = 2
+    rewrite(run, {"config": config, "megatfm": "9.9"})
+    with pytest.raises(MegatfmError, match=r"model\.horns.*9\.9"):
+        load(run)
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_named(run: Path) -> None:
+    rewrite(run, {}, {"model.extra": torch.zeros(2)})
+    with pytest.raises(MegatfmError, match=r"model\.extra is in the checkpoint, but not in the model"):
+        load(run)
+
+
+def test_a_weight_of_another_shape_is_named(run: Path) -> None:
+    rewrite(run, {}, {"model.norm.weight": torch.zeros(2)})
+    with pytest.raises(MegatfmError, match=r"model\.norm\.weight is \[2\], but \[32\]"):
+        load(run)
