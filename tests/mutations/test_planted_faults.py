@@ -1,0 +1,197 @@
+"""The comparison of layouts finds what it is there to find: each fault planted here must turn it red.
+
+A fault is put in on every rank while one comparison runs. The forward pass of most of them is right, so that only
+gradients tell.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import NativeEngine
+from megatfm.parallel import collectives, styles, vocabulary
+from megatfm.parallel.layout import Box, Placement
+from megatfm.parallel.mesh import Mesh
+from tests.parity import test_layouts
+from tests.parity.test_layouts import LAYOUTS, MODEL, TIED, WORLD
+from tests.workers import Workers
+
+Patch = pytest.MonkeyPatch
+Backward = Callable[..., tuple[Any, ...]]
+
+NORMS = {"norm.weight", "layers.*.norm[12].weight"}
+EVERYTHING = {"*"}
+
+
+def patch_backward(patch: Patch, function: type[torch.autograd.Function], backward: Backward) -> None:
+    patch.setattr(function, "backward", staticmethod(backward))
+
+
+def forget_partial_gradients(patch: Patch) -> None:
+    patch.setattr(NativeEngine, "_sum_partial_gradients", lambda self: None)
+
+
+def sum_what_is_whole_already(patch: Patch) -> None:
+    real = Mesh.sum
+    summed = NativeEngine.forward_backward
+
+    def forward_backward(self: NativeEngine, *args: Any) -> Any:
+        stats = summed(self, *args)
+        for name, gradient in self.gradients().items():
+            if self.layout[name].dim is None:
+                real(self.mesh, gradient, ("tp",))
+        return stats
+
+    patch.setattr(NativeEngine, "forward_backward", forward_backward)
+
+
+def scatter_sum_keeps_its_shard(patch: Patch) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return torch.cat([gradient] * dist.get_world_size(ctx.group), ctx.dim), None, None
+
+    patch_backward(patch, collectives._ScatterSum, backward)
+
+
+def gather_shards_takes_its_own(patch: Patch) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
+
+    patch_backward(patch, collectives._GatherShards, backward)
+
+
+def copy_to_shards_forgets_its_sum(patch: Patch) -> None:
+    patch_backward(patch, collectives._Copy, lambda ctx, gradient: (gradient, None))
+
+
+def sum_partial_sums_twice(patch: Patch) -> None:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return collectives.all_sum(x, group)
+
+    patch.setattr(collectives._Sum, "forward", staticmethod(forward))
+    patch_backward(patch, collectives._Sum, lambda ctx, g: (collectives.all_sum(g, ctx.group), None))
+
+
+def count_only_own_targets(patch: Patch) -> None:
+    patch.setattr(NativeEngine, "_reduce", lambda self, values: {k: float(v) for k, v in values.items()})
+
+
+def count_one_replica(patch: Patch) -> None:
+    real = Mesh.sum
+    patch.setattr(Mesh, "sum", lambda self, t, axes: real(self, t, [a for a in axes if a != "dp_replicate"]))
+
+
+def average_over_ranks(patch: Patch) -> None:
+    real = FSDPModule.set_gradient_divide_factor
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: real(self, 2.0))
+
+
+def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
+    real = Placement.box.fget
+    assert real is not None
+
+    def box(self: Placement) -> Box:
+        if self.dim is None or ".wk." not in self.name:
+            return real(self)
+        offsets, sizes = real(self)
+        return ((offsets[0] + sizes[0]) % self.shape[0], *offsets[1:]), sizes
+
+    patch.setattr(Placement, "box", property(box))
+
+
+def forget_the_tie_s_second_use(patch: Patch) -> None:
+    real = vocabulary._CrossEntropyShard.backward
+    patch_backward(
+        patch, vocabulary._CrossEntropyShard, lambda ctx, gradient: (real(ctx, gradient)[0], *[None] * 4)
+    )
+
+
+def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:
+    def embed(tokens: Tensor, weight_WD: Tensor, group: Any) -> Tensor:
+        return nn.functional.embedding(tokens % weight_WD.shape[0], weight_WD)
+
+    patch.setattr(styles, "embed_shard", embed)
+
+
+def normalise_over_own_tokens(patch: Patch) -> None:
+    patch.setattr(vocabulary, "all_sum", lambda x, group, op="sum": x)
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
+    forget_partial_gradients: ("tp2", MODEL, NORMS),
+    sum_what_is_whole_already: ("tp2 without sequence parallel", MODEL, NORMS),
+    scatter_sum_keeps_its_shard: ("tp2", MODEL, {"embedding.weight", "layers.*"}),
+    gather_shards_takes_its_own: ("tp2", MODEL, {"embedding.weight", "layers.*", "norm.weight"}),
+    copy_to_shards_forgets_its_sum: (
+        "tp2 without sequence parallel",
+        MODEL,
+        {"embedding.weight", "layers.*", "norm.weight"},
+    ),
+    sum_partial_sums_twice: ("tp2 without sequence parallel", MODEL, {"embedding.weight", "layers.*"}),
+    count_only_own_targets: ("zero3 on 2", MODEL, EVERYTHING),
+    count_one_replica: ("replicas on 2", MODEL, EVERYTHING),
+    average_over_ranks: ("zero3 on 2", MODEL, EVERYTHING),
+    take_the_other_rank_s_kv_heads: ("tp2", MODEL, EVERYTHING),
+    forget_the_tie_s_second_use: ("tp2", TIED, {"embedding.weight"}),
+    keep_all_tokens_of_an_embedding_shard: ("tp2", MODEL, EVERYTHING),
+    normalise_over_own_tokens: ("tp2", MODEL, EVERYTHING),
+}
+"""Fault → the layout and model that show it, and the parameters whose gradients must be found wrong."""
+
+
+def wrong_gradients(fault: str | None, config: ModelConfig, parallel: ParallelConfig) -> set[str]:
+    """The comparison of test_layouts, with a fault in the code."""
+    batch = test_layouts.global_batch(seed=3)
+    _, expected = test_layouts.one_device_gradients(test_layouts.one_device(config), batch)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            globals()[fault](patch)
+        engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
+        engine.forward_backward(test_layouts.microbatches(engine, batch), test_layouts.CAUSAL)
+        return set(test_layouts.gradient_errors(engine, expected))
+
+
+def find(workers: Workers, fault: str | None, config: ModelConfig, layout: str) -> set[str]:
+    ranks = WORLD.get(layout, 2)
+    return set().union(*workers.run(wrong_gradients, ranks, fault, config, LAYOUTS[layout]))
+
+
+def parameters(config: ModelConfig, patterns: set[str]) -> set[str]:
+    with torch.device("meta"):
+        names = [name for name, _ in test_layouts.build(config).named_parameters()]
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    layout, config, patterns = FAULTS[fault]
+    assert find(workers, fault.__name__, config, layout) == parameters(config, patterns)
+
+
+def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
+    """In the same processes, so that no fault has stayed behind."""
+    assert find(workers, None, MODEL, "tp2") == find(workers, None, TIED, "zero3 on 2") == set()
+
+
+def break_the_tie(patch: Patch) -> None:
+    real = test_layouts.lay
+
+    def lay(model: Any, *args: Any, **options: Any) -> Any:
+        layout = real(model, *args, **options)
+        model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+        return layout
+
+    patch.setattr(test_layouts, "lay", lay)
+
+
+def test_a_tie_that_is_cut_twice_is_no_tie(workers: Workers) -> None:
+    """Loud: the head's own weight is a parameter that the layout table does not have."""
+    with pytest.raises(Exception, match=r"KeyError: 'head.weight'"):
+        find(workers, "break_the_tie", TIED, "tp2")
