@@ -40,7 +40,9 @@ def run(config: PrepConfig, reporter: Reporter | None = None) -> PrepSummary:
     reporter = reporter or Reporter()
     _check_places(config)
     workspace = Workspace(config)
-    with workspace.lock():
+    with workspace.lock() as locked:
+        if not locked:
+            reporter.say(f"{workspace.out}: no locks on this file system: let no other prep work here")
         result = workspace.finished()
         if result is not None:
             return PrepSummary(workspace.out, result, already_done=True)

@@ -78,20 +78,16 @@ class Workspace:
         shutil.rmtree(self.folder)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other preps out of `out`; the lock ends with the process, however it ends."""
+    def lock(self) -> Iterator[bool]:
+        """Keep other preps out of `out`; the lock ends with the process, however it ends. Yields False where the
+        file system has no locks, as some network file systems."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise MegatfmError(f"{self.out}: can't be made ({error.strerror}): choose another out") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        except BlockingIOError:
-            raise UsageError(
-                f"{self.out}: another prep is working here: wait for it, or choose another out"
-            ) from None
+            yield _locked(descriptor, self.out)
         finally:
             os.close(descriptor)
 
@@ -99,7 +95,8 @@ class Workspace:
         return {name: self._identity[name] for name in ("version", *sections)}
 
     def _check_free(self) -> None:
-        ours = (WORK, *MADE) if self.folder.is_dir() else ()
+        names = (*MADE, RESULT)
+        ours = {WORK, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
         strangers = sorted(path.name for path in self.out.iterdir() if path.name not in ours)
         if strangers:
             raise UsageError(
@@ -125,6 +122,16 @@ class Workspace:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _locked(descriptor: int, out: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{out}: another prep is working here: wait for it, or choose another out") from None
+    except OSError:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from megatfm.config.prep import PrepConfig
 _CAPABILITY_VERSION_3 = 0x20080522
 _PASS_PERMISSIONS = 1 << 1 | 1 << 2
 
-PACKAGES = ("json", "email", "wsgiref", "urllib", "html", "logging", "concurrent", "ctypes", "curses", "dbm")
+PACKAGES = ("concurrent", "curses", "dbm", "email", "html", "json", "wsgiref")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def corpus(tmp_path: Path) -> Path:
     stdlib = Path(sysconfig.get_path("stdlib"))
     root = tmp_path / "corpus"
     for package in PACKAGES:
-        for path in sorted((stdlib / package).rglob("*.py")):
+        for path in sorted((stdlib / package).rglob("*.py"))[:9]:
             if "test" not in str(path.relative_to(stdlib)):
                 write(root / path.relative_to(stdlib), path.read_bytes())
     write(root / "zz_copy.py", (stdlib / "json" / "decoder.py").read_bytes())

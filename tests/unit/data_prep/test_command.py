@@ -116,7 +116,7 @@ def test_an_out_that_can_not_be_made(
     assert "choose another out" in error_line(capfd)
 
 
-@pytest.mark.parametrize("kilobytes", [16, 48, 160])
+@pytest.mark.parametrize("kilobytes", [16, 40, 56])
 def test_files_that_can_not_grow(config: Make, tmp_path: Path, kilobytes: int) -> None:
     """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
     path = tmp_path / "prep.toml"
@@ -153,7 +153,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(
     prep: Callable[..., int], config: Make, small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ballast = write(small_disk / "ballast", bytes(400_000))
+    ballast = write(small_disk / "ballast", bytes(500_000))
     assert prep(f"out={small_disk / 'out'}") == 1
     assert "cannot be written (No space left on device): make room" in error_line(capfd)
     assert nothing_half_written(small_disk / "out", {})

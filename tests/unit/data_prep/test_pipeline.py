@@ -1,5 +1,6 @@
 """The whole pipeline on a small corpus: what goes in, what comes out, and that nothing but the config decides it."""
 
+import errno
 import io
 import json
 import tarfile
@@ -173,6 +174,17 @@ def test_a_mistake_in_the_last_stage_costs_only_that_stage(
     mended = data_prep.run(config())
     monkeypatch.undo()
     assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)
+
+
+def test_a_file_system_without_locks_is_told_of(
+    config: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    data_prep.run(config())
+    assert "no locks on this file system" in capfd.readouterr().err
 
 
 def test_the_preset_reads_the_standard_library() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
     out = data_prep.run(config()).out
     monkeypatch.undo()
     assert tree(out) == tree(data_prep.run(config("clean")).out)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"read": {"exclude": ["dbm"]}}, {"split": {"seed": 1}}, {"tokenizer": {"vocab_size": 800}}]
+)
+def test_what_other_settings_made_is_not_used(
+    config: Make, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.work.Workspace.finish", fail)
+        with pytest.raises(KeyboardInterrupt):
+            data_prep.run(config(**settings))
+    assert tree(data_prep.run(config()).out) == tree(data_prep.run(config("clean")).out)
 
 
 def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
