@@ -1,13 +1,78 @@
-"""The command line: commands, nothing else."""
+"""The command line: commands, nothing else. What a command needs is imported when it runs."""
 
+import argparse
+import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatfm import __version__
+from megatfm.errors import MegatfmError
+
+COMMANDS = {
+    "prep": ("megatfm.commands.prep", "corpora → tokenizer → shards"),
+    "train": (
+        "megatfm.commands.train",
+        "train or resume; one process, or a rank under torchrun, srun or mpirun",
+    ),
+    "launch": ("megatfm.commands.launch", "start training on this machine, under MPI or as a SLURM job"),
+    "generate": ("megatfm.generate.command", "sample text from a run"),
+    "evaluate": ("megatfm.evaluate.command", "loss and bits per byte of a run, beside gzip and xz"),
+    "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
+    "verify": ("megatfm.verify.command", "compare a layout's gradients with one process's"),
+    "describe": ("megatfm.describe", "parts, parameter counts and FLOPs of a config"),
+    "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
+    "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
+    "doctor": ("megatfm.doctor", "what this machine can run"),
+    "quickstart": ("megatfm.commands.quickstart", "all of the above, once, on a small corpus"),
+}
+"""Name → (module with `add_arguments(parser)` and `main(args) -> exit code`, help)."""
 
 
-def main() -> None:
-    from megatfm.config import load_config
-    from megatfm.train.loop import train
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit: 0 done, 1 failed, 2 usage or config, 75 stopped and resumable, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(words[0] if words else None)
+    args = parser.parse_args(words)
+    try:
+        code = args.run(args)
+    except MegatfmError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
 
-    sys.exit(train(load_config(sys.argv[2], sys.argv[3:])))
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with `key=value` overrides wherever they stand, also after flags."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, left = self.parse_known_args(args, namespace)
+        overrides = getattr(parsed, "overrides", None)
+        unknown = [word for word in left if overrides is None or word.startswith("-") or "=" not in word]
+        if unknown:
+            self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}")
+        if overrides is not None:
+            parsed.overrides = [*overrides, *left]
+        return parsed
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with the name of one, only that one's arguments are looked up."""
+    parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
+    parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (place, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if only is None or only == name or only not in COMMANDS:
+            module = importlib.import_module(place)
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+"""The commands that are too small for a room of their own: a module each, with `add_arguments` and `main`."""
+
+import argparse
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and its overrides."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=100")

@@ -1,0 +1,154 @@
+"""`megatfm quickstart [--corpus DIR]`: a corpus, a trained model, a stop and a resume, samples, a report.
+
+Each stage is a command of megatfm that a user could type; this one types them in turn.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatfm.config import Config, load_config
+from megatfm.errors import MegatfmError, UsageError
+
+STOPPED = 75
+console = Console(highlight=False, soft_wrap=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--corpus", metavar="DIR", help="a folder of text files, instead of Python's own sources"
+    )
+    parser.add_argument("--prompt", default="def ", help="what the samples start with")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="processes to train on (2)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the training config")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
+    start = time.monotonic()
+    prep, overrides = _names(args.corpus)
+    overrides += args.overrides
+    config = load_config("quickstart", overrides)
+    run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
+    shown = os.path.relpath(run_dir)
+    launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
+
+    _stage("Prepare the corpus", ["prep", "quickstart-data", *prep])
+    _stage(
+        "Train, and stop half-way by a signal", launch, stop_after=config.train.steps // 2, run_dir=run_dir
+    )
+    _stage("Resume from the checkpoint", launch)
+    for seed in ("0", "1"):
+        _stage("Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed])
+    _stage("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
+    _stage("Write the report", ["report", shown])
+    _summary(config, run_dir, time.monotonic() - start)
+    return 0
+
+
+def _names(corpus: str | None) -> tuple[list[str], list[str]]:
+    """Overrides of prep and of training: another folder of text gets a corpus and a run of its own name."""
+    if corpus is None:
+        return [], []
+    folder = Path(corpus).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"--corpus {corpus}: no such folder: give a folder of text files")
+    name = "quickstart-" + (re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-") or "corpus")
+    out = Path("corpora") / name
+    return [f"read.folder={folder}", f"out={out}"], [
+        f"name={name}",
+        f"data.train={out / 'train'}",
+        f"data.validation.validation={out / 'validation'}",
+        f"data.tokenizer={out / 'tokenizer.model'}",
+    ]
+
+
+def _stage(
+    title: str, words: Sequence[str], stop_after: int | None = None, run_dir: Path | None = None
+) -> None:
+    """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
+    console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
+    process = subprocess.Popen([sys.executable, "-m", "megatfm.cli", *words])
+    try:
+        if stop_after is not None and run_dir is not None and _reached(process, run_dir, stop_after):
+            console.print(f"[dim]$ kill -TERM {process.pid}[/dim]")
+            process.send_signal(signal.SIGTERM)
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code not in (0, STOPPED if stop_after is not None else 0):
+        failed = MegatfmError(
+            f"quickstart stopped: `megatfm {shlex.join(words)}` failed (exit {code}), see above"
+        )
+        failed.exit_code = code
+        raise failed
+
+
+def _reached(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:
+    """Wait until the run has logged that step; False if it ended before, or had got there earlier."""
+    if _last_step(run_dir) >= step:
+        return False
+    while process.poll() is None:
+        if _last_step(run_dir) >= step:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _last_step(run_dir: Path) -> int:
+    lines = _metrics(run_dir)
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    whole = [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.is_file() else []
+    return [json.loads(line) for line in whole]
+
+
+def _summary(config: Config, run_dir: Path, seconds: float) -> None:
+    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    baselines = json.loads((run_dir / "baselines.json").read_text())
+    lines = _metrics(run_dir)
+    tokens_per_second = sorted(line["tokens_per_second"] for line in lines)[len(lines) // 2]
+    table = Table(title="What came out", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, result in evaluation["sets"].items():
+        table.add_row(f"{name}: loss", f"{result['loss']:.4f} nats per token")
+        table.add_row(f"{name}: bits per byte", f"{result['bits_per_byte']:.3f}")
+        for compressor, bits in baselines[name].items():
+            table.add_row(f"  {compressor}", f"{bits:.3f}")
+    table.add_row("speed", f"{tokens_per_second:,.0f} tokens/s (median step)")
+    table.add_row("all of this took", f"{seconds / 60:.1f} minutes")
+    for what, path in {
+        "corpus": Path(config.data.train).parent,
+        "run": run_dir,
+        "checkpoints": run_dir / "checkpoints",
+        "report": run_dir / "report.html",
+    }.items():
+        table.add_row(what, os.path.relpath(path))
+    console.print()
+    console.print(table)
+    shown = os.path.relpath(run_dir)
+    console.print("\n[bold]Next[/bold]")
+    for command in (
+        f"megatfm generate {shown} --prompt 'class ' --temperature 0.6",
+        "megatfm verify quickstart parallel.tp=2",
+        "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 8 --time 1:00:00 --dry-run",
+    ):
+        console.print(f"  {command}")

@@ -1,0 +1,1 @@
+"""How good a trained model is, beside what compressors reach on the same text."""
