@@ -5,6 +5,7 @@ distributions are not, so whatever a resume or another layout must reproduce is 
 """
 
 import hashlib
+import operator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,8 @@ Part = int | str
 
 def bits(*key: Part) -> np.random.Philox:
     """The Philox bit generator of a key, e.g. `bits(seed, "order", epoch)`."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    plain = tuple(part if isinstance(part, str) else operator.index(part) for part in key)
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 

@@ -52,6 +52,7 @@ class PackedRows:
         seed: int,
         streams: int = 64,
         shuffle: bool = True,
+        attend_across_documents: bool = False,
         pad_id: int = 0,
         cache_bytes: int = 2**29,
     ) -> None:
@@ -61,6 +62,7 @@ class PackedRows:
         self.seed = int(seed)
         self.streams = streams if shuffle else 1
         self.shuffle = shuffle
+        self._as_one_document = attend_across_documents
         self._pad_id = pad_id
         self._rows_of_block = _plan(corpus, objective, sequence_length)
         self._n_rows = int(self._rows_of_block.sum())
@@ -80,6 +82,7 @@ class PackedRows:
             "sequence_length": self.sequence_length,
             "streams": self.streams,
             "shuffle": self.shuffle,
+            "attend_across_documents": self._as_one_document,
             "rows_per_epoch": len(self),
         }
 
@@ -100,10 +103,11 @@ class PackedRows:
         """The row at a global position: int64 arrays [sequence_length] by name.
 
         "tokens", "targets" (−100: not counted), "documents" (0, 1, … in the row; −1: padding), "positions"
-        (from 0 in each document's piece), and whatever else the objective makes.
+        (from 0 in each document's piece), and whatever else the objective makes. With
+        `attend_across_documents`, a row counts as one document.
         """
         epoch, block, row = self.place(position)
-        return self._block(epoch, block).row(row, self.sequence_length)
+        return self._block(epoch, block).row(row, self.sequence_length, self._as_one_document)
 
     def padding(self) -> Fields:
         """A row of nothing but padding, with the fields of `row`."""

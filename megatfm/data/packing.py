@@ -44,7 +44,7 @@ class PackedBlock:
     def nbytes(self) -> int:
         return self.starts.nbytes + sum(field.nbytes for field in self.fields.values())
 
-    def row(self, number: int, length: int) -> Fields:
+    def row(self, number: int, length: int, as_one_document: bool = False) -> Fields:
         """Row `number`: its slice of every field, with "documents" (0, 1, … in the row) and "positions"
         (from 0 in each piece of a document); past the end of the block there is padding."""
         total = len(self.fields["tokens"])
@@ -54,6 +54,10 @@ class PackedBlock:
             name: _padded(field[begin:end], length, fill.get(name, 0)) for name, field in self.fields.items()
         }
         where = np.arange(begin, end)
+        if as_one_document:
+            row["documents"] = _padded(np.zeros_like(where), length, NO_DOCUMENT)
+            row["positions"] = _padded(where - begin, length, 0)
+            return row
         documents = np.searchsorted(self.starts, where, side="right") - 1
         positions = where - np.maximum(self.starts[documents], begin)
         row["documents"] = _padded(documents - documents[:1], length, NO_DOCUMENT)

@@ -50,6 +50,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
             seed=config.train.seed,
             streams=config.data.streams,
             shuffle=shuffle,
+            attend_across_documents=config.data.attend_across_documents,
             pad_id=tokenizer.pad,
         )
 
