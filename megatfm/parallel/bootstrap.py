@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -93,6 +94,17 @@ def shutdown() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined(timeout: float = 600.0, device: Device = "auto") -> Iterator[Rank]:
+    """`initialise`, and at the end `shutdown`; a group that was there before stays."""
+    was_there = dist.is_initialized()
+    try:
+        yield initialise(timeout, device)
+    finally:
+        if not was_there:
+            shutdown()
 
 
 def find_place(environment: Mapping[str, str]) -> Place:

@@ -37,28 +37,20 @@ def train(config: Config) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code."""
     import_plugins(config.plugins)
     config, tokenizer = open_tokenizer(config)
-    rank = bootstrap.initialise(device=config.train.device)
-    run = Run(run_folder(config), rank.rank)
-    try:
+    with bootstrap.joined(device=config.train.device) as rank:
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         check_batch(config.train.global_batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
-        run.open()
-        with RunLog(run, config.train.steps) as screen:
+        with Run(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
             found = resume.find(run.checkpoints, rank.rank)
-            wanted = (
-                found.state["precision"]
-                if found and config.train.precision == "auto"
-                else config.train.precision
-            )
+            wanted = config.train.precision
+            if found and wanted == "auto":
+                wanted = found.state["precision"]
             precision = choose_precision(wanted, rank.device)
             engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen)
             trainer.restore(found)
             return trainer.run_steps()
-    finally:
-        run.close()
-        bootstrap.shutdown()
 
 
 class Trainer:

@@ -1,5 +1,6 @@
 """What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,14 @@ class Found:
 
 
 def find(folder: Path, rank: int) -> Found | None:
-    """The newest whole checkpoint: rank 0 looks, the others are told. Raises what `checkpoint.latest` raises."""
+    """The newest checkpoint whose every byte is right: rank 0 looks, the others are told.
+
+    Raises what `checkpoint.latest` raises, on every rank.
+    """
     answer: list[Any] = [None]
     if rank == 0:
         try:
-            path = checkpoint.latest(folder)
+            path = checkpoint.latest(folder, hashes=True)
             answer = [path and Found(path, checkpoint.read_state(path))]
         except Exception as error:  # told to all ranks, so that all end with it
             answer = [error]
@@ -59,7 +63,7 @@ def run_state(
         "tokens": tokens,
         "precision": precision,
         "tokenizer": tokenizer,
-        "data": {**data, "attend_across_documents": config.data.attend_across_documents},
+        "data": dict(data),
         "config": config.model_dump(mode="json"),
         "megatfm": __version__,
     }
@@ -88,7 +92,7 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
             f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the "
-            f"change with resume.allow={sorted([*allow, *refused])!r}".replace("'", '"')
+            f"change with resume.allow={json.dumps(sorted([*allow, *refused]))}"
         )
     return allowed
 

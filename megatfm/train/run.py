@@ -1,21 +1,41 @@
 """The run directory: what a run leaves on disk, and who may write there."""
 
 import fcntl
-import logging
+import json
+import os
+import platform
 import shutil
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, Self
 
+import torch
+
+from megatfm import __version__
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError
-
-log = logging.getLogger("megatfm")
 
 
 def run_folder(config: Config) -> Path:
     """Where a config's run lives."""
     return Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine of this process, for whoever reads the run later."""
+    versions = {
+        package: metadata.version(package) for package in ("torch", "numpy", "safetensors", "sentencepiece")
+    }
+    return {
+        "megatfm": __version__,
+        "python": platform.python_version(),
+        **versions,
+        "system": platform.platform(),
+        "cpu cores": str(os.cpu_count()),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
 
 
 @dataclass
@@ -34,8 +54,8 @@ class Run:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def open(self) -> None:
-        """Make the folder, take the lock (rank 0) and start this rank's log file.
+    def __enter__(self) -> Self:
+        """Make the folder and take the lock (rank 0).
 
         Raises MegatfmError if another process trains in this folder, or if it can't be written.
         """
@@ -50,6 +70,13 @@ class Run:
             ) from None
         except OSError as error:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._lock:
+            self._lock.close()
 
     def write(self, name: str, text: str) -> None:
         """Write a small text file of the run whole, or not at all."""
@@ -63,15 +90,12 @@ class Run:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
     def describe(self, config: Config, plan: str) -> None:
-        """Leave the resolved config, the plan and the tokenizer beside the checkpoints (rank 0)."""
-        self.write("config.toml", to_toml(config))
+        """Leave the resolved config, the plan, the versions and the tokenizer beside the checkpoints (rank 0)."""
+        self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
+        self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
         tokenizer = self.folder / "tokenizer.model"
         if not tokenizer.exists():
             draft = tokenizer.with_name(".tokenizer.model.tmp")
             shutil.copyfile(config.data.tokenizer, draft)
             draft.replace(tokenizer)
-
-    def close(self) -> None:
-        if self._lock:
-            self._lock.close()

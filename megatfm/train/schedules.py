@@ -33,7 +33,9 @@ def factor(config: ScheduleConfig, step: int, steps: int) -> float:
 
     The first step after warm-up has factor 1, the last step the schedule's final value.
     """
-    schedule = SCHEDULES.get(config.name)  # looked up first: a wrong name shall not wait for the warm-up's end
+    schedule = SCHEDULES.get(
+        config.name
+    )  # looked up first: a wrong name shall not wait for the warm-up's end
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     progress = (step - config.warmup_steps - 1) / max(1, steps - config.warmup_steps - 1)
