@@ -1,5 +1,6 @@
 """Find the text files of a corpus, in an order that depends on their names alone."""
 
+import json
 import os
 import stat
 import sysconfig
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+
+from blake3 import blake3
 
 from megatfm.config.prep import ReadConfig
 from megatfm.errors import MegatfmError, UsageError
@@ -18,11 +21,12 @@ STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages"
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file to read: its path, its name below the corpus folder, its size in bytes."""
+    """A file to read: its path, its name below the corpus folder, its size in bytes, when it was last changed."""
 
     path: Path
     name: str
     size: int
+    modified_ns: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Listing:
                 "that has some, or change read.include and read.exclude"
             )
 
+    def fingerprint(self) -> str:
+        """A hash of the files' names, sizes and times: another one means that the corpus has changed."""
+        facts = [[file.name, file.size, file.modified_ns] for file in self.files]
+        return blake3(json.dumps(facts).encode()).hexdigest()
+
     def on_bad(self, path: Path, reason: str) -> None:
         """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
         if not self._skip_bad:
@@ -84,7 +93,7 @@ class Listing:
             elif not any(fnmatchcase(path.name, pattern) for pattern in self._include):
                 self.left_out += 1
             elif stat.S_ISREG(found.st_mode):
-                yield TextFile(path, _name(path.relative_to(self.root)), found.st_size)
+                yield TextFile(path, _name(path.relative_to(self.root)), found.st_size, found.st_mtime_ns)
             else:
                 self.on_bad(path, "is not a file but a device, pipe or socket")
 

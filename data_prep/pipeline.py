@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -60,14 +60,19 @@ class _Prep:
         self._splits = {name: workspace.folder / f"{name}.jsonl.zst" for name in ("train", "validation")}
 
     def run(self) -> dict[str, Any]:
-        uses = ["read", "split"]
-        clean = self._stage("clean", uses, self._read_and_clean)
-        uses += ["near_duplicates"]
-        split = self._stage("split", uses, lambda: self._split(clean["bytes"]))
-        uses += ["tokenizer"]
-        tokenizer = self._stage("tokenizer", uses, lambda: self._train_tokenizer(split["train_bytes"]))
+        listing = Listing(self._config.read)
+        config = identity(self._config)
+        basis = {
+            "files": listing.fingerprint(),
+            **{name: config[name] for name in ("version", "read", "split")},
+        }
+        clean = self._stage("clean", basis, lambda: self._read_and_clean(listing))
+        basis["near_duplicates"] = config["near_duplicates"]
+        split = self._stage("split", basis, lambda: self._split(clean["bytes"]))
+        basis["tokenizer"] = config["tokenizer"]
+        tokenizer = self._stage("tokenizer", basis, lambda: self._train_tokenizer(split["train_bytes"]))
         provenance = {
-            "config": identity(self._config),
+            "config": config,
             "input_blake3": clean["blake3"],
             "libraries": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
         }
@@ -81,23 +86,22 @@ class _Prep:
         }
         for name in self._splits:
             result[name] = self._stage(
-                f"tokenize-{name}", uses, partial(self._tokenize, name, split[f"{name}_bytes"], provenance)
+                f"tokenize-{name}", basis, partial(self._tokenize, name, split[f"{name}_bytes"], provenance)
             )
         self._workspace.finish(result)
         return result
 
-    def _stage(self, name: str, uses: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of a stage that depends on the sections `uses` of the config, run unless it is finished."""
-        result = self._workspace.stage(name, uses)
+    def _stage(self, name: str, basis: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of a stage that depends on `basis`, run unless it is finished."""
+        result = self._workspace.stage(name, basis)
         if result is None:
             result = work()
-            self._workspace.commit(name, uses, result)
+            self._workspace.commit(name, basis, result)
         else:
             self._reporter.say(f"{name}: finished by an earlier run")
         return result
 
-    def _read_and_clean(self) -> dict[str, Any]:
-        listing = Listing(self._config.read)
+    def _read_and_clean(self, listing: Listing) -> dict[str, Any]:
         limit, notes = self._document_limit(listing)
         read = Read(listing, limit)
         steps: list[Step] = [FixUnicode(), ExactDuplicates()]

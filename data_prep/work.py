@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ def identity(config: PrepConfig) -> dict[str, Any]:
 class Workspace:
     """`out` while it is being made.
 
-    Every finished stage is committed as `.work/STAGE.json`, with the settings on which it depends, so that an
-    interrupted prep goes on from the first stage that is missing or was made with other settings. `prep.json`,
-    written last, commits the whole.
+    Every finished stage is committed as `.work/STAGE.json`, with all that it depends on, so that an interrupted
+    prep goes on from the first stage that is missing or depends on something else by now. `prep.json`, written
+    last, commits the whole.
     """
 
     def __init__(self, config: PrepConfig) -> None:
@@ -60,17 +60,17 @@ class Workspace:
         self.folder.mkdir(exist_ok=True)
         return None
 
-    def stage(self, name: str, sections: Sequence[str]) -> dict[str, Any] | None:
-        """The committed result of a stage that depends on these sections of the config; None if it has to run."""
+    def stage(self, name: str, basis: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The committed result of a stage that depends on `basis`; None if it has to run."""
         committed = _read(self.folder / f"{name}.json")
-        if committed is None or committed["config"] != self._settings(sections):
+        if committed is None or committed["basis"] != basis:
             return None
         result: dict[str, Any] = committed["result"]
         return result
 
-    def commit(self, name: str, sections: Sequence[str], result: Mapping[str, Any]) -> None:
+    def commit(self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Note that a stage is finished."""
-        _write(self.folder / f"{name}.json", {"config": self._settings(sections), "result": result})
+        _write(self.folder / f"{name}.json", {"basis": basis, "result": result})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Commit the whole and remove what only the stages needed."""
@@ -90,9 +90,6 @@ class Workspace:
             yield _locked(descriptor, self.out)
         finally:
             os.close(descriptor)
-
-    def _settings(self, sections: Sequence[str]) -> dict[str, Any]:
-        return {name: self._identity[name] for name in ("version", *sections)}
 
     def _check_free(self) -> None:
         names = (*MADE, RESULT)

@@ -170,10 +170,18 @@ def test_a_mistake_in_the_last_stage_costs_only_that_stage(
 ) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
-    monkeypatch.setattr("data_prep.pipeline.Listing", None)  # reading again would fail
+    monkeypatch.setattr("data_prep.pipeline.Read", None)  # reading again would fail
     mended = data_prep.run(config())
     monkeypatch.undo()
     assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)
+
+
+def test_text_that_was_added_after_a_mistake_is_read(config: Make, corpus: Path) -> None:
+    with pytest.raises(UsageError, match="or add text"):
+        data_prep.run(config(tokenizer={"vocab_size": 900_000}))
+    write(corpus / "more.txt", b"a few more words, which no other file has\n" * 100)
+    summary = data_prep.run(config())
+    assert "more.txt" in shard_texts(summary.out, "train") | shard_texts(summary.out, "validation")
 
 
 def test_a_file_system_without_locks_is_told_of(

@@ -57,7 +57,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         patch.setattr("data_prep.pipeline.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
-    for done in ("Listing", "plan_split", "train_sentencepiece"):
+    for done in ("Read", "plan_split", "train_sentencepiece"):
         monkeypatch.setattr(f"data_prep.pipeline.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()
