@@ -121,9 +121,8 @@ class NativeEngine:
                 prefix = f"optimizer.{name}."
                 for full_name, (dtype, shape) in stored.items():
                     if full_name.startswith(prefix):
-                        value = torch.zeros(
-                            block.shape if shape else (), dtype=dtype, device=self.device if shape else "cpu"
-                        )
+                        # On the device scalars too: a fused optimizer's step count lies beside the weights.
+                        value = torch.zeros(block.shape if shape else (), dtype=dtype, device=self.device)
                         state[full_name] = self._stored_state(optimizer, name, value)
         return state
 

@@ -65,6 +65,10 @@ class WholeTensorOptimizer:
             _step(self._optimizer, self._whole.full, gathered, lr * self._ratio)
         self._whole.scatter()
 
+    def refresh(self) -> None:
+        """Copy the weights anew from their blocks."""
+        self._whole.refresh()
+
     def state(self) -> State:
         return {
             name: self._optimizer.state[tensor] for name, tensor in self.blocks().items() if self._optimizer
