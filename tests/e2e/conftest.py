@@ -1,0 +1,87 @@
+"""A small real corpus and configs on it, shared by all end-to-end tests."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import data_prep
+from megatfm.config import Config, load
+from megatfm.config.prep import PrepConfig
+
+PACKAGES = ("json", "email", "html", "wsgiref", "xmlrpc")
+SMALL = """
+name = "small"
+
+[model]
+d_model = 32
+n_layers = 2
+n_heads = 2
+d_ff = 64
+
+[data]
+train = "{corpus}/train"
+validation = {{ held-out = "{corpus}/validation", again = "{corpus}/validation" }}
+tokenizer = "{corpus}/tokenizer.model"
+sequence_length = 64
+
+[optimizer]
+name = "muon"
+lr = 3e-3
+
+[schedule]
+warmup_steps = 2
+
+[train]
+steps = 12
+global_batch = 8
+micro_batch = 2
+precision = "fp32"
+
+[checkpoint]
+every = 4
+
+[evaluate]
+every = 6
+max_rows = 12
+
+[log]
+every = 1
+sinks = []
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of a few packages of the standard library."""
+    library = Path(sys.modules["json"].__file__).parents[1]
+    texts = tmp_path_factory.mktemp("texts")
+    for package in PACKAGES:
+        (texts / package).mkdir()
+        for file in (library / package).glob("*.py"):
+            (texts / package / file.name).write_bytes(file.read_bytes())
+    out = tmp_path_factory.mktemp("corpora") / "small"
+    (texts / "prep.toml").write_text(
+        f'out = "{out}"\n[read]\nfolder = "."\ninclude = ["*.py"]\n'
+        "[split]\nvalidation = 0.2\n[tokenizer]\nvocab_size = 512\n"
+    )
+    data_prep.run(load(PrepConfig, texts / "prep.toml"))
+    return out
+
+
+@pytest.fixture
+def config_file(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL.format(corpus=corpus))
+    return path
+
+
+@pytest.fixture
+def make_config(config_file: Path, tmp_path: Path) -> Callable[..., Config]:
+    """`make_config("train.steps=3", run="a")`: the small config with its run directory under tmp_path."""
+
+    def make(*overrides: str, run: str = "run") -> Config:
+        return load(Config, config_file, [f"run_dir={tmp_path / run}", *overrides])
+
+    return make

@@ -1,0 +1,241 @@
+"""A run that is stopped, killed or moved to other ranks is the run that was never stopped."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.train.loop import DONE, STOPPED, train
+
+CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
+
+
+def run_training(config: Config) -> int:
+    return train(config)
+
+
+def run_until(config: Config, step: int) -> int:
+    """Train, and send SIGTERM to the last rank alone once that step is in the metrics."""
+    metrics = Path(config.run_dir) / "metrics.jsonl"
+
+    def watch() -> None:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        threading.Thread(target=watch, daemon=True).start()
+    return train(config)
+
+
+def curve(folder: Path) -> list[dict[str, object]]:
+    """The metrics that don't depend on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    newest = checkpoint.latest(folder / "checkpoints", hashes=True)
+    assert newest is not None
+    assert newest.name == "step-00000012"
+    return checkpoint.read_tensors(newest)
+
+
+def assert_bitwise_equal(first: Path, second: Path) -> None:
+    assert curve(first) == curve(second)
+    one, other = final_state(first), final_state(second)
+    assert one.keys() == other.keys()
+    assert any(name.endswith("momentum_buffer") for name in one)
+    assert any(name.endswith("exp_avg_sq") for name in one)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("layout", [["parallel.dp_shard=2"], ["parallel.tp=2"]], ids=["zero3 on 2", "tp2"])
+def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout):
+    assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [DONE, DONE]
+    config = make_config(*layout, run="stopped")
+    assert workers.run(run_until, 2, config, 5) == [STOPPED, STOPPED], "both ranks stop on one rank's signal"
+    stopped_at = len(curve(tmp_path / "stopped"))
+    assert 5 <= stopped_at < 12
+    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert [line["step"] for line in curve(tmp_path / "stopped")] == list(range(1, 13))
+    assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_path):
+    """What a SIGKILL leaves: metrics ahead of the last checkpoint, and a half-written save."""
+    assert workers.run(run_training, 2, make_config(run="whole")) == [DONE, DONE]
+    config = make_config(run="killed")
+    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    for path in sorted((tmp_path / "killed/checkpoints").iterdir())[1:]:
+        path.rename(path.with_name(f".{path.name}.partial-0000"))
+    (left,) = (path for path in (tmp_path / "killed/checkpoints").iterdir() if path.name.startswith("step-"))
+    assert left.name == "step-00000008"
+    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert_bitwise_equal(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)], ids=["from 2 on 1", "from 1 on 2"])
+def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, first, second):
+    workers.run(run_training, 1, make_config(run="whole"))
+    config = make_config(run="moved")
+    assert workers.run(run_until, first, config, 5) == [STOPPED] * first
+    assert workers.run(run_training, second, config) == [DONE] * second
+    whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
+    assert [line["step"] for line in moved] == list(range(1, 13))
+    for line, other in zip(whole, moved, strict=True):
+        assert other["tokens"] == line["tokens"]
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+    last, other = (lines[-1]["evaluation"]["held-out"] for lines in (whole, moved))
+    assert other["bytes"] == last["bytes"]
+    assert other["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-4)
+
+
+def test_a_finished_run_does_nothing_more(workers, make_config, tmp_path):
+    config = make_config("train.steps=4", run="done")
+    assert workers.run(run_training, 1, config) == [DONE]
+    before = curve(tmp_path / "done")
+    assert workers.run(run_training, 1, config) == [DONE]
+    assert curve(tmp_path / "done") == before
+
+
+def error_of(config: Config) -> tuple[str, str]:
+    try:
+        train(config)
+    except MegatfmError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("no error")
+
+
+def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_config):
+    workers.run(run_training, 1, make_config("train.steps=4"))
+    kind, message = workers.run(error_of, 1, make_config("train.steps=6", "optimizer.lr=1e-3"))[0]
+    assert kind == UsageError.__name__
+    assert "optimizer.lr: 0.003 → 0.001" in message
+    assert "train.steps: 4 → 6" in message
+    assert 'resume.allow=["optimizer", "schedule"]' in message
+    allowed = make_config("train.steps=6", "optimizer.lr=1e-3", 'resume.allow=["optimizer", "schedule"]')
+    assert workers.run(run_training, 1, allowed) == [DONE]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_config, tmp_path):
+    config = make_config(run="hurt")
+    workers.run(run_training, 1, config)
+    whole = final_state(tmp_path / "hurt")
+    file = next((tmp_path / "hurt/checkpoints/step-00000012").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    assert workers.run(run_training, 1, config) == [DONE]
+    assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
+    again = final_state(tmp_path / "hurt")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+
+
+def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):
+    workers.run(run_training, 2, make_config("parallel.tp=2", run="first"))
+    still = ["optimizer.lr=1e-12", "optimizer.matrix_lr=1e-12", "train.steps=1", "schedule.warmup_steps=0"]
+    config = make_config(f"train.init_from={tmp_path / 'first'}", *still, run="second")
+    workers.run(run_training, 1, config)
+    old = checkpoint.read_tensors(tmp_path / "first/checkpoints/step-00000012", "model.")
+    new = checkpoint.read_tensors(tmp_path / "second/checkpoints/step-00000001", "model.")
+    for name, tensor in old.items():
+        torch.testing.assert_close(new[name], tensor, rtol=0, atol=1e-9)
+    assert curve(tmp_path / "second")[0]["step"] == 1
+
+
+def test_what_a_run_leaves(workers, make_config, tmp_path):
+    config = make_config("log.profile=2:4", 'log.sinks=["tensorboard"]', "train.steps=6", run="left")
+    workers.run(run_training, 1, config)
+    run = tmp_path / "left"
+    lines = curve(run)
+    assert set(lines[0]) == {"step", "tokens", "loss", "lr", "grad_norm"}
+    assert [line["step"] for line in lines if "evaluation" in line] == [6]
+    evaluation = lines[-1]["evaluation"]
+    assert set(evaluation) == {"held-out", "again"}
+    assert evaluation["held-out"] == evaluation["again"]
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    trace = json.loads((run / "profile/rank-0.json").read_text())
+    assert any("_ChunkedCrossEntropy" in str(event.get("name")) for event in trace["traceEvents"])
+    assert list((run / "tensorboard").iterdir())
+    assert "layers.*.attn.w[qkv]" in (run / "plan.txt").read_text()
+    assert "column" in (run / "plan.txt").read_text()
+    assert (run / "tokenizer.model").read_bytes() == Path(config.data.tokenizer).read_bytes()
+    assert "torch" in json.loads((run / "environment.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "words"),
+    [
+        (["parallel.tp=2"], 1, ["tp 2", "1 process", "start 2"]),
+        (["parallel.dp_shard=3"], 2, ["dp_shard 3", "2 processes", "start 3"]),
+        (["train.micro_batch=8"], 2, ["global batch 8", "micro-batches of 8", "16"]),
+        (["model.vocab_size=500"], 1, ["vocab_size = 500", "512"]),
+        (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
+        (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
+        (["data.sequence_length=10000000"], 1, ["10000000"]),
+        (["model.norm=nrom"], 1, ["unknown norm 'nrom'", "rms_norm"]),
+        (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_path, overrides, ranks, words):
+    for kind, message in workers.run(error_of, ranks, make_config(*overrides, run="bad")):
+        assert kind == UsageError.__name__, message
+        assert "\n" not in message
+        for word in words:
+            assert word in message
+    assert not (tmp_path / "bad/checkpoints").exists()
+
+
+def test_a_damaged_shard_is_named(workers, make_config, corpus, tmp_path):
+    copy = tmp_path / "damaged"
+    copy.mkdir()
+    for file in (corpus / "train").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    shard = next(copy.glob("*.tar.zst"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    shard.write_bytes(content)
+    ((kind, message),) = workers.run(error_of, 1, make_config(f"data.train={copy}", run="bad"))
+    assert kind == MegatfmError.__name__
+    assert shard.name in message
+    shard.unlink()
+    ((kind, message),) = workers.run(error_of, 1, make_config(f"data.train={copy}", run="bad"))
+    assert shard.name in message
+    assert "\n" not in message
+
+
+def error_on_a_full_disk(config: Config, files: int) -> tuple[str, str]:
+    """Train where no file may grow beyond so many bytes: the kernel then refuses writes, as a full disk does."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (files, before[1]))
+    try:
+        return error_of(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
+    config = make_config(run="full")
+    assert workers.run(run_until, 1, config, 5) == [STOPPED]
+    old = sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir())
+    kind, message = workers.run(error_on_a_full_disk, 1, config, 60_000)[0]
+    assert kind == MegatfmError.__name__
+    assert "\n" not in message
+    assert sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir()) == old
+    assert workers.run(run_training, 1, config) == [DONE]
