@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -245,7 +246,11 @@ def _meet_over_mpi(place: Place, timeout: timedelta) -> tuple[Place, dist.Store]
         ) from error
     ours = not MPI.Is_initialized()
     if ours:
-        MPI.Init()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", RuntimeWarning
+            )  # of another MPI's launcher: said better just below
+            MPI.Init()
     world = MPI.COMM_WORLD
     if world.size != place.world_size:
         raise UsageError(
