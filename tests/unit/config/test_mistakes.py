@@ -1,0 +1,134 @@
+"""Each kind of mistake gives one line: where, which key, which value, why, and a way out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatfm.config import Config, load_config
+from megatfm.config.load import load as load_kind
+from megatfm.config.prep import PrepConfig
+from megatfm.errors import UsageError
+
+
+def mistake(load: Callable[..., Config], *overrides: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(*overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        # unknown keys
+        ("train.stesp=3", "train.stesp: unknown key (did you mean 'steps'?); known here: steps, global_batch, "),
+        ("traim.steps=3", "traim: unknown key (did you mean 'train'?); known here: name, run_dir, "),
+        ("optimizer.beta=1", "optimizer.beta: unknown key (did you mean 'betas'?); known here: name, lr, betas, "),
+        ("optimizer.matrix_lr=1", "optimizer.matrix_lr: unknown key; known here: name, lr, "),
+        ("a.b.c=1", "a: unknown key; known here: name, "),
+        # types
+        ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
+        ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
+        ("train.steps=true", "train.steps: true is not a number"),
+        ("model.n_kv_heads=true", "model.n_kv_heads: true is not a number"),
+        ("optimizer.eps=true", "optimizer.eps: true is not a number"),
+        ("train.compile=perhaps", "train.compile = 'perhaps': input should be a valid boolean, "),
+        ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
+        ("model=7", "model = 7: input should be a valid dictionary"),
+        ("plugins=mine", "plugins = 'mine': input should be a valid list; the default is []"),
+        ("optimizer.betas=0.9", "optimizer.betas = 0.9: input should be a valid tuple; the default is (0.9, 0.95)"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: field required; the default is (0.9, 0.95)"),
+        ("data.train=3", "data.train = 3: input should be a valid string; for example 'corpora/quickstart/train'"),
+        # ranges and choices
+        ("train.steps=0", "train.steps = 0: input should be greater than 0; for example 1000"),
+        ("train.seed=-1", "train.seed = -1: input should be greater than or equal to 0; the default is 0"),
+        ("optimizer.lr=nan", "optimizer.lr = nan: input should be "),
+        ("optimizer.lr=inf", "optimizer.lr = inf: input should be a finite number; for example 0.0003"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: input should be less than 1; the default"),
+        ("schedule.final_ratio=1.1", "schedule.final_ratio = 1.1: input should be less than or equal to 1"),
+        ("train.precision=fp8", "train.precision = 'fp8': input should be 'auto', 'fp32', 'bf16' or 'fp64'; the"),
+        ("name=a/b", "name = 'a/b': string should match pattern"),
+        ("log.profile=5", "log.profile = 5: input should be a valid string; for example '10:13'"),
+        ("run_dir=", "run_dir: an empty path: give a path, or leave the key out"),
+        ('resume.allow=["all"]', "resume.allow = ['all']: input should be 'data', 'tokenizer', "),
+        # the optimizer's name
+        ("optimizer.name=adam", "optimizer.name: unknown or missing; choose one of 'adamw', 'muon'"),
+        # combinations
+        ("model.n_heads=3", "model: n_heads = 3 does not divide d_model = 8: choose n_heads = 2, or give head_dim"),
+        ("model.n_kv_heads=4", "model: n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_heads = 2"),
+        ("model.head_dim=3", "model: rope turns pairs of channels, so head_dim = 3 must be even: choose head_dim = 4"),
+        ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
+        ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
+        ("parallel.tp=4", "parallel.tp = 4 does not divide model.n_heads = 2: choose a tp that divides it, e.g. 2"),
+        ("parallel.pp=2", "parallel: pp = 2: this axis is not there yet: use pp = 1 with tp or dp_shard"),
+        ("parallel.dp_shard=0", "parallel: dp_shard = 0: choose -1 (all ranks that are left) or a positive number"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, line: str) -> None:
+    assert mistake(load, override).startswith(f"{file}: {line}")
+
+
+def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> None:
+    message = mistake(load, "parallel.tp=2", "data.sequence_length=9")
+    assert message.endswith(
+        "data.sequence_length = 9 does not divide into parallel.tp = 2 shards of the sequence: choose 8, or "
+        "parallel.sequence_parallel=false"
+    )
+    load("parallel.tp=2", "data.sequence_length=9", "parallel.sequence_parallel=false")
+    load("parallel.tp=2", "data.sequence_length=8")
+
+
+def test_several_mistakes_show_the_first_and_their_number(load: Callable[..., Config]) -> None:
+    assert mistake(load, "train.steps=0", "train.seed=-1", "model.d_ff=0").endswith("(and 2 more)")
+
+
+def test_what_is_required_is_asked_for(file: Path) -> None:
+    file.write_text('name = "a"\n[model]\nd_model = 8\nn_layers = 1\nd_ff = 16\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"model\.n_heads: is required; for example 4 \(and 3 more\)$"):
+        load_config(file)
+
+
+def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
+    path = tmp_path / "prep.toml"
+    path.write_text('out = "x"\n[read]\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"read: nothing to read: set read\.folder to a folder"):
+        load_kind(PrepConfig, path)
+    with pytest.raises(
+        UsageError, match=r"split\.validation = 0\.9: input should be less than or equal to 0\.5"
+    ):
+        load_kind(PrepConfig, path, ["read.folder=y", "split.validation=0.9"])
+
+
+@pytest.mark.parametrize("override", ["train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3"])
+def test_an_override_without_key_or_value(load: Callable[..., Config], override: str) -> None:
+    assert mistake(load, override) == (
+        f"override {override!r}: expected key=value, for example train.steps=100"
+    )
+
+
+def test_an_override_below_a_value(load: Callable[..., Config]) -> None:
+    assert mistake(load, "train.steps.x=3") == (
+        "override 'train.steps.x=3': 'steps' is a value in this config, not a section"
+    )
+
+
+@pytest.mark.parametrize("content", [b"name = ", b"name = 'a'\nname = 'b'", b"\xff\xfe", b"[model\n"])
+def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}: not valid TOML: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="no such config file or preset; presets: quickstart, quickstart-data"
+    ):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match=r"quickstrat: no such .* \(did you mean 'quickstart'\?\)"):
+        load_config("quickstrat")
+    with pytest.raises(UsageError, match="no such config file or preset"):
+        load_config(tmp_path)  # a folder, but no run directory
