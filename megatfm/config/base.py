@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 
 
 class Section(BaseModel):
@@ -12,14 +12,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+    def _true_is_not_one(cls, values: Any) -> Any:
         """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and not {int, float}.isdisjoint({annotation, *get_args(annotation)}):
-            raise ValueError(f"{str(value).lower()} is not a number")
-        return value
+        for key, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(key)
+            kinds = {field.annotation, *get_args(field.annotation)} if field else set()
+            if isinstance(value, bool) and kinds & {int, float}:
+                raise ValueError(f"{key} = {str(value).lower()}: this is a number: write one")
+        return values
 
 
 class FromCommandLine(str):
