@@ -31,9 +31,9 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         # types
         ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
         ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
-        ("train.steps=true", "train.steps: true is not a number"),
-        ("model.n_kv_heads=true", "model.n_kv_heads: true is not a number"),
-        ("optimizer.eps=true", "optimizer.eps: true is not a number"),
+        ("train.steps=true", "train: steps = true: this is a number: write one"),
+        ("model.n_kv_heads=true", "model: n_kv_heads = true: this is a number: write one"),
+        ("optimizer.eps=true", "optimizer: eps = true: this is a number: write one"),
         ("train.compile=perhaps", "train.compile = 'perhaps': input should be a valid boolean, "),
         ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
         ("model=7", "model = 7: input should be a valid dictionary"),
