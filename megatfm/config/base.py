@@ -18,8 +18,8 @@ class Section(BaseModel):
         """Python takes true for the number 1; whoever writes `checkpoint.every = true` means something else."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            kinds = {field.annotation, *get_args(field.annotation)} if field else set()
-            if isinstance(value, bool) and kinds & {int, float}:
+            kinds = [field.annotation, *get_args(field.annotation)] if field else []
+            if isinstance(value, bool) and any(getattr(k, "__origin__", k) in (int, float) for k in kinds):
                 raise ValueError(f"{key} = {str(value).lower()}: this is a number: write one")
         return values
 
