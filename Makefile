@@ -54,7 +54,8 @@ deepspeed: $(VENV)/.installed ## DeepSpeed 0.19.8 beside the torch that is there
 	@$(call check_torch)
 
 moe: $(VENV)/.installed ## MegaBlocks 0.10.0 (needs a GPU and nvcc)
-	@command -v nvcc >/dev/null || { echo "make moe: nvcc is not on PATH: MegaBlocks compiles for CUDA"; exit 1; }
+	@command -v nvcc >/dev/null && $(RUN) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "make moe: MegaBlocks compiles for CUDA: it needs nvcc on PATH and a CUDA build of torch"; exit 1; }
 	$(PIP) setuptools wheel ninja
 	$(PIP) --no-deps --no-build-isolation stanford-stk grouped_gemm megablocks==0.10.0
 	@$(call check_torch)
