@@ -1,0 +1,84 @@
+"""Attention against its reference, and packed documents against each one alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.ops import attention
+from megatfm.ops.attention import causal_attention, causal_attention_reference
+from megatfm.ops.sequence import SequenceLayout
+
+B, N, T, H = 2, 6, 11, 4
+
+
+def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(B, N, queries, H), (B, kv_heads, keys, H), (B, kv_heads, keys, H)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return 2 * q, 2 * k, v
+
+
+def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+    """Nothing but loops, exponentials and sums."""
+    result = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        for n in range(q.shape[1]):
+            for t in range(q.shape[2]):
+                seen = past + t + 1
+                weights = (k[b, n // group, :seen] @ q[b, n, t] / q.shape[3] ** 0.5).exp()
+                result[b, n, t] = weights @ v[b, n // group, :seen] / weights.sum()
+    return result
+
+
+@pytest.mark.parametrize("function", [causal_attention, causal_attention_reference])
+@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
+@pytest.mark.parametrize("past", [0, 4])
+def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = heads(kv_heads, queries=T - past)
+    positions = torch.arange(past, T).expand(B, -1)
+    mask = SequenceLayout(positions, past=past).causal_mask
+    assert (mask is None) == (past == 0)
+    torch.testing.assert_close(function(q, k, v, mask), one_query_at_a_time(q, k, v, past))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_against_the_reference(masked: bool) -> None:
+    documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
+    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).causal_mask
+    inputs = [x.requires_grad_() for x in heads(2)]
+    y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours = torch.autograd.grad(causal_attention(*inputs, mask), inputs, y)
+    wanted = torch.autograd.grad(causal_attention_reference(*inputs, mask), inputs, y)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [causal_attention, causal_attention_reference])
+def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = heads(3)
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
+    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).causal_mask
+    packed = function(q, k, v, mask)
+    for b in range(B):
+        for document in documents[b].unique():
+            at = documents[b] == document
+            alone = one_query_at_a_time(q[b : b + 1, :, at], k[b : b + 1, :, at], v[b : b + 1, :, at], 0)
+            torch.testing.assert_close(packed[b : b + 1, :, at], alone)
+
+
+def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.bfloat16() for x in heads(2))
+    wanted = causal_attention_reference(q.double(), k.double(), v.double())
+    for limit in (attention.MATMUL_SCORES, 0):
+        monkeypatch.setattr(attention, "MATMUL_SCORES", limit)
+        result = causal_attention(q, k, v)
+        assert result.dtype == torch.bfloat16
+        assert (result.double() - wanted).abs().max() < 0.05
+
+
+def test_what_layers_share_is_made_once() -> None:
+    made = []
+    layout = SequenceLayout(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
+    assert [layout.once("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
+    assert layout.causal_mask is layout.causal_mask

@@ -1,0 +1,75 @@
+"""Chunked cross-entropy against plain torch, values and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.ops.cross_entropy import IGNORE, cross_entropy, cross_entropy_reference
+
+M, D, V = 13, 6, 29
+
+
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(M, D, generator=generator, dtype=torch.float64)
+    weight = scale * torch.randn(V, D, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, V, (M,), generator=generator)
+    targets[[0, 5, 12]] = IGNORE
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 512])
+@pytest.mark.parametrize("scale", [1.0, 500.0])  # 500: exp would overflow
+def test_values_and_gradients(chunk: int, scale: float) -> None:
+    hidden, weight, targets = inputs(torch.float64, scale)
+    wanted, ours = (
+        cross_entropy_reference(hidden, weight, targets),
+        cross_entropy(hidden, weight, targets, chunk),
+    )
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
+    # As one term of a loss among others: what comes from above is not 1.
+    expected = torch.autograd.grad(wanted * 0.37, [hidden, weight])
+    found = torch.autograd.grad(ours * 0.37, [hidden, weight])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    with torch.no_grad():
+        assert torch.equal(cross_entropy(hidden, weight, targets, chunk), ours)
+
+
+def test_the_reference_by_hand() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    nats = [
+        -((hidden[m] @ weight[targets[m]]) - (weight @ hidden[m]).exp().sum().log())
+        for m in range(M)
+        if targets[m] != IGNORE
+    ]
+    torch.testing.assert_close(cross_entropy_reference(hidden, weight, targets), torch.stack(nats).sum())
+
+
+@pytest.mark.parametrize("function", [cross_entropy, cross_entropy_reference])
+def test_nothing_to_predict_is_zero_with_zero_gradients(function) -> None:  # type: ignore[no-untyped-def]
+    hidden, weight, targets = inputs(torch.float64)
+    loss = function(hidden, weight, torch.full_like(targets, IGNORE))
+    assert float(loss.detach()) == 0.0
+    assert all(float(g.abs().max()) == 0.0 for g in torch.autograd.grad(loss, [hidden, weight]))
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    loss = cross_entropy(hidden, weight, targets, chunk=4)
+    assert loss.dtype == torch.float32
+    exact = cross_entropy_reference(hidden.double(), weight.double(), targets)
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=5e-3)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    wanted = torch.autograd.grad(exact, [hidden, weight])
+    for a, b in zip(gradients, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert float((a.double() - b).norm() / b.double().norm()) < 0.01
+
+
+def test_only_one_input_needs_a_gradient() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    frozen = weight.detach()
+    (found,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, 4), [hidden])
+    (wanted,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)

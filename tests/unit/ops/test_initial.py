@@ -1,0 +1,73 @@
+"""Initial weights: any box is a slice of the whole, and the whole is for ever the same."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatfm.ops.initial import ROW_BLOCK, Constant, Normal, draw
+
+NAME = "layers.0.attn.wq.weight"
+GOLDEN_ROWS = [
+    [0.005372224, 0.02573459, -0.0076963543, -0.024308708],
+    [0.011229237, 0.011535636, -0.006505326, -0.009393031],
+    [0.020541817, -0.016886659, 0.011876656, -0.0048044045],
+    [-0.028418534, -0.0043794923, -0.0209287, -0.010539443],
+]
+
+
+def whole(shape: tuple[int, ...], seed: int = 7, name: str = NAME, std: float = 0.02) -> torch.Tensor:
+    return draw(Normal(std), seed, name, shape, (0,) * len(shape), shape)
+
+
+def test_golden_values() -> None:
+    """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
+    assert ROW_BLOCK == 128
+    drawn = whole((300, 4))
+    assert drawn.dtype == torch.float32
+    np.testing.assert_array_equal(drawn[[0, 127, 128, 299]].numpy(), np.array(GOLDEN_ROWS, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(300, 5), (128, 3), (129, 3), (1, 4), (260,), (200, 3, 2)])
+def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
+    full = whole(shape)
+    rows = shape[0]
+    starts = sorted({0, 1, rows // 2, min(127, rows - 1), min(128, rows - 1), rows - 1})
+    for start in starts:
+        for size in {1, (rows - start) // 2, rows - start}:
+            for column in {0, *([shape[1] - 2] if len(shape) > 1 else [])}:
+                offsets = (start, *([column] if len(shape) > 1 else []), *[0] * (len(shape) - 2))
+                sizes = (size, *([2 if column else shape[1]] if len(shape) > 1 else []), *shape[2:])
+                box = draw(Normal(0.02), 7, NAME, shape, offsets, sizes)
+                slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                assert torch.equal(box, full[slices])
+                assert box.is_contiguous()
+
+
+def test_more_rows_leave_the_others_as_they_are() -> None:
+    """A larger vocabulary starts from the same rows."""
+    assert torch.equal(whole((300, 4))[:200], whole((200, 4)))
+
+
+def test_seed_and_name_decide() -> None:
+    drawn = [whole((4, 4)), whole((4, 4), seed=8), whole((4, 4), name="layers.1.attn.wq.weight")]
+    assert not any(torch.equal(a, b) for a in drawn for b in drawn if a is not b)
+    blocks = whole((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
+    assert not any(torch.equal(a, b) for a in blocks for b in blocks if a is not b)
+
+
+@pytest.mark.parametrize("std", [1.0, 0.02, 1e-4])
+def test_the_distribution(std: float) -> None:
+    values = whole((1000, 100), std=std).double() / std
+    n = values.numel()
+    assert abs(float(values.mean())) < 5 / math.sqrt(n)
+    assert abs(float(values.square().mean()) - 1) < 5 * math.sqrt(2 / n)
+    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / n)
+    assert float(values.abs().max()) > 4, "no tails"
+
+
+def test_constants_and_empty_boxes() -> None:
+    assert torch.equal(draw(Constant(1.0), 7, NAME, (6,), (2,), (3,)), torch.ones(3))
+    assert draw(Normal(1.0), 7, NAME, (6, 4), (6, 0), (0, 4)).shape == (0, 4)
+    assert draw(Constant(2.0), 7, NAME, (6,), (6,), (0,)).shape == (0,)

@@ -1,0 +1,105 @@
+"""Parts by name, and plugins that add to them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig, load_config
+from megatfm.errors import UsageError
+from megatfm.layers.norm import NORMS
+from megatfm.models import build
+from megatfm.objectives import OBJECTIVES
+from megatfm.registry import Registry, did_you_mean, import_plugins
+from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.schedules import SCHEDULES
+
+
+def test_a_part_is_found_by_its_name() -> None:
+    colours = Registry[int]("colour")
+    assert colours.register("red")(1) == 1
+    colours.register("blue")(2)
+    assert (colours.get("red"), colours.names()) == (1, ["blue", "red"])
+    colours.register("red")(1)  # the same part again: a plugin that is imported twice
+    with pytest.raises(
+        UsageError, match=r"^colour 'red' is registered twice: give one of them another name$"
+    ):
+        colours.register("red")(3)
+    assert colours.get("red") == 1
+    with pytest.raises(
+        UsageError, match=r"^unknown colour 'rad' \(did you mean 'red'\?\); there are: blue, red$"
+    ):
+        colours.get("rad")
+    with pytest.raises(UsageError, match=r"^unknown colour 'x'; there are: blue, red$"):
+        colours.get("x")
+
+
+def test_the_nearest_word() -> None:
+    assert did_you_mean("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
+    assert did_you_mean("zzz", ["steps", "seed"]) == did_you_mean("", []) == ""
+
+
+def test_the_parts_that_ship() -> None:
+    """Names are what configs and checkpoints hold, so one can be added but none renamed."""
+    assert {"rms_norm"} <= set(NORMS.names())
+    assert {"causal"} <= set(OBJECTIVES.names())
+    assert {"adamw", "muon"} <= set(OPTIMIZERS.names())
+    assert {"constant", "cosine", "linear"} <= set(SCHEDULES.names())
+
+
+PLUGIN = """
+from torch import nn
+from megatfm.layers.norm import NORMS
+from megatfm.ops.initial import Constant
+
+@NORMS.register("plain_layer_norm")
+class PlainLayerNorm(nn.LayerNorm):
+    def __init__(self, d_model, eps):
+        super().__init__(d_model, eps, bias=False)
+        self.initial = {"weight": Constant(1.0)}
+"""
+
+
+def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_parts_of_a_test").mkdir()
+    (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
+    config = load_config(
+        "quickstart", ['plugins=["my_parts_of_a_test"]', "model.norm=plain_layer_norm", "model.vocab_size=11"]
+    )
+    with (
+        torch.device("meta"),
+        pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm'; there are: "),
+    ):
+        build(config.model)
+    import_plugins(config.plugins)
+    model = build(config.model)
+    assert type(model.layers["0"].norm1).__name__ == type(model.norm).__name__ == "PlainLayerNorm"
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    assert model(torch.arange(5)[None]).logits.shape == (1, 5, 11)
+    del sys.modules["my_parts_of_a_test"]
+
+
+def test_a_plugin_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"^plugins: can't import 'no_such_parts' .*PYTHONPATH$"):
+        import_plugins(["no_such_parts"])
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ("norm", "norm"),
+        ("activation", "activation"),
+        ("position", "position"),
+        ("norm_position", "norm_position"),
+    ],
+)
+def test_an_unknown_part_is_named(field: str, kind: str) -> None:
+    config = ModelConfig.model_validate(
+        {"vocab_size": 7, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8, field: "nothing"}
+    )
+    with pytest.raises(UsageError, match=rf"^unknown {kind} 'nothing'; there are: \w+"):
+        build(config)
