@@ -9,18 +9,22 @@ import sentencepiece
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers.tokenizer import CLASS, MASK, SENTINEL, SEPARATOR
 
-# No piece is learnt across these: a line break with its indentation and first word, a word, a run of punctuation,
-# each with the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the
-# comparison. The model itself encodes whole texts.
-_SEGMENT = re.compile(r"\n[\n\t ]*\w*| ?\w+| ?[^\w\s]+|\s+")
-# SentencePiece writes a space as U+2581 and separates segments by tabs, so that no piece could hold one: tabs are
-# learnt as a character of private use and put back into the pieces. The model then spells both exactly.
-_TAB_MARK = "\ue009"
-_TEXT_TO_MARKS = str.maketrans({" ": "\u2581", "\t": _TAB_MARK})
-_MARKS_TO_TEXT = str.maketrans({"\u2581": " ", _TAB_MARK: "\t"})
-# Sentences with SentencePiece's own mark for unknown characters would be skipped without a word.
-_UNKNOWN_MARK = "\u2585"
-# So would longer sentences be; a text is one sentence.
+# No piece is learnt across these: line breaks with the indentation after them, a word or a run of punctuation with
+# the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison.
+# The model itself encodes whole texts.
+_SEGMENT = re.compile(r"\n[\n\t ]*| ?\w+| ?[^\w\s]+|\s+")
+# The trainer separates segments by tabs, so no piece could hold one, and lets none but an all-space piece end in a
+# space, so no piece could be a line break with its indentation. Both are therefore learnt as characters of private
+# use, and put back into the pieces, where a space is U+2581; the model then spells all of them exactly.
+_SPACE_MARK, _TAB_MARK = "\ue020", "\ue009"
+_MARKS_TO_TEXT = str.maketrans({_SPACE_MARK: " ", _TAB_MARK: "\t"})
+_MARKS_TO_PIECE = ((_SPACE_MARK.encode(), "\u2581".encode()), (_TAB_MARK.encode(), b"\t"))
+# For training alone, characters with a meaning of their own count as spaces: the marks, the space of pieces, and
+# U+2585, SentencePiece's mark for unknown characters, for which it would skip the whole sentence without a word.
+_TEXT_TO_MARKS = str.maketrans(
+    {" ": _SPACE_MARK, "\t": _TAB_MARK, "\u2581": _SPACE_MARK, "\u2585": _SPACE_MARK, _TAB_MARK: _SPACE_MARK}
+)
+# Longer sentences would be skipped too; a text is one sentence.
 _MAX_SENTENCE_BYTES = 2**30
 _FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
@@ -68,24 +72,26 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int
         if failures:
             raise failures[0] from None
         raise _readable(error, vocab_size) from error
-    return _with_tabs(model.getvalue())
+    return _with_spaces(model.getvalue())
 
 
-def _with_tabs(model: bytes) -> bytes:
-    """The model with tabs in its pieces.
+def _with_spaces(model: bytes) -> bytes:
+    """The model with spaces and tabs instead of their marks in its pieces.
 
     A model is a protobuf message whose fields are all byte strings; field 1, repeated, is a piece, whose own field 1
     is its text and stands first. So this needs no protobuf package, whose version would have to fit SentencePiece's.
     """
-    mark, changed, at = _TAB_MARK.encode(), bytearray(), 0
+    changed, at = bytearray(), 0
     while at < len(model):
         tag = model[at]
         size, start = _varint(model, at + 1)
         at = start + size
         payload = model[start:at]
-        if tag == _FIELD_1 and mark in payload:
+        if tag == _FIELD_1:
             text_size, text_start = _varint(payload, 1)
-            text = payload[text_start : text_start + text_size].replace(mark, b"\t")
+            text = payload[text_start : text_start + text_size]
+            for mark, spelled in _MARKS_TO_PIECE:
+                text = text.replace(mark, spelled)
             payload = bytes([_FIELD_1, *_as_varint(len(text)), *text, *payload[text_start + text_size :]])
         changed += bytes([tag, *_as_varint(len(payload))]) + payload
     return bytes(changed)
@@ -118,7 +124,7 @@ def _sentences(texts: Iterable[str], failures: list[BaseException]) -> Iterator[
     so the cause is kept in `failures`."""
     try:
         for text in texts:
-            yield text.replace(_UNKNOWN_MARK, " ").replace(_TAB_MARK, " ").replace("\t", _TAB_MARK)
+            yield text.translate(_TEXT_TO_MARKS)
     except BaseException as error:
         failures.append(error)
         raise

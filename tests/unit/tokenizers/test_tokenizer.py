@@ -13,6 +13,8 @@ from megatfm.tokenizers import Tokenizer, load
 
 # What SentencePiece treats in a special way: its space, unknown and boundary marks, its names of special pieces.
 SPECIAL = [
+    "\ue009",
+    "\ue020",
     "\u2581",
     "\u2585",
     "\u2047",

@@ -28,7 +28,7 @@ def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: Tokenizer) -> No
     assert any("\t" in piece and len(piece) > 1 for piece in learnt)
 
 
-@pytest.mark.parametrize("mark", ["\u2585", "\u2581", "\t", "\0", "\u2047"])
+@pytest.mark.parametrize("mark", ["\u2585", "\u2581", "\t", "\0", "\u2047", "\ue009", "\ue020"])
 def test_no_line_is_skipped_for_a_special_character(mark: str) -> None:
     line = f"unmistakable {mark} word\n"
     learnt = pieces(Tokenizer(train_sentencepiece([line * 50], vocab_size=310, sentinels=0)))
@@ -45,17 +45,15 @@ def test_the_model_is_a_plain_sentencepiece_model(model: bytes, texts: list[str]
     assert all(plain.decode(plain.encode(text)) == text for text in texts)
 
 
-def test_only_the_text_of_pieces_with_tabs_is_changed(
-    texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the protobuf library, where it fits SentencePiece."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
     changed = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
-    monkeypatch.setattr("megatfm.tokenizers.train._with_tabs", lambda model: model)
+    monkeypatch.setattr("megatfm.tokenizers.train._with_spaces", lambda model: model)
     expected = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
     assert changed != expected
     for piece in expected.pieces:
-        piece.piece = piece.piece.replace("\ue009", "\t")
+        piece.piece = piece.piece.replace("\ue009", "\t").replace("\ue020", "\u2581")
     assert changed == expected
 
 
