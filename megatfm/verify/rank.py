@@ -1,0 +1,118 @@
+"""What one process of the layout does: build the engine as training does, take one step, answer."""
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatfm.config import Config
+from megatfm.engines import NativeEngine
+from megatfm.errors import UsageError
+from megatfm.parallel.layout import Box
+from megatfm.parallel.mesh import AXES, build_mesh
+from megatfm.registry import import_plugins
+from megatfm.train.build import build_engine
+from megatfm.verify.batch import Arrays, objective_of
+from megatfm.verify.reference import perturbation
+from megatfm.verify.traffic import Flow, Traffic
+
+OPTIMIZER_AXES = ("dp_shard", "tp")
+"""Over which whole-tensor optimizers gather."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among those of the layout; they meet in the file `store`."""
+
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's share of the step: its block of every gradient (zeros where there is none)."""
+
+    loss: float
+    grad_norm: float
+    blocks: Mapping[str, tuple[Box, NDArray[np.float64]]]
+    flows: list[Flow]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, in a line and as a traceback. is_usage: it is the layout that can't be."""
+
+    text: str
+    traceback: str = ""
+    is_usage: bool = False
+
+
+READY = "ready"
+
+
+def run_rank(connection: Connection, place: Place, config: Config, batch: Arrays) -> None:
+    """The process's main function: sends READY, waits for a word, sends Answer or Failure, waits for the end."""
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
+    torch.set_num_threads(1)
+    try:
+        connection.send(READY)
+        connection.recv()
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(place.store, place.world_size),  # type: ignore[attr-defined]
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=place.timeout),
+        )
+        import_plugins(config.plugins)
+        connection.send(_step(config, batch, place.world_size))
+        connection.recv()  # to leave earlier would close sockets that others still read
+    except EOFError:  # the process that asked is gone
+        return
+    except UsageError as error:
+        connection.send(Failure(str(error), traceback.format_exc(), is_usage=True))
+    except Exception as error:
+        line = next(iter(str(error).splitlines()), "")
+        connection.send(Failure(f"{type(error).__name__}: {line}", traceback.format_exc()))
+
+
+def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
+    mesh = build_mesh(config.parallel, world_size, "cpu")
+    engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
+    for name, block in engine.local.items():
+        block.add_(perturbation(config.train.seed, name, engine.layout[name].shape, *engine.boxes[name]))
+    engine.weights_changed()
+    axes = {str(mesh.flat_group(OPTIMIZER_AXES).group_name): " × ".join(OPTIMIZER_AXES)}
+    axes |= {
+        str(mesh.group(axis).group_name): axis for axis in AXES
+    }  # may be the same group: then the axis names it
+    with Traffic(axes) as traffic:
+        stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
+    blocks = {
+        name: (engine.boxes[name], gradients.get(name, torch.zeros_like(block)).numpy())
+        for name, block in engine.local.items()
+    }
+    return Answer(stats.loss, grad_norm, blocks, traffic.flows())
+
+
+def _microbatches(config: Config, engine: NativeEngine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
+    """This data rank's rows, a contiguous share of the global batch, in micro-batches."""
+    share = config.train.global_batch // engine.mesh.data_ranks
+    first, rows = engine.mesh.data_rank * share, config.train.micro_batch
+    return [
+        {field: torch.from_numpy(values[start : start + rows]) for field, values in batch.items()}
+        for start in range(first, first + share, rows)
+    ]

@@ -1,0 +1,125 @@
+"""Starts the processes of a layout on this machine and collects their answers; a failure ends them all at once."""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from megatfm.config import Config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.verify.batch import Arrays
+from megatfm.verify.rank import Answer, Failure, Place, run_rank
+
+START_SECONDS = 300.0  # to import torch, while all the others do
+COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
+STEP_SECONDS = 120.0
+SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
+LEAVE_SECONDS = 10.0
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out")
+"""Signs of a rank that failed only because another one was gone or late."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the layout, and the line to it."""
+
+    process: ForkServerProcess
+    connection: Connection
+
+
+def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
+    """One step of `config` under its layout, a process a rank; the answers by rank.
+
+    Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
+    be); all processes have ended by then.
+    """
+    parallel = config.parallel
+    world_size = parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    team: list[Member] = []
+    with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
+        try:
+            for rank in range(world_size):
+                place = Place(rank, world_size, str(Path(folder) / "store"), COLLECTIVE_SECONDS)
+                team.append(_start(place, config, batch))
+            _collect(team, START_SECONDS)
+            for member in team:  # all are there: from here on, a silent rank is a hanging one
+                member.connection.send("go")
+            answers: list[Answer] = _collect(team, STEP_SECONDS)
+            for member in team:
+                member.connection.send("leave")
+            for member in team:
+                member.process.join(LEAVE_SECONDS)
+            return answers
+        finally:
+            for member in team:
+                member.process.kill()
+                member.process.join()
+                member.connection.close()
+
+
+def _start(place: Place, config: Config, batch: Arrays) -> Member:
+    context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
+    context.set_forkserver_preload([run_rank.__module__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_rank, args=(theirs, place, config, batch), daemon=True)
+    process.start()
+    theirs.close()  # so that the process's end is seen as the end of the line
+    return Member(process, ours)
+
+
+def _collect(team: Sequence[Member], seconds: float) -> list[Any]:
+    """One message from each rank."""
+    pending = {member.connection: rank for rank, member in enumerate(team)}
+    messages: list[Any] = [None] * len(team)
+    failures: dict[int, Failure] = {}
+    deadline = time.monotonic() + seconds
+    while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionResetError):
+                message = Failure(_death(team[rank].process))
+            if isinstance(message, Failure):
+                failures[rank] = message
+                deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+            messages[rank] = message
+    if failures or pending:
+        raise _error(failures, sorted(pending.values()), seconds)
+    return messages
+
+
+def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
+    """Blame the cause rather than the ranks that only noticed it."""
+    causes = [
+        rank for rank, failure in failures.items() if not any(sign in failure.text for sign in CONSEQUENCES)
+    ]
+    if not causes and silent:
+        waited = COLLECTIVE_SECONDS if failures else seconds
+        names = ", ".join(map(str, silent))
+        return MegatfmError(
+            f"rank {names} hangs: no answer within {waited:g} s; look for a collective that not all ranks reach"
+        )
+    rank = causes[0] if causes else next(iter(failures))
+    failure = failures[rank]
+    if failure.is_usage:
+        return UsageError(failure.text)
+    error = MegatfmError(f"rank {rank} failed: {failure.text}; run with --debug to see where")
+    error.add_note(failure.traceback)
+    return error
+
+
+def _death(process: ForkServerProcess) -> str:
+    process.join(LEAVE_SECONDS)
+    code = process.exitcode
+    return (
+        f"the process was killed by signal {-code}"
+        if code and code < 0
+        else f"the process exited with {code}"
+    )

@@ -1,0 +1,75 @@
+"""The single-device side: the plain model, the slow operators, torch's own autograd; no engine, plan or mesh."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.layers.attention import CausalCore
+from megatfm.layers.embedding import CrossEntropy
+from megatfm.models import build
+from megatfm.ops.attention import causal_attention_reference
+from megatfm.ops.cross_entropy import cross_entropy_reference
+from megatfm.ops.initial import Normal, draw
+from megatfm.ops.sequence import SequenceLayout
+from megatfm.verify.batch import Arrays, objective_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss and gradients of one global batch."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    @property
+    def grad_norm(self) -> float:
+        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
+
+
+def perturbation(
+    seed: int, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """What is added to a block of the initial weights on both sides: norms that start at 1 would hide mistakes."""
+    return draw(Normal(0.1), seed, f"verify {name}", shape, offsets, sizes)
+
+
+def reference_step(config: Config, batch: Arrays) -> Step:
+    """Loss and gradients by plain autograd in float64, the whole global batch at once."""
+    model = build(config.model).double().train()
+    _initialise(model, config.train.seed)
+    for module in model.modules():
+        if isinstance(module, CausalCore):
+            vars(module)["forward"] = _attention
+        elif isinstance(module, CrossEntropy):
+            vars(module)["forward"] = _cross_entropy
+    objective = objective_of(config)
+    tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
+    counts = objective.counts(tensors)
+    terms = objective(model, tensors)
+    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return Step(loss.item(), gradients)
+
+
+def _initialise(model: nn.Module, seed: int) -> None:
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            parameter, name = module.get_parameter(key), f"{path}.{key}"
+            shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
+            parameter.data.copy_(draw(initial, seed, name, shape, offsets, shape))
+            parameter.data.add_(perturbation(seed, name, shape, offsets, shape))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+    return causal_attention_reference(q, k, v, layout.causal_mask)
+
+
+def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy_reference(hidden.flatten(0, 1), weight, targets.flatten())

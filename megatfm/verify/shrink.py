@@ -1,0 +1,84 @@
+"""A config made small enough to be verified in seconds, with everything kept that a layout could get wrong."""
+
+from megatfm.config import Config, ModelConfig
+from megatfm.errors import UsageError
+from megatfm.parallel.mesh import axis_sizes
+
+MAX_RANKS = 16
+"""Processes that one machine is asked to start."""
+
+LAYERS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 64, 24
+MICRO_BATCH, MICROBATCHES = 2, 2
+VOCABULARY = 1000  # where a config leaves it to the tokenizer, which is not needed here
+
+
+def shrink(config: Config) -> tuple[Config, list[str]]:
+    """The small config, and what was changed, in words. Raises UsageError for a layout of too many processes.
+
+    Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
+    feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
+    beside tensor parallelism.
+    """
+    parallel = config.parallel
+    if parallel.dp_shard == -1:
+        parallel = parallel.model_copy(update={"dp_shard": 2 if parallel.tp == 1 else 1})
+    world_size = parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    if world_size > MAX_RANKS:
+        raise UsageError(
+            f"this layout has {world_size} processes, and verify starts them all on this machine, at most "
+            f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
+        )
+    data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)["dp_shard"]
+    length = _fit(config.data.sequence_length, LENGTH, parallel.tp)
+    small = config.model_copy(
+        update={
+            "model": _model(config.model, parallel.tp, parallel.tp * parallel.dp_shard),
+            "parallel": parallel,
+            "data": config.data.model_copy(update={"sequence_length": length}),
+            "train": config.train.model_copy(
+                update={
+                    "micro_batch": MICRO_BATCH,
+                    "global_batch": MICRO_BATCH * MICROBATCHES * data_ranks,
+                    "precision": "fp64",
+                    "device": "cpu",
+                    "compile": False,
+                }
+            ),
+        }
+    )
+    return small, _changes(config, small)
+
+
+def _model(model: ModelConfig, tp: int, shards: int) -> ModelConfig:
+    kv_heads = min(model.kv_heads, 2 * tp)  # two a rank, so that their order shows
+    heads = kv_heads * (model.n_heads // model.kv_heads)
+    head_dim = min(model.head_width, HEAD_DIM)
+    joined = model.d_model == model.n_heads * model.head_width
+    changes = {
+        "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
+        "n_layers": min(model.n_layers, LAYERS),
+        "n_heads": heads,
+        "n_kv_heads": model.n_kv_heads and kv_heads,
+        "head_dim": model.head_dim and head_dim,
+        "d_model": heads * head_dim if joined else _fit(model.d_model, WIDTH, shards),
+        "d_ff": _fit(model.d_ff, WIDTH, shards),
+    }
+    return ModelConfig.model_validate({**model.model_dump(), **changes})
+
+
+def _fit(size: int, least: int, modulus: int) -> int:
+    """The smallest number from `least` on with the remainder of `size`; `size` itself where that is smaller."""
+    return min(size, least + (size - least) % modulus)
+
+
+def _changes(before: Config, after: Config) -> list[str]:
+    found = []
+    for section in ("model", "parallel", "data", "train"):
+        old, new = getattr(before, section), getattr(after, section)
+        for key in type(old).model_fields:
+            values = getattr(old, key), getattr(new, key)
+            if values[0] != values[1]:
+                found.append(
+                    f"{section}.{key} {'(not set)' if values[0] is None else values[0]} → {values[1]}"
+                )
+    return found

@@ -1,0 +1,121 @@
+"""The comparison: loss, gradient norm and every gradient, a layout's against one process's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatfm.config import Config
+from megatfm.parallel.layout import Box
+from megatfm.registry import import_plugins
+from megatfm.verify.batch import random_batch
+from megatfm.verify.rank import Answer
+from megatfm.verify.ranks import run_ranks
+from megatfm.verify.reference import Step, reference_step
+from megatfm.verify.shrink import shrink
+from megatfm.verify.traffic import Flow
+
+BOUND = 1e-9
+"""Largest error of a gradient that rounding in float64 can explain, with room to spare."""
+
+FLOOR = 1e-6
+"""A gradient smaller than this share of all gradients is measured against that share: some are zero in theory."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number of the layout against the same of the single process. error is relative; NaN counts as wrong."""
+
+    name: str
+    error: float
+    norm: float
+    shape: tuple[int, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= BOUND
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All differences, the worst first, and what the step moved."""
+
+    config: Config
+    shrunk: list[str]
+    gradients: list[Difference]
+    loss: Difference
+    grad_norm: Difference
+    flows: list[Flow]
+
+    @property
+    def wrong(self) -> list[Difference]:
+        return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
+
+
+def verify(config: Config) -> Verdict:
+    """Take one step of a shrunk config on one process and under its layout, on the CPU in float64.
+
+    Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
+    """
+    import_plugins(config.plugins)
+    small, shrunk = shrink(config)
+    batch = random_batch(small)
+    step = reference_step(small, batch)
+    answers = run_ranks(small, batch)
+    return Verdict(
+        config=small,
+        shrunk=shrunk,
+        gradients=gradient_differences(step.gradients, answers),
+        loss=_worst("loss", [answer.loss for answer in answers], step.loss),
+        grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm),
+        flows=_busiest(answers),
+    )
+
+
+def gradient_differences(expected: Mapping[str, Tensor], answers: Sequence[Answer]) -> list[Difference]:
+    """‖g − r‖ / max(‖r‖, 1e-6·‖all r‖) of each gradient, the worst first.
+
+    A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
+    """
+    everything = Step(0.0, expected).grad_norm
+    found = []
+    for name, gradient in expected.items():
+        squares: dict[Box, float] = {}
+        for answer in answers:
+            box, block = answer.blocks[name]
+            difference = torch.from_numpy(block) - gradient[_slices(box)]
+            squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
+        held = sum(torch.Size(sizes).numel() for _, sizes in squares)
+        total = sum(squares.values()) if held == gradient.numel() else float("nan")
+        norm = float(gradient.norm())
+        error = total**0.5 / max(norm, FLOOR * everything)
+        found.append(Difference(name, error, norm, tuple(gradient.shape)))
+    return sorted(found, key=lambda one: (one.error == one.error, -one.error))
+
+
+def _worst(name: str, values: Sequence[float], expected: float) -> Difference:
+    error = 0.0
+    for value in values:
+        error = _larger(error, abs(value - expected) / abs(expected))
+    return Difference(name, error, expected)
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger of two numbers; NaN if either is."""
+    return one + other if one != one or other != other else max(one, other)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+
+
+def _busiest(answers: Sequence[Answer]) -> list[Flow]:
+    """For each axis and collective, the flow of the rank that sends most."""
+    most: dict[tuple[str, str], Flow] = {}
+    for answer in answers:
+        for flow in answer.flows:
+            key = flow.axis, flow.collective
+            if key not in most or flow.sent_bytes > most[key].sent_bytes:
+                most[key] = flow
+    return [most[key] for key in sorted(most)]

@@ -1,0 +1,145 @@
+"""What verify is made of: shrinking, batches, the comparison, the counting of bytes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megatfm.errors import UsageError
+from megatfm.verify.batch import random_batch
+from megatfm.verify.rank import Answer
+from megatfm.verify.shrink import shrink
+from megatfm.verify.traffic import Flow, Traffic
+from megatfm.verify.verify import gradient_differences
+
+
+def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 8192) -> Config:
+    return Config(
+        name="x",
+        model=model,
+        data=DataConfig(train="t", tokenizer="m", sequence_length=sequence_length),
+        parallel=parallel,
+        optimizer=AdamWConfig(lr=1e-3),
+        train=TrainConfig(steps=1, global_batch=1024, micro_batch=1),
+    )
+
+
+LLAMA = ModelConfig(vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672)
+UNEVEN = ModelConfig(
+    vocab_size=50257, d_model=1600, n_layers=48, n_heads=24, n_kv_heads=6, head_dim=64, d_ff=6401
+)
+
+
+@pytest.mark.parametrize(("tp", "dp_shard"), [(1, 2), (2, 1), (2, 3), (4, 2), (8, 2)])
+def test_shrinking_keeps_ratios_and_remainders(tp: int, dp_shard: int) -> None:
+    small, words = shrink(config(LLAMA, ParallelConfig(tp=tp, dp_shard=dp_shard)))
+    model, shards = small.model, tp * dp_shard
+    assert model.n_heads == 8 * model.kv_heads
+    assert model.kv_heads % tp == 0
+    assert model.d_model == model.n_heads * model.head_width
+    assert model.vocab_size is not None
+    assert (model.vocab_size - 128256) % shards == (model.d_ff - 28672) % shards == 0
+    assert small.data.sequence_length % tp == 0
+    assert model.tie_embeddings == LLAMA.tie_embeddings
+    assert (
+        sum(np.prod(shape) for shape in [(model.vocab_size, model.d_model), (model.d_ff, model.d_model)])
+        < 1e6
+    )
+    assert "model.n_layers 80 → 2" in words
+    Config.model_validate(small.model_dump())  # still a valid config
+
+
+def test_shrinking_keeps_what_does_not_divide() -> None:
+    model = shrink(config(UNEVEN, ParallelConfig(dp_shard=4)))[0].model
+    assert model.vocab_size is not None
+    assert (model.vocab_size % 4, model.d_ff % 4) == (50257 % 4, 6401 % 4)
+    assert model.head_dim == 8
+    assert model.n_heads // model.kv_heads == 4
+
+
+def test_what_is_small_stays() -> None:
+    tiny = ModelConfig(vocab_size=40, d_model=12, n_layers=1, n_heads=2, d_ff=20)
+    small, words = shrink(config(tiny, ParallelConfig(), sequence_length=16))
+    assert small.model == tiny
+    assert "parallel.dp_shard -1 → 2" in words
+
+
+def test_a_layout_for_a_cluster_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"512 processes.*parallel\.dp_shard=2"):
+        shrink(config(LLAMA, ParallelConfig(tp=8, dp_shard=64)))
+
+
+def test_batches_have_documents_and_padding() -> None:
+    small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
+    batch = random_batch(small)
+    assert batch["tokens"].shape == (16, 24)
+    assert (batch["documents"].max(1) >= 2).all(), "every row should hold several documents"
+    padded = (batch["documents"] == -1).sum(1)
+    assert (padded > 0).any()
+    assert (padded == 0).any()
+    assert (batch["targets"][batch["documents"] == -1] == -100).all()
+    assert all(np.array_equal(values, random_batch(small)[field]) for field, values in batch.items())
+
+
+def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> Answer:
+    boxes = {
+        name: ((offsets, tuple(block.shape)), block.double().numpy())
+        for name, (offsets, block) in blocks.items()
+    }
+    return Answer(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])
+
+
+def test_differences_of_cut_and_replicated_gradients() -> None:
+    cut, whole = torch.randn(5, 3).double(), torch.randn(4).double()
+    zero = torch.zeros(2).double()
+    right = answer({"cut": ((0, 0), cut[:2]), "whole": ((0,), whole), "zero": ((0,), zero)})
+    wrong = answer({"cut": ((2, 0), cut[2:] + 0.5), "whole": ((0,), whole), "zero": ((0,), zero + 1e-9)})
+    found = gradient_differences({"cut": cut, "whole": whole, "zero": zero}, [right, wrong])
+    assert [one.name for one in found] == ["cut", "zero", "whole"]
+    assert found[0].error == pytest.approx(1.5 / float(cut.norm()))
+    everything = float(torch.cat([cut.flatten(), whole]).norm())
+    assert found[1].error == pytest.approx(2**0.5 * 1e-9 / (1e-6 * everything))
+    assert found[2].error == 0.0
+    assert [one.is_wrong for one in found] == [True, True, False]
+
+
+def test_the_worst_replica_counts_and_so_does_nan() -> None:
+    gradient = torch.ones(4).double()
+    good, bad = answer({"w": ((0,), gradient)}), answer({"w": ((0,), gradient * 1.1)})
+    for answers in ([good, bad], [bad, good]):
+        assert gradient_differences({"w": gradient}, answers)[0].error == pytest.approx(0.1)
+    broken = answer({"w": ((0,), gradient * float("nan"))})
+    for answers in ([good, broken], [broken, good]):
+        assert gradient_differences({"w": gradient}, answers)[0].is_wrong
+
+
+def test_an_element_that_no_rank_holds_is_wrong() -> None:
+    gradient = torch.ones(4).double()
+    assert gradient_differences({"w": gradient}, [answer({"w": ((0,), gradient[:3])})])[0].is_wrong
+
+
+def count_collectives() -> list[Flow]:
+    world = dist.group.WORLD
+    ops = torch.ops._c10d_functional
+    rows = torch.ones(6, 2)
+    with Traffic({world.group_name: "everybody"}) as traffic:
+        dist.all_reduce(torch.ones(5))
+        ops.wait_tensor(ops.all_reduce(torch.ones(4), "sum", world.group_name))
+        ops.wait_tensor(ops.all_gather_into_tensor(rows, 2, world.group_name))
+        ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", 2, world.group_name))
+        splits = [[2, 4], [4, 2]][dist.get_rank()]
+        dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
+        torch.ones(3) + 1
+    return traffic.flows()
+
+
+def test_bytes_are_those_of_a_ring(workers) -> None:
+    """Two ranks, float32: all-reduces of 5 and 4 elements, the others of 6 rows of 2."""
+    for flows in workers.run(count_collectives, 2):
+        assert flows == [
+            Flow("everybody", "all_gather", 1, 48),
+            Flow("everybody", "all_reduce", 2, 20 + 16),
+            Flow("everybody", "all_to_all", 1, 32),
+            Flow("everybody", "reduce_scatter", 1, 24),
+        ]

@@ -1,0 +1,158 @@
+"""`megatfm verify` says yes to right layouts, and no, by name, to planted faults."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.verify import ranks
+from megatfm.verify.command import add_arguments, main
+from megatfm.verify.traffic import Flow
+from megatfm.verify.verify import Verdict, verify
+
+CONFIG = {
+    "name": "small",
+    "model": {"vocab_size": 512, "d_model": 64, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "d_ff": 128},
+    "data": {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 64},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
+}
+
+PLUGIN = """
+import multiprocessing, os, time
+from dataclasses import replace
+import megatfm.engines.native as native
+import megatfm.parallel.collectives as collectives
+import megatfm.parallel.styles as styles
+from megatfm.parallel.plans import PLANS
+
+def norm_row_not_partial():
+    rows = [(p, replace(s, on_residual=False) if s is styles.SEQUENCE else s) for p, s in PLANS.get("decoder")]
+    PLANS._parts["decoder"] = tuple(rows)
+
+def adjoint_dropped():
+    collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+def on_rank_1(act):
+    original = native.NativeEngine.forward_backward
+    def patched(engine, *args):
+        if engine.mesh.rank("dp_shard") == 1:
+            act()
+        return original(engine, *args)
+    native.NativeEngine.forward_backward = patched
+
+def hang():
+    on_rank_1(lambda: time.sleep(600))
+
+def die():
+    on_rank_1(lambda: os._exit(3))
+
+if multiprocessing.parent_process():  # only in the ranks, not in the process that compares
+    FAULT()
+"""
+
+
+def run_command(folder: Path, *overrides: str) -> int:
+    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(folder / "config.toml"), *overrides]))
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a plugin that breaks something in the ranks; gives the override that loads it."""
+
+    def make(fault: str) -> str:
+        name = f"planted_{fault}"
+        (tmp_path / f"{name}.py").write_text(PLUGIN.replace("FAULT", fault), encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return f'plugins=["{name}"]'
+
+    return make
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """What the command's calls of `verify` return."""
+    seen: list[Verdict] = []
+    monkeypatch.setattr(
+        "megatfm.verify.verify.verify", lambda config: seen.append(verify(config)) or seen[-1]
+    )
+    return seen
+
+
+def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
+    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(tmp_path, "parallel.tp=2", "model.tie_embeddings=false", "--all") == 0
+    [verdict] = verdicts
+    printed = capsys.readouterr().out
+    assert "model.n_layers 6 → 2" in printed
+    assert all(one.name in printed for one in verdict.gradients)
+    assert len(verdict.gradients) == 21
+    assert "Same computation" in printed
+    # Korthikanti et al. 2022: 8bsh(t−1)/t elements per layer and micro-batch, and one pair each way at both ends.
+    model = verdict.config.model
+    residual = (
+        2 * 24 * model.d_model * 8 // 2
+    )  # bytes that a ring of two sends of one float64 residual stream
+    half = 2 * (4 * model.n_layers + 2) * residual // 1
+    flows = {flow.collective: flow for flow in verdict.flows if flow.axis == "tp"}
+    assert flows["all_gather"] == Flow("tp", "all_gather", 2 * (4 * model.n_layers + 2), half)
+    assert flows["reduce_scatter"].sent_bytes == half
+
+
+def test_without_sequence_parallelism(tmp_path: Path) -> None:
+    assert run_command(tmp_path, "parallel.tp=2", "parallel.sequence_parallel=false") == 0
+
+
+def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdicts: list[Verdict]) -> None:
+    assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
+    [verdict] = verdicts
+    parameters = sum(one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in verdict.gradients)
+    flows = {flow.collective: flow for flow in verdict.flows if flow.axis == "dp_shard"}
+    assert flows["reduce_scatter"].sent_bytes == parameters * 8 // 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "named"),
+    [
+        ("norm_row_not_partial", ["parallel.tp=2"], "norm"),
+        ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "layers."),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, plant, verdicts, capsys, fault, overrides, named) -> None:
+    assert run_command(tmp_path, plant(fault), *overrides) == 1
+    [verdict] = verdicts
+    worst = verdict.gradients[0]
+    assert named in worst.name
+    assert worst.error > 1e-3
+    assert f"the worst is {worst.name}" in capsys.readouterr().out
+    if fault == "norm_row_not_partial":
+        assert {one.name for one in verdict.gradients if one.is_wrong} == {
+            one.name for one in verdict.gradients if "norm" in one.name
+        }
+
+
+def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "COLLECTIVE_SECONDS", 3.0)
+    start = time.monotonic()
+    with pytest.raises(MegatfmError, match="rank 1 hangs: no answer within 3 s"):
+        run_command(tmp_path, plant("hang"))
+    assert time.monotonic() - start < 60
+
+
+def test_a_dying_rank_is_named(tmp_path: Path, plant) -> None:
+    with pytest.raises(MegatfmError, match="rank 1 failed: the process exited with 3"):
+        run_command(tmp_path, plant("die"))
+
+
+def test_a_layout_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide dim 0 of embedding\.weight"):
+        run_command(tmp_path, "parallel.tp=2", "model.vocab_size=511")
