@@ -1,0 +1,38 @@
+"""The small parts against their formulas."""
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig
+from megatfm.layers.activation import ACTIVATIONS
+from megatfm.layers.ffn import GatedFFN
+from megatfm.layers.norm import NORMS
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_rms_norm(scale: float) -> None:
+    norm = NORMS.get("rms_norm")(6, 1e-5).double()
+    norm.weight.data = draw(6)
+    x = scale * draw(3, 4, 6, seed=1)
+    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), wanted, rtol=1e-12, atol=0)
+
+
+def test_swiglu() -> None:
+    gate, value = draw(3, 5), draw(3, 5, seed=1)
+    wanted = gate / (1 + (-gate).exp()) * value
+    torch.testing.assert_close(ACTIVATIONS.get("swiglu")(gate, value), wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_gated_ffn() -> None:
+    ffn = GatedFFN(ModelConfig(d_model=4, n_layers=1, n_heads=1, d_ff=6), residual_std=0.1).double()
+    for seed, parameter in enumerate(ffn.parameters()):
+        parameter.data = draw(*parameter.shape, seed=seed)
+    x = draw(2, 3, 4, seed=9)
+    gate, up = x @ ffn.w_gate.weight.T, x @ ffn.w_up.weight.T
+    wanted = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
+    torch.testing.assert_close(ffn(x), wanted, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,174 @@
+"""What a decoder must be: causal, blind across documents, the same with a cache, and initialised as written."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention import KVCache
+from megatfm.models import Decoder, build
+from megatfm.ops.initial import Constant, Normal
+
+LENGTHS = (5, 1, 6)
+T = sum(LENGTHS) + 2
+CONFIG = ModelConfig(
+    vocab_size=31,
+    d_model=16,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=24,
+    tie_embeddings=False,
+    init_std=0.1,
+)
+
+
+@pytest.fixture
+def model() -> Decoder:
+    """Float64, every parameter moved away from where it starts."""
+    model = build(CONFIG).double()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        noise = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.copy_(noise + (parameter.dim() == 1))
+    return model
+
+
+def tokens(rows: int = 2) -> Tensor:
+    return torch.randint(0, 31, (rows, T), generator=torch.Generator().manual_seed(1))
+
+
+def packed() -> dict[str, Tensor]:
+    """One row of three documents and two tokens of padding."""
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((2,), -1)])
+    positions = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.zeros(2, dtype=torch.int64)])
+    return {"documents": documents[None], "positions": positions[None]}
+
+
+def test_packed_documents_are_each_document_alone(model: Decoder) -> None:
+    row, where = tokens(1), packed()
+    targets = row.roll(3, 1).masked_fill(where["documents"] < 0, -100)
+    output = model(row, **where)
+    model(row, targets=targets, **where).loss_sum.backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    start = 0
+    total = 0.0
+    for length in LENGTHS:
+        piece = slice(start, start + length)
+        alone = model(row[:, piece])
+        torch.testing.assert_close(output.logits[:, piece], alone.logits, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(output.hidden[:, piece], alone.hidden, rtol=1e-12, atol=1e-12)
+        loss = model(row[:, piece], targets=targets[:, piece]).loss_sum
+        loss.backward()
+        total += float(loss.detach())
+        start += length
+    assert float(model(row, targets=targets, **where).loss_sum.detach()) == pytest.approx(total, rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.norm() > 1e-3
+        torch.testing.assert_close(together[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_padding_is_finite_and_moves_nothing(model: Decoder) -> None:
+    row, where = tokens(1), packed()
+    before = model(row, **where).logits
+    assert before.isfinite().all()
+    row[:, -2:] = (row[:, -2:] + 1) % 31
+    assert torch.equal(model(row, **where).logits[:, :-2], before[:, :-2])
+    only_padding = {"documents": torch.full((1, T), -1), "positions": torch.zeros(1, T, dtype=torch.int64)}
+    assert model(row, **only_padding).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("changed", [0, 1, T // 2, T - 1])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_a_later_token_changes_no_earlier_logit(model: Decoder, changed: int, with_documents: bool) -> None:
+    where = {"documents": torch.zeros(2, T, dtype=torch.int64)} if with_documents else {}
+    row = tokens()
+    before = model(row, **where).logits
+    row[:, changed] = (row[:, changed] + 1) % 31
+    after = model(row, **where).logits
+    torch.testing.assert_close(after[:, :changed], before[:, :changed], rtol=1e-12, atol=1e-12)
+    moved = (after[:, changed:] - before[:, changed:]).abs().amax(-1)
+    assert (moved > 1e-6).all(), "every later position sees it"
+
+
+@pytest.mark.parametrize("chunks", [[T], [1] * T, [4, 1, 6, T - 11], [T - 1, 1]], ids=str)
+def test_the_cache_gives_what_one_pass_gives(model: Decoder, chunks: list[int]) -> None:
+    row = tokens()
+    wanted = model(row).logits
+    cache = KVCache(CONFIG.n_layers, capacity=T)
+    got = [model(part, cache=cache).logits for part in row.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(got, 1), wanted, rtol=1e-11, atol=1e-11)
+    assert cache.length == T
+    with pytest.raises(IndexError, match=rf"cache is full: {T + 1} tokens, room for {T}"):
+        model(row[:, :1], cache=cache)
+
+
+def test_left_out_positions_count_from_zero(model: Decoder) -> None:
+    row = tokens()
+    positions = torch.arange(T).expand(2, T)
+    assert torch.equal(model(row).logits, model(row, positions=positions).logits)
+    reversed_positions = positions.flip(1)
+    assert not torch.allclose(model(row).logits, model(row, positions=reversed_positions).logits)
+
+
+def test_every_parameter_says_how_it_starts() -> None:
+    with torch.device("meta"):
+        model = build(CONFIG)
+        tied = build(CONFIG.model_copy(update={"tie_embeddings": True}))
+    initial = {
+        f"{path}.{key}": value
+        for path, module in model.named_modules()
+        for key, value in getattr(module, "initial", {}).items()
+    }
+    assert initial.keys() == dict(model.named_parameters()).keys()
+    residual = 0.1 / math.sqrt(2 * CONFIG.n_layers)
+    for name, value in initial.items():
+        norm = "norm" in name
+        small = name.endswith(("wo.weight", "w_down.weight"))
+        assert value == (Constant(1.0) if norm else Normal(pytest.approx(residual if small else 0.1))), name
+    assert tied.head.weight is tied.embedding.weight
+    assert not tied.head.initial
+
+
+GOLDEN_NAMES = {
+    "embedding.weight": (31, 16),
+    "layers.0.norm1.weight": (16,),
+    "layers.0.attn.wq.weight": (16, 16),
+    "layers.0.attn.wk.weight": (8, 16),
+    "layers.0.attn.wv.weight": (8, 16),
+    "layers.0.attn.wo.weight": (16, 16),
+    "layers.0.norm2.weight": (16,),
+    "layers.0.ffn.w_gate.weight": (24, 16),
+    "layers.0.ffn.w_up.weight": (24, 16),
+    "layers.0.ffn.w_down.weight": (16, 24),
+    "norm.weight": (16,),
+    "head.weight": (31, 16),
+}
+"""What checkpoints hold: a rename breaks every one of them."""
+
+
+def test_names_and_shapes() -> None:
+    with torch.device("meta"):
+        model = build(CONFIG.model_copy(update={"n_layers": 1}))
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == GOLDEN_NAMES
+    assert not list(model.named_buffers())
+
+
+def test_head_dim_is_free_of_d_model() -> None:
+    config = CONFIG.model_copy(update={"head_dim": 6})
+    model = build(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    assert model.layers["0"].attn.wq.weight.shape == (24, 16)
+    assert model(tokens()).logits.shape == (2, T, 31)
+
+
+def test_a_vocabulary_is_needed() -> None:
+    with pytest.raises(
+        UsageError, match=r"model\.vocab_size is not known: set it, or give the tokenizer's size"
+    ):
+        build(CONFIG.model_copy(update={"vocab_size": None}))

@@ -1,0 +1,257 @@
+"""Boxes of cut parameters, plans and what is wrong with them, and the sizes of a mesh's axes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.errors import UsageError
+from megatfm.models import build
+from megatfm.parallel.layout import Placement
+from megatfm.parallel.mesh import axis_sizes, build_mesh
+from megatfm.parallel.plan import Plan, lay, match
+from megatfm.parallel.plans import DECODER
+from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, VOCABULARY_EMBEDDING
+from tests.workers import Workers
+
+# --------------------------------------------------------------------------------------------------- placements
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_parts_make_up_the_tensor(dim: int) -> None:
+    whole = torch.arange(6 * 12).view(6, 12)
+    seen = torch.zeros_like(whole)
+    for part in range(3):
+        offsets, sizes = Placement("w", (6, 12), dim, part, 3).box
+        seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        assert sizes == ((2, 12), (6, 4))[dim]
+        assert torch.equal(
+            whole.chunk(3, dim)[part],
+            whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
+        )
+    assert (seen == 1).all()
+
+
+def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
+    assert Placement("w", (6, 12)).box == ((0, 0), (6, 12))
+    assert Placement("b", ()).box == ((), ())
+    second_column = Placement("w", (6, 12), dim=1, part=1, parts=2)
+    assert second_column.inside((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
+    last_row = Placement("w", (6, 12), dim=0, part=2, parts=3)
+    assert last_row.inside((1, 0), (1, 12)) == ((5, 0), (1, 12))
+
+
+def test_a_dim_that_does_not_divide() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"^parallel\.tp = 4 does not divide dim 0 of head\.weight \[31, 16\]: the nearest size that fits is 32$",
+    ):
+        Placement("head.weight", (31, 16), dim=0, part=0, parts=4)
+    with pytest.raises(UsageError, match=r"the nearest size that fits is 4$"):
+        Placement("head.weight", (1, 16), dim=0, part=0, parts=4)
+
+
+# -------------------------------------------------------------------------------------------------------- plans
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+GOOD: Plan = (("up", COLUMN), ("down", ROW), ("norm", SEQUENCE))
+
+
+def test_a_plan_that_fits() -> None:
+    assert match(Block(), GOOD) == {"up": COLUMN, "down": ROW, "norm": SEQUENCE}
+
+
+def without(name: str) -> Plan:
+    return [row for row in GOOD if row[0] != name]
+
+
+def test_a_parameter_without_a_row() -> None:
+    with pytest.raises(UsageError, match=r"^down\.weight matches no row of the plan: add a row for 'down'$"):
+        match(Block(), without("down"))
+
+
+def test_a_buffer_needs_a_row_too() -> None:
+    model = Block()
+    model.register_module("slopes", nn.Module())
+    model.get_submodule("slopes").register_buffer("table", torch.ones(2))
+    with pytest.raises(
+        UsageError, match=r"^slopes\.table matches no row of the plan: add a row for 'slopes'$"
+    ):
+        match(model, GOOD)
+
+
+def test_a_parameter_of_the_model_itself_has_no_row() -> None:
+    model = Block()
+    model.scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(UsageError, match="scale matches no row of the plan"):
+        match(model, GOOD)
+
+
+def test_two_rows_for_a_module() -> None:
+    with pytest.raises(UsageError, match=r"^up matches 2 rows of the plan, \['up', 'u\*'\]: keep one$"):
+        match(Block(), (*GOOD, ("u*", ROW)))
+
+
+def test_a_row_that_matches_nothing() -> None:
+    with pytest.raises(
+        UsageError, match=r"^rows of the plan match no module: \['upp'\]: remove them or mend the pattern$"
+    ):
+        match(Block(), (*GOOD, ("upp", ROW)))
+
+
+def lay_a_tie(second: str) -> str:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.first, model.second = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        model.second.weight = model.first.weight
+    mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
+    plan = (("first", VOCABULARY_EMBEDDING), ("second", {"column": COLUMN, "row": ROW}[second]))
+    try:
+        layout = lay(model, plan, mesh, sequence_parallel=True)
+    except UsageError as error:
+        return str(error)
+    assert model.first.weight is model.second.weight
+    assert list(layout) == ["first.weight"]
+    assert model.first.weight.shape == (4, 4)
+    return "one weight"
+
+
+def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
+    assert set(workers.run(lay_a_tie, 2, "column")) == {"one weight"}
+    (message,) = set(workers.run(lay_a_tie, 2, "row"))
+    assert message == (
+        "second.weight is tied to first.weight, but their plan rows cut different dims: give both the same cut, or "
+        "untie them"
+    )
+
+
+def lay_decoder(
+    vocabulary: int, sequence_parallel: bool
+) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str]:
+    with torch.device("meta"):
+        model = build(
+            ModelConfig(vocab_size=vocabulary, d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=12)
+        )
+    mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
+    layout = lay(model, DECODER, mesh, sequence_parallel=sequence_parallel)
+    return dict(layout), {n: tuple(p.shape) for n, p in model.named_parameters()}, layout.table
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
+    ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
+    for rank, (layout, shapes, table) in enumerate(ranks):
+        assert shapes == {name: placement.box[1] for name, placement in layout.items()}
+        cut = {name: (p.dim, p.part) for name, p in layout.items() if p.dim is not None}
+        assert cut == {
+            "embedding.weight": (0, rank),
+            **{f"layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
+            "layers.0.attn.wo.weight": (1, rank),
+            **{f"layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
+            "layers.0.ffn.w_down.weight": (1, rank),
+        }
+        partial = {name for name, placement in layout.items() if placement.partial_gradient}
+        norms = {"norm.weight", "layers.0.norm1.weight", "layers.0.norm2.weight"}
+        assert partial == (norms if sequence_parallel else set())
+        assert "mesh  dp_replicate 1 × dp_shard 1 × tp 2" in table
+        assert "[10, 8] → [5, 8]" in table
+        for pattern, style in DECODER:
+            (line,) = [line for line in table.splitlines() if line.startswith(f"{pattern} ")]
+            assert style.name in line
+            assert line.endswith("tp") == (sequence_parallel and style is SEQUENCE)
+
+
+def refused(vocabulary: int) -> str:
+    with pytest.raises(UsageError) as caught:
+        lay_decoder(vocabulary, True)
+    return str(caught.value)
+
+
+def test_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
+    assert set(workers.run(refused, 2, 31)) == {
+        "parallel.tp = 2 does not divide dim 0 of embedding.weight [31, 8]: the nearest size that fits is 32"
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- mesh
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "sizes"),
+    [
+        (ParallelConfig(), 1, (1, 1, 1)),
+        (ParallelConfig(), 6, (1, 6, 1)),
+        (ParallelConfig(tp=2), 6, (1, 3, 2)),
+        (ParallelConfig(dp_replicate=3, tp=2), 6, (3, 1, 2)),
+        (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (2, 2, 2)),
+    ],
+)
+def test_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
+    assert tuple(axis_sizes(config, world).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "message"),
+    [
+        (
+            ParallelConfig(tp=2),
+            1,
+            "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp",
+        ),
+        (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
+        (
+            ParallelConfig(dp_shard=2, tp=2),
+            8,
+            "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,",
+        ),
+        (
+            ParallelConfig(dp_shard=4),
+            2,
+            "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or",
+        ),
+        (
+            ParallelConfig(dp_replicate=4, tp=4),
+            8,
+            "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or",
+        ),
+    ],
+)
+def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        axis_sizes(config, world)
+    assert str(caught.value).startswith(f"the layout {message}")
+
+
+def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
+    mesh = build_mesh(ParallelConfig(dp_replicate=2, tp=2), 4, "cpu")
+    rank = torch.distributed.get_rank()
+    neighbours = mesh.gather_objects(rank, ("dp_shard", "tp"))
+    total = torch.tensor([rank])
+    mesh.sum(total, ("dp_replicate",))
+    return (
+        mesh.rank("dp_replicate"),
+        mesh.rank("tp"),
+        mesh.data_rank,
+        mesh.data_ranks,
+        neighbours,
+        total.tolist(),
+    )
+
+
+def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:
+    assert workers.run(coordinates, 4) == [
+        (0, 0, 0, 2, [0, 1], [2]),
+        (0, 1, 0, 2, [0, 1], [4]),
+        (1, 0, 1, 2, [2, 3], [2]),
+        (1, 1, 1, 2, [2, 3], [4]),
+    ]
