@@ -1,0 +1,182 @@
+"""What may differ between a checkpoint and the run that goes on from it."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.train import resume
+from tests.workers import Workers
+
+PATH = Path("runs/a/checkpoints/step-00000005")
+VALUES: dict[str, Any] = {
+    "name": "a",
+    "model": {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16},
+    "data": {"train": "train", "tokenizer": "t.model", "sequence_length": 8},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "train": {"steps": 10, "global_batch": 4, "micro_batch": 2},
+}
+
+
+def change(values: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    values = copy.deepcopy(values)
+    *sections, last = key.split(".")
+    table = values
+    for section in sections:
+        table = table.setdefault(section, {})
+    table[last] = value
+    return values
+
+
+def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
+    data = {
+        "position": 20,
+        "epoch": 0,
+        "fingerprint": "f",
+        "sequence_length": 8,
+        "streams": 64,
+        "shuffle": True,
+    }
+    made = resume.run_state(
+        Config.model_validate(values), step=5, tokens=160, precision="fp32", tokenizer="t", data=data
+    )
+    for key, value in facts.items():
+        made = change(made, key.replace("__", "."), value)
+    return json.loads(json.dumps(made))  # as it comes back from a checkpoint
+
+
+def test_the_same_run_goes_on() -> None:
+    assert resume.check(resume.Found(PATH, state()), state(), []) == []
+
+
+CHANGES = {
+    "seed": change(VALUES, "train.seed", 1),
+    "schedule": change(VALUES, "train.steps", 20),
+    "optimizer": change(VALUES, "optimizer.lr", 2e-3),
+    "model": change(VALUES, "model.d_ff", 32),
+    "batch": change(VALUES, "train.global_batch", 8),
+}
+
+
+@pytest.mark.parametrize("group", CHANGES)
+def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
+    found = resume.Found(PATH, state())
+    now = state(CHANGES[group])
+    with pytest.raises(UsageError) as caught:
+        resume.check(found, now, [])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{PATH}: was saved by a run that differs: ")
+    assert message.endswith(f'accept the change with resume.allow=["{group}"]')
+    (line,) = resume.check(found, now, [group])
+    assert line in message
+    assert " → " in line
+    others = [other for other in CHANGES if other != group]
+    with pytest.raises(UsageError):
+        resume.check(found, now, others)
+
+
+def test_the_diff_says_what_was_and_what_is() -> None:
+    found = resume.Found(PATH, state())
+    assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "group"),
+    [
+        ({"data__fingerprint": "g"}, "data"),
+        ({"data__streams": 8}, "data"),
+        ({"tokenizer": "u"}, "tokenizer"),
+    ],
+)
+def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
+    found, now = resume.Found(PATH, state()), state(**facts)
+    with pytest.raises(UsageError, match=rf'resume\.allow=\["{group}"\]$'):
+        resume.check(found, now, [])
+    assert len(resume.check(found, now, [group])) == 1
+
+
+def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
+    now = state(change(CHANGES["seed"], "model.d_ff", 32), tokenizer="u")
+    with pytest.raises(
+        UsageError, match=r'train\.seed: 0 → 1.*resume\.allow=\["model", "seed", "tokenizer"\]$'
+    ):
+        resume.check(resume.Found(PATH, state()), now, ["model"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        change(VALUES, "name", "b"),
+        change(VALUES, "parallel.tp", 2),
+        change(VALUES, "train.micro_batch", 1),
+        change(VALUES, "checkpoint.every", 1),
+        change(VALUES, "data.train", "moved/elsewhere"),
+        change(VALUES, "log.every", 1),
+    ],
+)
+def test_what_changes_nothing_may_change(values: dict[str, Any]) -> None:
+    assert resume.check(resume.Found(PATH, state()), state(values), []) == []
+
+
+def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
+    now = state(data__position=99, data__epoch=3, megatfm="9.9", later__fact=1)
+    assert resume.check(resume.Found(PATH, state()), now, []) == []
+    assert resume.check(resume.Found(PATH, now), state(), []) == []
+
+
+def test_a_fact_that_an_older_checkpoint_lacks_is_a_difference() -> None:
+    older = state()
+    del older["config"]["optimizer"]["clip"]
+    with pytest.raises(UsageError, match=r"optimizer\.clip: None → 1\.0"):
+        resume.check(resume.Found(PATH, older), state(), [])
+
+
+# ------------------------------------------------------------------------------------------------------- finding
+
+
+def find(folder: Path) -> str:
+    import torch.distributed as dist
+
+    try:
+        found = resume.find(folder, dist.get_rank())
+    except MegatfmError as error:
+        return f"error: {error}"
+    return f"{found.path.name} at {found.step}" if found else "nothing"
+
+
+def save(folder: Path, step: int) -> Path:
+    import torch
+
+    return checkpoint.save(folder, step, {"w": torch.ones(2)}, {"step": step})
+
+
+def test_all_ranks_find_the_same(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(find, 2, tmp_path / "none") == ["nothing"] * 2
+    for step in (3, 5):
+        workers.run(save, 1, tmp_path, step)
+    assert workers.run(find, 2, tmp_path) == ["step-00000005 at 5"] * 2
+
+
+def test_all_ranks_hear_that_nothing_can_be_read(
+    workers: Workers, tmp_path: Path, corrupt: Callable[[Path], None]
+) -> None:
+    corrupt(workers.run(save, 1, tmp_path, 3)[0])
+    first, second = workers.run(find, 2, tmp_path)
+    assert first == second
+    assert first.startswith("error: ")
+
+
+@pytest.fixture
+def corrupt() -> Callable[[Path], None]:
+    def corrupt(path: Path) -> None:
+        metadata = path / "metadata.json"
+        metadata.write_bytes(metadata.read_bytes()[:-20])
+
+    return corrupt
