@@ -32,7 +32,7 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m mypy
 
 docs: $(VENV)/.installed-docs ## the manual, into site/
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 wheel-test: $(VENV)/.installed ## the built wheel in an empty environment, away from the checkout
 	@CONSTRAINTS="$(CONSTRAINTS)" bash .ci/wheel-test "$(RUN)"
