@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Batch = Mapping[str, Tensor]
+Arrays = Mapping[str, Tensor | NDArray[Any]]
+"""A batch as the loader gives it."""
 
 
 class Objective(Protocol):
     """The part of an objective that an engine needs (see `megatfm.objectives.Objective`)."""
 
-    weights: Mapping[str, float]
+    @property
+    def weights(self) -> Mapping[str, float]: ...
 
     def counts(self, batch: Batch) -> dict[str, Tensor]: ...
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatfm.checkpoint import Box as StoredBox
-from megatfm.engines.interface import Batch, Objective, OptimizerGroup, Sums
+from megatfm.engines.interface import Arrays, Objective, OptimizerGroup, Sums
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.ops.initial import draw
 from megatfm.parallel.layout import Box, Layout
@@ -39,26 +39,24 @@ class NativeEngine:
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         self.dtype = DTYPES[precision]
-        _shard(model.to(self.dtype), mesh, precision, compile_blocks)
+        self.sharded = _shard(model.to(self.dtype), mesh, precision, compile_blocks)
         model.to_empty(device=device)
         self.boxes = {name: self._box(name, p) for name, p in model.named_parameters()}
         self.local = {name: _local(p) for name, p in model.named_parameters()}
         self._initialise(seed)
         self.optimizers = [self._optimizer(group) for group in optimizers]
 
-    def forward_backward(self, microbatches: Sequence[Batch], objective: Objective) -> Sums:
+    def forward_backward(self, microbatches: Sequence[Arrays], objective: Objective) -> Sums:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
         self.model.train()
         batches = [self._to_device(batch) for batch in microbatches]
         counts = self._sum_counts(batches, objective)
         sums = {term: torch.zeros((), dtype=torch.float64, device=self.device) for term in counts}
         for batch in batches:
-            self.model.set_requires_gradient_sync(batch is batches[-1])
+            self.sharded.set_requires_gradient_sync(batch is batches[-1])
             terms = objective(self.model, batch)
-            loss = sum(
-                objective.weights[term] / max(counts[term], 1) * value for term, value in terms.items()
-            )
-            loss.backward()
+            weighted = [objective.weights[name] / max(counts[name], 1) * term for name, term in terms.items()]
+            torch.stack(weighted).sum().backward()
             for term, value in terms.items():
                 sums[term] += value.detach()
         self._sum_partial_gradients()
@@ -80,7 +78,7 @@ class NativeEngine:
         return float(norm)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], objective: Objective) -> Sums:
+    def evaluate(self, batches: Iterable[Arrays], objective: Objective) -> Sums:
         """The loss over batches, of which every rank must bring equally many."""
         self.model.eval()
         sums: dict[str, Tensor] = {}
@@ -178,13 +176,13 @@ class NativeEngine:
         )
         return self.layout[name].inside(tuple(offsets), tuple(sizes))
 
-    def _to_device(self, batch: Batch) -> dict[str, Tensor]:
+    def _to_device(self, batch: Arrays) -> dict[str, Tensor]:
         return {
             field: torch.as_tensor(values).to(self.device, non_blocking=True)
             for field, values in batch.items()
         }
 
-    def _sum_counts(self, batches: Sequence[Batch], objective: Objective) -> dict[str, int]:
+    def _sum_counts(self, batches: Sequence[Mapping[str, Tensor]], objective: Objective) -> dict[str, int]:
         totals = dict.fromkeys(objective.weights, 0)
         for batch in batches:
             for term, count in objective.counts(batch).items():
@@ -218,7 +216,7 @@ class NativeEngine:
         return (cut + whole).sqrt()[0]
 
 
-def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -> None:
+def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -> FSDPModule:
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if precision == "bf16"
@@ -235,6 +233,8 @@ def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -
             # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    assert isinstance(model, FSDPModule)
+    return model
 
 
 def _local(tensor: Tensor) -> Tensor:

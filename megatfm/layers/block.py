@@ -30,4 +30,4 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor, layout: SequenceLayout, cache: LayerCache | None = None) -> Tensor:
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD), layout, cache)
-        return x_BTD + self.ffn(self.norm2(x_BTD))  # type: ignore[no-any-return]
+        return x_BTD + self.ffn(self.norm2(x_BTD))

@@ -41,4 +41,4 @@ class Head(nn.Module):
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if targets_BT is None:
             return F.linear(hidden_BTD, self.weight)
-        return self.loss(hidden_BTD, self.weight, targets_BT)  # type: ignore[no-any-return]
+        return self.loss(hidden_BTD, self.weight, targets_BT)

@@ -18,4 +18,4 @@ class GatedFFN(nn.Module):
         self.w_down = Linear(config.d_ff, config.d_model, residual_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.w_down(self.activation(self.w_gate(x_BTD), self.w_up(x_BTD)))  # type: ignore[no-any-return]
+        return self.w_down(self.activation(self.w_gate(x_BTD), self.w_up(x_BTD)))

@@ -1,5 +1,8 @@
 """Next-token prediction."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from megatfm.ops.cross_entropy import IGNORE
 class Causal:
     """Each document is read as [BOS, d…] and predicts [d…, EOS], so every token counts exactly once an epoch."""
 
-    weights = {"causal": 1.0}  # noqa: RUF012
+    weights: Mapping[str, float] = MappingProxyType({"causal": 1.0})
 
     def __init__(self, special: SpecialTokens) -> None:
         self.special = special
@@ -20,7 +23,7 @@ class Causal:
     def lengths(self, n_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.int64]]:
+    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.integer]]:
         framed = np.concatenate(([self.special.bos], tokens, [self.special.eos])).astype(np.int64)
         return {"tokens": framed[:-1], "targets": framed[1:]}
 

@@ -27,13 +27,14 @@ class SpecialTokens:
 class Objective(Protocol):
     """The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch."""
 
-    weights: Mapping[str, float]
-    """Each term's weight."""
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Each term's weight."""
 
     def lengths(self, n_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Lengths [n] of the built documents of `n_tokens` [n] tokens each."""
 
-    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.int64]]:
+    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.integer]]:
         """Fields of one document, all of the length that `lengths` told; key is (seed, epoch, sample)."""
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:

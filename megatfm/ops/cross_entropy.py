@@ -37,7 +37,7 @@ def cross_entropy(
     the backward pass. For a vocabulary in parts, `weight_WD` holds the rows from `first` on and `reduce` joins the
     parts: every part then gives the whole loss, and its own share of the gradient to `hidden`.
     """
-    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, targets_M, chunk, first, reduce)  # type: ignore[no-any-return]
+    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, targets_M, chunk, first, reduce)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -27,13 +27,14 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its shard along `dim`."""
     first = x.movedim(dim, 0).contiguous()
-    shard = _ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name)
-    return _ops.wait_tensor(shard).movedim(0, dim)
+    shard: Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
+    return shard.movedim(0, dim)
 
 
 def all_sum(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Sum (or "max") over the ranks, outside autograd."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+    reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+    return reduced
 
 
 class _GatherShards(torch.autograd.Function):
@@ -49,7 +50,7 @@ class _GatherShards(torch.autograd.Function):
 
 def gather_shards(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a partial gradient. Adjoint: reduce-scatter."""
-    return _GatherShards.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _GatherShards.apply(x, dim, group)
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -65,7 +66,7 @@ class _ScatterSum(torch.autograd.Function):
 
 def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Partial → sharded along `dim`. Adjoint: all-gather."""
-    return _ScatterSum.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _ScatterSum.apply(x, dim, group)
 
 
 class _Sum(torch.autograd.Function):
@@ -80,7 +81,7 @@ class _Sum(torch.autograd.Function):
 
 def sum_partial(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial → replicated, with a replicated gradient. Adjoint: the identity."""
-    return _Sum.apply(x, group)  # type: ignore[no-any-return]
+    return _Sum.apply(x, group)
 
 
 class _Copy(torch.autograd.Function):
@@ -96,7 +97,7 @@ class _Copy(torch.autograd.Function):
 
 def copy_to_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     """Replicated → the same, with a partial gradient. Adjoint: all-reduce."""
-    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+    return _Copy.apply(x, group)
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -113,4 +114,4 @@ class _GatherReplicated(torch.autograd.Function):
 
 def gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: taking the own shard."""
-    return _GatherReplicated.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _GatherReplicated.apply(x, dim, group)

@@ -69,7 +69,10 @@ def _leave_hook(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _vocabulary_embedding(module: nn.Module, ranks: Ranks) -> None:
-    module.forward = lambda tokens: ranks.leave(embed_shard(tokens, module.weight, ranks.group))
+    def embed(tokens_BT: Tensor) -> Tensor:
+        return ranks.leave(embed_shard(tokens_BT, module.get_parameter("weight"), ranks.group))
+
+    module.forward = embed
 
 
 def _vocabulary_head(module: nn.Module, ranks: Ranks) -> None:
@@ -80,7 +83,7 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks) -> None:
         return gather_replicated(output, -1 % output.dim(), ranks.group) if output.dim() else output
 
     _enter_hook(module, ranks)
-    module.loss.forward = loss
+    module.get_submodule("loss").forward = loss
     module.register_forward_hook(whole_logits)
 
 

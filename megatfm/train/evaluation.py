@@ -47,7 +47,7 @@ def evaluate(
                     n_bytes.add_(int(byte_lengths[targets[targets != IGNORED_TARGET]].sum()))
                     yield batch
 
-        result = engine.evaluate(batches(), objective)  # type: ignore[arg-type]
+        result = engine.evaluate(batches(), objective)
     engine.mesh.sum(n_bytes, ("dp_shard", "dp_replicate"))
     nats = sum(result.sums.values())
     return {

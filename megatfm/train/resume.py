@@ -51,7 +51,7 @@ def find(folder: Path, rank: int) -> Found | None:
     dist.broadcast_object_list(answer)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    return answer[0]  # type: ignore[no-any-return]
+    return answer[0]
 
 
 def run_state(
@@ -78,7 +78,8 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     for facts in (before, after):
         for moving in ("data.position", "data.epoch"):
             facts.pop(moving, None)
-    allowed, refused = [], {}
+    allowed: list[str] = []
+    refused: dict[str, list[str]] = {}
     for key in sorted(before.keys() | after.keys()):
         group = next((name for name, prefixes in GROUPS.items() if key.startswith(prefixes)), None)
         if group is None or before.get(key) == after.get(key):

@@ -42,4 +42,4 @@ class CausalAttention(nn.Module):
         if cache is not None:
             k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKTH)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, layout)
-        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
