@@ -65,6 +65,7 @@ class Run:
                 self._lock = (self.folder / ".lock").open("wb")
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.__exit__(None, None, None)
             raise MegatfmError(
                 f"{self.folder}: another process is training in this run directory: wait for it or give another name"
             ) from None
