@@ -1,0 +1,133 @@
+"""The run directory: its lock, its files, and what a crash leaves in the log."""
+
+import json
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.config import Config, load_config
+from megatfm.errors import MegatfmError
+from megatfm.train.console import RunLog, log
+from megatfm.train.run import Run, run_folder
+
+RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
+
+
+def enter(run: Run) -> None:
+    with run:
+        pass
+
+
+def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
+    with Run(tmp_path / "a", 0):
+        with pytest.raises(
+            MegatfmError, match=r"/a: another process is training in this run directory: wait"
+        ):
+            enter(Run(tmp_path / "a", 0))
+        enter(Run(tmp_path / "a", 1))  # another rank of the first
+        enter(Run(tmp_path / "b", 0))
+    enter(Run(tmp_path / "a", 0))
+
+
+def hold(folder: Path, says: Connection) -> None:
+    with Run(folder, 0):
+        says.send("locked")
+        time.sleep(60)
+
+
+def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    hears, says = context.Pipe()
+    holder = context.Process(target=hold, args=(tmp_path, says))
+    holder.start()
+    try:
+        assert hears.recv() == "locked"
+        with pytest.raises(MegatfmError, match="another process is training"):
+            enter(Run(tmp_path, 0))
+        holder.kill()
+        holder.join(20)
+        enter(Run(tmp_path, 0))
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MegatfmError, match=r"file/a: can't write the run directory: Not a directory"):
+        enter(Run(tmp_path / "file" / "a", 0))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.model").write_bytes(b"a tokenizer")
+    return load_config("quickstart", ["data.tokenizer=t.model"])
+
+
+def test_where_a_run_lives(tmp_path: Path, config: Config) -> None:
+    assert run_folder(config) == tmp_path / "runs" / "quickstart"
+    assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
+
+
+def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
+    run = Run(tmp_path / "a", 0)
+    enter(run)
+    run.describe(config, "the plan\n")
+    assert load_config(tmp_path / "a") == config.model_copy(update={"run_dir": str(tmp_path / "a")})
+    assert json.loads((tmp_path / "a" / "environment.json").read_text())["torch"] == torch.__version__
+    assert (tmp_path / "a" / "plan.txt").read_text() == "the plan\n"
+    assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"a tokenizer"
+    run.describe(config, "another\n")
+    assert (tmp_path / "a" / "plan.txt").read_text() == "another\n"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        ".lock", "config.toml", "environment.json", "logs", "plan.txt", "tokenizer.model",
+    ]  # fmt: skip
+
+
+def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0)
+    run.write("plan.txt", "old")
+    (tmp_path / ".plan.txt.tmp").mkdir()  # stands for a full disk
+    with pytest.raises((MegatfmError, OSError)):
+        run.write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "old"
+
+
+def train_and_fail(run: Run) -> None:
+    with run, RunLog(run, steps=10) as screen:
+        log.info("a message")
+        screen.step(RECORD | {"step": 3}, due=True)
+        screen.step(RECORD | {"step": 4}, due=False)
+        raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
+    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list(log.handlers)
+    with pytest.raises(ValueError, match="the cause"):
+        train_and_fail(Run(tmp_path, rank))
+    assert log.handlers == before, "handlers are taken off again"
+    text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert "INFO a message" in text
+    assert "step 3  loss 1.5000  2,000 tokens/s  lr 1.00e-03  grad norm 0.50" in text
+    assert "step 4" not in text
+    assert "ERROR the cause\nTraceback (most recent call last)" in text
+    assert "in train_and_fail" in text
+    shown = capsys.readouterr()
+    assert ("a message" in shown.out) == (rank == 0)
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    for message in ("first", "second"):
+        with Run(tmp_path, 0) as run, RunLog(run, steps=1):
+            log.info(message)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["first", "second"]
