@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import NativeEngine
+from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
 from megatfm.parallel.layout import Box, Placement
 from megatfm.parallel.mesh import Mesh
@@ -107,10 +108,13 @@ def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
 
 
 def forget_the_tie_s_second_use(patch: Patch) -> None:
-    real = vocabulary._CrossEntropyShard.backward
-    patch_backward(
-        patch, vocabulary._CrossEntropyShard, lambda ctx, gradient: (real(ctx, gradient)[0], *[None] * 4)
-    )
+    real = _ChunkedCrossEntropy.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        hidden, _, *rest = real(ctx, gradient)
+        return hidden, None, *rest
+
+    patch_backward(patch, _ChunkedCrossEntropy, backward)
 
 
 def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:
