@@ -38,12 +38,12 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     """Resolve "auto", on all ranks together: bf16 where a matrix product is faster in it, else fp32."""
     if wanted != "auto":
         return wanted
-    faster = [_seconds(torch.bfloat16, device) < _seconds(torch.float32, device)]
+    faster = [product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)]
     dist.broadcast_object_list(faster)
     return "bf16" if faster[0] else "fp32"
 
 
-def _seconds(dtype: torch.dtype, device: torch.device) -> float:
+def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """The best of several timings of one product of the size of a small model's."""
     left, right = (torch.ones(1024, 512, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
