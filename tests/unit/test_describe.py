@@ -1,0 +1,94 @@
+"""Exact counts of the presets, and their parameters' names and shapes, which checkpoints depend on."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.config import Config, load, load_config, preset_names
+from megatfm.config.prep import PrepConfig
+from megatfm.describe import add_arguments, describe, main
+from megatfm.errors import UsageError
+from megatfm.models import build
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "models"
+VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
+)
+def test_counts_are_exact(preset: str, parameters: int) -> None:
+    found = describe(load_config(preset))
+    assert found.parameters == parameters
+    assert found.embedding + found.non_embedding == parameters
+    header = Path("megatfm/presets", f"{preset}.toml")
+    assert f"{parameters:,}" in (Path(__file__).resolve().parents[2] / header).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_loads(preset: str) -> None:
+    kind = PrepConfig if preset.endswith("-data") else Config
+    assert load(kind, preset)
+
+
+@pytest.mark.parametrize(("preset", "overrides"), [("quickstart", VOCABULARY), ("llama3-8b", [])])
+def test_names_and_shapes_are_golden(preset: str, overrides: list[str]) -> None:
+    """A change here breaks checkpoints: if it is meant, say so in CHANGELOG.md and write the file anew."""
+    shapes = describe(load_config(preset, overrides)).shapes
+    lines = [f"{name} {list(shape)}" for name, shape in shapes.items()]
+    assert lines == (GOLDEN / f"{preset}.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_flops_of_a_small_model_by_hand(tied: str) -> None:
+    """6 FLOPs for each weight of each matrix product, and 12·h for each pair of tokens in a layer."""
+    found = describe(load_config("quickstart", [*VOCABULARY, f"model.tie_embeddings={tied}"]))
+    model, s = found.config.model, found.config.data.sequence_length
+    d, ff, v, layers = model.d_model, model.d_ff, 4096, model.n_layers
+    matrices = layers * (4 * d * d + 3 * d * ff) + v * d
+    norms = (2 * layers + 1) * d
+    assert found.multiplied == matrices + norms
+    assert found.flops_full == 6 * (matrices + norms) + 12 * layers * d * s
+    assert found.flops_full - found.flops_causal == 6 * layers * d * s
+    assert found.tokens == found.tokens_per_step * found.config.train.steps
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_bytes_are_those_of_the_real_optimizers(name: str) -> None:
+    """4 weight + 4 gradient + 8: two moments, or Muon's momentum and whole copy."""
+    overrides = [*VOCABULARY, f"optimizer.name={name}"]
+    overrides += ["optimizer.matrix_lr=0.02"] * (name == "muon")
+    preset = "quickstart" if name == "muon" else "llama3-8b"
+    found = describe(load_config(preset, overrides))
+    assert found.optimizer_bytes == 8
+    assert found.state_bytes == 16
+
+
+def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """405 billion parameters in no memory: they are on the meta device."""
+    seen: list[torch.nn.Module] = []
+    monkeypatch.setattr("megatfm.models.build", lambda config: seen.append(build(config)) or seen[-1])
+    describe(load_config("llama3-405b"))
+    assert all(parameter.is_meta for parameter in seen[0].parameters())
+
+
+def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert main(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "32 heads of 128, 8 of keys and values",
+        "8,030,261,248",
+        "theta 500,000",
+        "8,388,608,000 in 2,000 steps",
+    ):
+        assert text in printed
+
+
+def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model\.vocab_size is not set, and there is no tokenizer at"):
+        describe(load_config("quickstart", [f"data.tokenizer={tmp_path}/tokenizer.model"]))
