@@ -1,0 +1,204 @@
+"""`megatfm doctor`: what this machine can run, and how to get what is missing."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+ANSWER_SECONDS = 10.0
+ENOUGH_DISK = 10 * 2**30
+
+OPTIONAL = {
+    "wandb": ("log.sinks = ['wandb']", "pip install 'megatfm[wandb]'"),
+    "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
+    "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
+    "xxhash": ("megatfm prep", "pip install 'megatfm[prep]'"),
+    "deepspeed": ("the DeepSpeed engine, which is not there yet", "make deepspeed"),
+    "megablocks": ("mixture of experts on GPUs, which is not there yet", "make moe"),
+}
+"""Package → what it is for, how to get it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked for, what was found, and, where it is missing, the way to get it."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+    required: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a line for each thing; 1 if something is missing without which nothing runs."""
+    missing = 0
+    for section, look in SECTIONS.items():
+        print(section)
+        for finding in _safely(look, section):
+            advice = f"  → {finding.advice}" if finding.advice and not finding.ok else ""
+            print(f"  {'ok' if finding.ok else 'missing':<8}{finding.name:<16}{finding.found}{advice}")
+            missing += finding.required and not finding.ok
+    return 1 if missing else 0
+
+
+def _safely(look: Callable[[], Iterator[Finding]], section: str) -> Iterator[Finding]:
+    """A machine in any state gets its whole report: a look that fails is a finding."""
+    try:
+        yield from look()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        yield Finding(section.lower(), False, f"can't tell: {type(error).__name__}: {text}")
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter, torch, and the processor."""
+    found, wanted = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
+    yield Finding(
+        "Python", found >= OLDEST_PYTHON, platform.python_version(), f"install {wanted}", required=True
+    )
+    version = _version("torch")
+    yield Finding(
+        "torch",
+        bool(version) and _numbers(version) >= OLDEST_TORCH,
+        version or "not installed",
+        "pip install -c constraints.txt megatfm",
+        required=True,
+    )
+    yield Finding("processor", True, f"{os.cpu_count()} cores, {platform.machine()}")
+    if version:
+        ratio = _bf16_speed("cpu")
+        yield Finding(
+            "bf16 on it", ratio > 1, f"{ratio:.1f} × as fast as fp32", "train.precision=fp32 is faster here"
+        )
+
+
+def gpus() -> Iterator[Finding]:
+    """The devices that torch sees, and its ways to talk between processes."""
+    import torch
+    import torch.distributed as dist
+
+    count = torch.cuda.device_count()
+    built = torch.version.cuda and f"CUDA {torch.version.cuda}"
+    why = "torch sees none" if built else "this torch is built without CUDA"
+    yield Finding("GPU", count > 0, f"{count}, {built}" if count else why, "training runs on the CPU")
+    for number in range(count):
+        facts = torch.cuda.get_device_properties(number)
+        ratio = f"bf16 {_bf16_speed(f'cuda:{number}'):.1f} × as fast as fp32"
+        yield Finding(f"GPU {number}", True, f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {ratio}")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Finding("gloo", gloo, "for processes on CPUs", "install a torch that has it", required=True)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else ""  # type: ignore[no-untyped-call]
+    yield Finding("NCCL", nccl, version or "for processes on GPUs", "comes with a torch for CUDA")
+
+
+def mpi() -> Iterator[Finding]:
+    """mpirun, and mpi4py with a library that it can load."""
+    yield _program("mpirun", ["--version"], "make system-deps, or apt-get install openmpi-bin")
+    if not _version("mpi4py"):
+        yield Finding("mpi4py", False, "not installed", "pip install 'megatfm[mpi]'")
+        return
+    # In another process, since a library that does not fit may end the one that loads it.
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    ok, text = _ask([sys.executable, "-c", code])
+    library = f"{_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
+    yield Finding("mpi4py", ok, library, "make system-deps, or apt-get install libopenmpi-dev")
+
+
+def slurm() -> Iterator[Finding]:
+    """The commands of SLURM, and whether the controller answers."""
+    yield _program("sbatch", ["--version"], "run `megatfm launch --slurm` where jobs are submitted")
+    if shutil.which("sinfo"):
+        ok, text = _ask(["sinfo", "--noheader", "--format=%P %D"])
+        partitions = ", ".join(f"{line} nodes" for line in text.splitlines()) if ok else text
+        yield Finding("partitions", ok, partitions, "is slurmctld running? ask `scontrol ping`")
+
+
+def packages() -> Iterator[Finding]:
+    """What some features need besides."""
+    for package, (purpose, how) in OPTIONAL.items():
+        version = _version(package)
+        yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", how)
+    browsers = ("chromium", "chromium-browser", "google-chrome")
+    browser = next((name for name in browsers if shutil.which(name)), None)
+    yield Finding(
+        "chromium",
+        bool(browser),
+        f"{browser or 'not installed'}, for tests of the report",
+        "make system-deps",
+    )
+
+
+def disk() -> Iterator[Finding]:
+    """Room for corpora and checkpoints here."""
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free / 2**30:.1f} GiB free in {Path.cwd()}"
+    yield Finding("disk", free >= ENOUGH_DISK, found, "checkpoints take 12 to 16 bytes a parameter each")
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "Python": python,
+    "Devices": gpus,
+    "MPI": mpi,
+    "SLURM": slurm,
+    "Packages": packages,
+    "Disk": disk,
+}
+
+
+def _version(package: str) -> str:
+    """The installed version of a package; empty where it can't be imported."""
+    if importlib.util.find_spec(package) is None:
+        return ""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _program(name: str, arguments: list[str], how: str) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, False, "not on the PATH", how)
+    ok, text = _ask([path, *arguments])
+    return Finding(name, ok, text.splitlines()[0] if ok and text else text, how)
+
+
+def _ask(command: list[str]) -> tuple[bool, str]:
+    """Whether a command ends well in time, and the last it said."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {ANSWER_SECONDS:g} s"
+    except OSError as error:
+        return False, f"can't be run: {error.strerror}"
+    output = (done.stdout if done.returncode == 0 else done.stderr).strip()
+    return done.returncode == 0, output if done.returncode == 0 else (output.splitlines() or ["failed"])[-1]
+
+
+def _bf16_speed(device: str) -> float:
+    """How many times faster a matrix product is in bfloat16 than in float32."""
+    import torch
+
+    from megatfm.train.build import product_seconds
+
+    where = torch.device(device)
+    return product_seconds(torch.float32, where) / product_seconds(torch.bfloat16, where)
