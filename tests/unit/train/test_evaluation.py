@@ -1,0 +1,197 @@
+"""Bits per byte of a tiny corpus against a computation by hand, whatever the batches and ranks."""
+
+import inspect
+import json.decoder
+import json.encoder
+import json.scanner
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm import tokenizers
+from megatfm.config import Config
+from megatfm.data import Corpus, ShardWriter
+from megatfm.models import Decoder, build
+from megatfm.ops.initial import draw
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine, choose_precision
+from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.evaluation import evaluate
+from tests.workers import Workers
+
+LENGTH = 48
+TEXTS = [
+    *(inspect.getsource(module)[:n] for module, n in ((json.scanner, 700), (json.encoder, 900))),
+    "",  # an empty document has an end to predict, and no bytes
+    "Größe, naïve, 東京 \N{GRINNING FACE}\t\ttabs\r\n\u2581 and a mark",
+    "x",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tokenizer.model and a corpus of several frames, so of several blocks of rows."""
+    folder = tmp_path_factory.mktemp("corpus")
+    model = tokenizers.train_sentencepiece(
+        [inspect.getsource(json.decoder), *TEXTS], vocab_size=400, sentinels=2
+    )
+    (folder / "tokenizer.model").write_bytes(model)
+    tokenizer = tokenizers.Tokenizer(model)
+    with ShardWriter(
+        folder / "validation", tokenizer_hash=tokenizer.hash, token_dtype="uint16", frame_bytes=4096
+    ) as writer:
+        for number, text in enumerate(TEXTS):
+            writer.add(f"{number}", tokenizer.encode(text), "by hand", len(text.encode()))
+        writer.finish({})
+    assert Corpus.open(folder / "validation").n_blocks > 1
+    return folder
+
+
+def config(folder: Path, **parallel: Any) -> Config:
+    corpus = str(folder / "validation")
+    return Config.model_validate(
+        {
+            "name": "a",
+            "model": {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16, "init_std": 0.5},
+            "data": {
+                "train": corpus,
+                "validation": {"all": corpus},
+                "tokenizer": str(folder / "tokenizer.model"),
+                "sequence_length": LENGTH,
+            },
+            "parallel": parallel,
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seed": 5, "precision": "fp64"},
+        }
+    )
+
+
+def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows: int) -> dict[str, Any]:
+    settings, tokenizer = open_tokenizer(config(folder, **parallel))
+    corpora = open_corpora(settings, tokenizer)
+    mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
+    engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
+    return evaluate(
+        engine,
+        corpora.validation["all"],
+        corpora.objective,
+        tokenizer.byte_lengths(),
+        micro_batch=micro_batch,
+        max_rows=max_rows,
+    )
+
+
+@cache
+def model_of(folder: Path) -> Decoder:
+    settings, _ = open_tokenizer(config(folder))
+    model = build(settings.model).double()
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            weight = getattr(module, key)
+            weight.data = draw(
+                initial, 5, f"{path}.{key}", weight.shape, (0,) * weight.dim(), weight.shape
+            ).double()
+    return model
+
+
+def by_hand(folder: Path) -> tuple[float, int]:
+    """Nats and targets: each document between its marks, one after the other, cut wherever a row ends."""
+    tokenizer = tokenizers.load(folder / "tokenizer.model")
+    corpus, model = Corpus.open(folder / "validation"), model_of(folder)
+    nats, count = 0.0, 0
+    for block in range(corpus.n_blocks):
+        place = 0
+        for _, tokens in corpus.block(block):
+            framed = [tokenizer.bos, *tokens.tolist(), tokenizer.eos]
+            start = 0
+            while start < len(framed) - 1:
+                end = min(start + LENGTH - place % LENGTH, len(framed) - 1)
+                with torch.no_grad():
+                    logits = model(torch.tensor([framed[start:end]])).logits[0]
+                targets = torch.tensor(framed[start + 1 : end + 1])
+                nats -= float(logits.log_softmax(-1)[torch.arange(len(targets)), targets].sum())
+                count += len(targets)
+                place += end - start
+                start = end
+    return nats, count
+
+
+CASES = [
+    (1, {}, 1),
+    (1, {}, 3),
+    (1, {}, 50),  # one batch, mostly rows of padding
+    (2, {"dp_shard": 2}, 1),
+    (2, {"dp_shard": 2}, 20),  # the second rank sees nothing but padding
+    (2, {"tp": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "micro_batch"), CASES)
+def test_bits_per_byte(
+    workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], micro_batch: int
+) -> None:
+    nats, count = by_hand(folder)
+    n_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert n_bytes == Corpus.open(folder / "validation").n_text_bytes
+    results = workers.run(evaluated, ranks, folder, parallel, micro_batch, 0)
+    assert all(result == results[0] for result in results)
+    result = results[0]
+    assert result["bytes"] == n_bytes
+    assert result["tokens"] == count
+    assert result["loss"] == pytest.approx(nats / count, rel=1e-11)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-11)
+
+
+def test_the_first_rows_alone(workers: Workers, folder: Path) -> None:
+    everything = workers.run(evaluated, 1, folder, {}, 2, 0)[0]
+    first = workers.run(evaluated, 1, folder, {}, 2, 3)[0]
+    assert first["rows"] == 3 < everything["rows"]
+    assert 0 < first["bytes"] < everything["bytes"]
+    shared = workers.run(evaluated, 2, folder, {}, 1, 3)[0]
+    assert shared.keys() == first.keys()
+    assert all(shared[key] == pytest.approx(value, rel=1e-12) for key, value in first.items())
+    assert workers.run(evaluated, 1, folder, {}, 2, 10**6)[0] == everything
+
+
+def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(
+    workers: Workers, folder: Path
+) -> None:
+    result = workers.run(evaluated_uniform, 1, folder)[0]
+    assert result["loss"] == pytest.approx(math.log(400), rel=1e-12)
+    wanted = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
+    assert result["bits_per_byte"] == pytest.approx(wanted, rel=1e-12)
+
+
+def evaluated_uniform(folder: Path) -> dict[str, Any]:
+    settings, tokenizer = open_tokenizer(config(folder))
+    corpora = open_corpora(settings, tokenizer)
+    engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
+    for tensor in engine.local.values():
+        tensor.zero_()
+    rows = corpora.validation["all"]
+    return evaluate(engine, rows, corpora.objective, tokenizer.byte_lengths(), micro_batch=4)
+
+
+def chosen(wanted: str) -> str:
+    return choose_precision(wanted, torch.device("cpu"))
+
+
+def test_all_ranks_choose_the_same_precision(workers: Workers) -> None:
+    assert workers.run(chosen, 2, "fp64") == ["fp64"] * 2
+    (choice,) = set(workers.run(chosen, 2, "auto"))
+    assert choice in ("bf16", "fp32")
+
+
+def test_every_token_stands_for_its_bytes(folder: Path) -> None:
+    tokenizer = tokenizers.load(folder / "tokenizer.model")
+    lengths = tokenizer.byte_lengths()
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert int(lengths[ids].sum()) == len(text.encode())
+    assert np.all(lengths[[tokenizer.bos, tokenizer.eos, tokenizer.pad]] == 0)
