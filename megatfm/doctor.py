@@ -21,7 +21,6 @@ OPTIONAL = {
     "wandb": ("log.sinks = ['wandb']", "pip install 'megatfm[wandb]'"),
     "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
-    "xxhash": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "deepspeed": ("the DeepSpeed engine, which is not there yet", "make deepspeed"),
     "megablocks": ("mixture of experts on GPUs, which is not there yet", "make moe"),
 }
@@ -102,7 +101,7 @@ def gpus() -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding("gloo", gloo, "for processes on CPUs", "install a torch that has it", required=True)
     nccl = dist.is_available() and dist.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else ""  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else ""
     yield Finding("NCCL", nccl, version or "for processes on GPUs", "comes with a torch for CUDA")
 
 

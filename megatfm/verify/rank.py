@@ -70,7 +70,7 @@ def run_rank(connection: Connection, place: Place, config: Config, batch: Arrays
         connection.recv()
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(place.store, place.world_size),  # type: ignore[attr-defined]
+            store=dist.FileStore(place.store, place.world_size),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=place.timeout),

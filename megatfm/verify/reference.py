@@ -50,7 +50,7 @@ def reference_step(config: Config, batch: Arrays) -> Step:
     counts = objective.counts(tensors)
     terms = objective(model, tensors)
     loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACES = ("c10d", "_c10d_functional")
@@ -28,7 +28,7 @@ class Traffic(TorchDispatchMode):
     """While entered, counts the collectives of this thread. axes: process-group name → what to call it."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._axes = dict(axes)
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
