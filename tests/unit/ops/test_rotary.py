@@ -56,4 +56,5 @@ def test_bfloat16_is_turned_in_float32_also_far_out() -> None:
     turned = rotate(x, *table)
     assert turned.dtype == torch.bfloat16
     exact = rotate(x.double(), *table)
-    assert (turned.double() - exact).abs().max() <= 2**-8 * exact.abs().max()  # rounded once, at the end
+    # Rounded once, at the end: bfloat16 keeps eight binary digits, and float32 is exact beside it.
+    assert ((turned.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
