@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.config import Config, load_config
+from megatfm.config import Config, load_config, preset_names
 from megatfm.config.load import load as load_kind
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match="no such config file or preset; presets: quickstart, quickstart-data"
+        UsageError, match=f"no such config file or preset; presets: {', '.join(preset_names())}$"
     ):
         load_config(tmp_path / "none.toml")
     with pytest.raises(UsageError, match=r"quickstrat: no such .* \(did you mean 'quickstart'\?\)"):
