@@ -11,12 +11,13 @@ def causal_attention_reference(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1TS: Tensor | None = None
 ) -> Tensor:
     """Attention written out: softmax(q kᵀ / √H) v under a causal or given mask, [B, N, T, H]."""
-    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
-    k_BNSH, v_BNSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
-    scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) * q_BNTH.shape[-1] ** -0.5
+    if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
+        k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+    # Scaling the queries costs less than scaling the scores.
+    scores_BNTS = (q_BNTH * q_BNTH.shape[-1] ** -0.5) @ k_BKSH.transpose(-1, -2)
     if mask_B1TS is None:
         mask_B1TS = torch.ones(scores_BNTS.shape[-2:], dtype=torch.bool, device=q_BNTH.device).tril()
-    return scores_BNTS.masked_fill(~mask_B1TS, -torch.inf).softmax(-1) @ v_BNSH
+    return scores_BNTS.masked_fill_(~mask_B1TS, -torch.inf).softmax(-1) @ v_BKSH
 
 
 MATMUL_SCORES = 2**26

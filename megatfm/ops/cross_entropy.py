@@ -65,9 +65,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits -= reduce(logits.amax(1, keepdim=True), "max")
             target_logit = logits.gather(1, local) * held
             exponentials = logits.exp_()
-            own = torch.stack((target_logit, exponentials.sum(1, keepdim=True)))
-            target_logit, normaliser = reduce(own, "sum")
-            total += ((normaliser.log() - target_logit) * counted).sum()
+            own = torch.stack((target_logit, exponentials.sum(1, keepdim=True), held.to(precise)))
+            target_logit, normaliser, found = reduce(own, "sum")
+            # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
+            losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
+            total += losses.where(counted, 0).sum()
             if any(ctx.needs_input_grad):
                 gradient = exponentials.mul_(counted / normaliser)
                 gradient.scatter_add_(1, local, -held.to(precise))

@@ -33,7 +33,7 @@ class Placement:
             size = self.shape[self.dim]
             raise UsageError(
                 f"parallel.tp = {self.parts} does not divide dim {self.dim} of {self.name} {list(self.shape)}: "
-                f"the nearest size that fits is {max(1, round(size / self.parts)) * self.parts}"
+                f"the next size that fits is {-(-size // self.parts) * self.parts}"
             )
 
     @property

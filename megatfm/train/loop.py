@@ -4,7 +4,6 @@ import logging
 import time
 from typing import Any
 
-import psutil
 import torch
 
 from megatfm import checkpoint
@@ -21,6 +20,7 @@ from megatfm.train.console import RunLog
 from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate
 from megatfm.train.init import load_weights
+from megatfm.train.memory import keep_freed_memory, memory_bytes
 from megatfm.train.metrics import MetricsLog, RunFacts, log_event
 from megatfm.train.profile import StepProfile
 from megatfm.train.run import Run, run_folder
@@ -38,6 +38,8 @@ def train(config: Config) -> int:
     import_plugins(config.plugins)
     config, tokenizer = open_tokenizer(config)
     with bootstrap.joined(device=config.train.device) as rank:
+        if rank.device.type == "cpu":
+            keep_freed_memory()
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         check_batch(config.train.global_batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
@@ -145,7 +147,7 @@ class Trainer:
             "tokens_per_second": config.train.global_batch * config.data.sequence_length / seconds,
             "data_wait_seconds": loader.waited - waited,
             "step_seconds": seconds,
-            "memory_bytes": _memory_bytes(self.engine.device),
+            "memory_bytes": memory_bytes(self.engine.device),
             "time": time.time(),
         }
 
@@ -220,12 +222,3 @@ class Trainer:
         log.info("%s: %s", event, detail)
         if self.run.is_main:
             log_event(self.run.folder, event, detail, self.step)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Most memory that this process held on the GPU, or holds now on the CPU."""
-    return (
-        torch.cuda.max_memory_allocated(device)
-        if device.type == "cuda"
-        else psutil.Process().memory_info().rss
-    )

@@ -73,3 +73,9 @@ def test_only_one_input_needs_a_gradient() -> None:
     (found,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, 4), [hidden])
     (wanted,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    targets[3] = V
+    assert cross_entropy(hidden, weight, targets).isnan()

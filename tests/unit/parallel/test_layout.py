@@ -44,10 +44,10 @@ def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
 def test_a_dim_that_does_not_divide() -> None:
     with pytest.raises(
         UsageError,
-        match=r"^parallel\.tp = 4 does not divide dim 0 of head\.weight \[31, 16\]: the nearest size that fits is 32$",
+        match=r"^parallel\.tp = 4 does not divide dim 0 of head\.weight \[31, 16\]: the next size that fits is 32$",
     ):
         Placement("head.weight", (31, 16), dim=0, part=0, parts=4)
-    with pytest.raises(UsageError, match=r"the nearest size that fits is 4$"):
+    with pytest.raises(UsageError, match=r"the next size that fits is 4$"):
         Placement("head.weight", (1, 16), dim=0, part=0, parts=4)
 
 
@@ -179,7 +179,7 @@ def refused(vocabulary: int) -> str:
 
 def test_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
     assert set(workers.run(refused, 2, 31)) == {
-        "parallel.tp = 2 does not divide dim 0 of embedding.weight [31, 8]: the nearest size that fits is 32"
+        "parallel.tp = 2 does not divide dim 0 of embedding.weight [31, 8]: the next size that fits is 32"
     }
 
 
