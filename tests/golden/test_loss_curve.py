@@ -1,0 +1,78 @@
+"""The loss curve of a small model on keyed text: a change of the mathematics, however small, shows here.
+
+To accept a change: `python tests/golden/test_loss_curve.py` writes the curve anew; say in the commit why it moved.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatfm import keyed
+from megatfm.config import ModelConfig, MuonConfig, ParallelConfig, ScheduleConfig
+from megatfm.engines import NativeEngine
+from megatfm.models import build
+from megatfm.objectives import Causal, SpecialTokens
+from megatfm.parallel import bootstrap
+from megatfm.parallel.mesh import build_mesh
+from megatfm.parallel.plan import lay
+from megatfm.parallel.plans import PLANS
+from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.schedules import factor
+
+GOLDEN = Path(__file__).with_name("loss_curve.json")
+STEPS, ROWS, LENGTH, VOCABULARY = 40, 8, 32, 64
+TOLERANCE = 1e-4
+"""Relative; another CPU's float32 kernels differ by 1e-6, a learning rate × 1.1 by more than ten times this."""
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """Text in which each token follows from the one before, three times in four."""
+    follows = keyed.permutation(VOCABULARY, "golden", "follows")
+    noise = keyed.raw(ROWS * (LENGTH + 1), "golden", step).reshape(ROWS, LENGTH + 1)
+    tokens = (noise % np.uint64(VOCABULARY)).astype(np.int64)
+    for place in range(1, LENGTH + 1):
+        expected = noise[:, place] >> np.uint64(62) != 0
+        tokens[expected, place] = follows[tokens[expected, place - 1]]
+    whole = torch.from_numpy(tokens)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    return {"tokens": whole[:, :-1], "targets": whole[:, 1:], "positions": positions}
+
+
+def curve(lr: float) -> list[float]:
+    optimizer = MuonConfig(lr=lr, matrix_lr=0.02 * lr / 3e-3)
+    config = ModelConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=64)
+    mesh = build_mesh(ParallelConfig(), 1, "cpu")
+    with torch.device("meta"):
+        model = build(config)
+    layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=True)
+    shapes = {name: placement.shape for name, placement in layout.items()}
+    engine = NativeEngine(
+        model,
+        layout,
+        mesh,
+        device=torch.device("cpu"),
+        precision="fp32",
+        seed=0,
+        optimizers=OPTIMIZERS.get("muon")(optimizer, shapes),
+    )
+    objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
+    for step in range(1, STEPS + 1):
+        losses.append(engine.forward_backward([batch(step)], objective).loss)
+        engine.step(lr * factor(ScheduleConfig(warmup_steps=4), step, STEPS), clip=1.0)
+    return losses
+
+
+def test_the_curve_is_the_golden_one_and_another_learning_rate_is_not(workers):
+    golden = json.loads(GOLDEN.read_text())
+    (ours,) = workers.run(curve, 1, 3e-3)
+    assert ours == pytest.approx(golden, rel=TOLERANCE)
+    (other,) = workers.run(curve, 1, 3.3e-3)
+    assert other != pytest.approx(golden, rel=10 * TOLERANCE)
+
+
+if __name__ == "__main__":
+    with bootstrap.joined(device="cpu"):
+        GOLDEN.write_text(json.dumps(curve(3e-3), indent=1) + "\n")
