@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 import torch
 
-from megatfm.config import Config, find_config, load
+from megatfm.config import Config, find_config, load, preset_names
 from megatfm.config.prep import PrepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +26,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
+COMMANDS_PAGE = "commands.md"
 
 
 def fences(language: str) -> Iterator[tuple[Path, str, str]]:
@@ -52,8 +53,8 @@ def inline_commands() -> list[Any]:
     for page in PAGES:
         prose = FENCE.sub("", page.read_text(encoding="utf-8"))
         for line in (" ".join(text.split()) for text in re.findall(r"`(megatfm [a-z]+ [^`]+)`", prose)):
-            # Those with placeholders such as CONFIG, or short of arguments, only name a command.
-            if not re.search(r"[A-Z]{2,}|…", line) and len(line.split()) > 3:
+            # Those with placeholders such as CONFIG or N, or short of arguments, only name a command.
+            if not re.search(r"\b[A-Z]+\b|…", line) and len(line.split()) > 3:
                 found.append(pytest.param(line, id=f"{page.name}: {line}"))
     return found
 
@@ -62,9 +63,10 @@ def inline_commands() -> list[Any]:
 def test_commands_parse(line: str) -> None:
     cli = importlib.import_module("megatfm.cli")
     arguments = cli.build_parser().parse_args(shlex.split(line, comments=True)[1:])
-    for override in getattr(arguments, "overrides", ()):
+    if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
-        load(kind, preset, [override])
+        named = getattr(arguments, "config", "")
+        load(kind, named if named in preset_names() else preset, overrides)
 
 
 @pytest.mark.parametrize("line", commands("make"))
@@ -124,7 +126,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         path = (page.parent / target).resolve() if target else page
-        if path.parent.name == "reference" and path.name in GENERATED:
+        if path.parent.name == "reference" and path.name in (*GENERATED, COMMANDS_PAGE):
             continue
         assert path.is_file(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
@@ -167,6 +169,31 @@ def test_the_reference_spells_types_and_defaults() -> None:
         '## `[optimizer]` with `name = "muon"`',
     ):
         assert row in text
+
+
+def test_every_command_and_flag_is_explained() -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
+    cli = importlib.import_module("megatfm.cli")
+    text = module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
+    headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)
+    assert {heading.split()[0] for heading in headings} == set(cli.COMMANDS)
+    assert {"data check", "data show", "config show", "config schema"} <= set(headings)
+    for row in (
+        "| `--nproc N` | processes here",
+        "| `--dry-run` | print what",
+        "| `key=value …` | for example",
+    ):
+        assert row in text
+    assert not re.search(r"\| \|$|None|SUPPRESS", text, re.MULTILINE), "an argument says nothing"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(
+        re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    generated = {f"reference/{name}" for name in (*GENERATED, COMMANDS_PAGE)}
+    assert listed == written | generated
 
 
 def test_adding_a_norm_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
