@@ -3,9 +3,9 @@
 import argparse
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, example: str = "train.steps=100") -> None:
     """CONFIG and its overrides."""
     parser.add_argument(
         "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=100")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")

@@ -3,9 +3,11 @@
 import argparse
 
 from data_prep.command import cli
-from megatfm.commands import add_config_arguments as add_arguments
+from megatfm.commands import add_config_arguments
 
-__all__ = ["add_arguments", "main"]
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, example="read.folder=my-texts")
 
 
 def main(args: argparse.Namespace) -> int:

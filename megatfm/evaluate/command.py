@@ -23,7 +23,10 @@ def main(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    results, baselines = evaluate_run(Path(args.run_dir), _sets(args.set), args.compressors)
+    found = evaluate_run(Path(args.run_dir), _sets(args.set), args.compressors)
+    if found is None:
+        return 0
+    results, baselines = found
     table = Table(title=f"{args.run_dir}, step {results['step']}")
     for heading in ("set", "loss (nats per token)", "bits per byte", "bytes"):
         table.add_column(heading, justify="left" if heading == "set" else "right")
@@ -37,8 +40,11 @@ def main(args: argparse.Namespace) -> int:
 
 def evaluate_run(
     run_dir: Path, sets: dict[str, str], with_compressors: bool
-) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The results of each set, and of the compressors; both are written into the run directory as well."""
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
+    """The results of each set, and of the compressors; both are written into the run directory as well.
+
+    Under several processes all take part, and rank 0 has the results.
+    """
     from megatfm import checkpoint
     from megatfm.config import load_config
     from megatfm.evaluate.compressors import compressors
@@ -72,17 +78,15 @@ def evaluate_run(
             name: evaluate(engine, rows, corpora.objective, lengths, micro_batch=config.train.micro_batch)
             for name, rows in corpora.validation.items()
         }
+    if not rank.is_main:
+        return None
     found = {"step": state["step"], "sets": results}
-    baselines = (
-        {name: compressors(rows.corpus, tokenizer) for name, rows in corpora.validation.items()}
-        if with_compressors
-        else {}
-    )
+    sets_read = corpora.validation.items() if with_compressors else ()
+    baselines = {name: compressors(rows.corpus, tokenizer) for name, rows in sets_read}
     run = Run(run_dir, rank.rank)
-    if run.is_main:
-        run.write("evaluation.json", json.dumps(found, indent=2) + "\n")
-        if baselines:
-            run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
+    run.write("evaluation.json", json.dumps(found, indent=2) + "\n")
+    if baselines:
+        run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
     return found, baselines
 
 

@@ -1,7 +1,6 @@
 """Where the tokens of a batch stand: what attention and position encodings need to know about a sequence."""
 
 from collections.abc import Callable, Hashable
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -32,12 +31,15 @@ class SequenceLayout:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
 
-    @cached_property
+    @property
     def causal_mask(self) -> Tensor | None:
         """Boolean [B, 1, T, S], true where a query may look; None where plain causal order says it all.
 
         One layout serves all layers, so that the mask is made once. A padding token sees itself.
         """
+        return self.once("causal mask", self._causal_mask)  # torch.compile can't follow a cached_property
+
+    def _causal_mask(self) -> Tensor | None:
         length = self.positions.shape[1]
         if self.documents is None and self.past == 0:
             return None
