@@ -1,4 +1,7 @@
-"""What gzip and xz need for the text of a corpus: the yardstick for bits per byte."""
+"""What gzip and xz need for the text of a corpus: the yardstick for bits per byte.
+
+Python's own zlib and lzma stand for the programs: lzma gives xz's bytes, zlib up to half a percent more than gzip.
+"""
 
 import gzip
 import lzma

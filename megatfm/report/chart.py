@@ -6,7 +6,7 @@ its size on a phone and on a projector.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -51,6 +51,8 @@ class Level:
     name: str
     value: float
     at: float = 0.0
+    label: str = ""
+    """What is written at the line; levels that lie too close together share the label of the highest."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def chart(
         paths=[_draw(line, place) for line in lines],
         x_ticks=[Tick(place(step, values[0])[0] * 100 / BOX, number(step)) for step in steps],
         y_ticks=[Tick(height(value), label(value)) for value in ticks],
-        levels=[Level(level.name, level.value, height(level.value)) for level in levels],
+        levels=_labelled([Level(level.name, level.value, height(level.value)) for level in levels]),
         summary="; ".join(_words(line, label) for line in lines if line.kind != "thin"),
         broken=sum(
             len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"
@@ -121,6 +123,21 @@ def chart(
         y_range=(low, high),
         log=log,
     )
+
+
+def _labelled(levels: Sequence[Level]) -> list[Level]:
+    """Levels from the top, with labels that don't overlap: a line of text is about a tenth of a small chart."""
+    groups: list[list[Level]] = []
+    for level in sorted(levels, key=lambda level: level.at):
+        if groups and level.at - groups[-1][0].at < 10:
+            groups[-1].append(level)
+        else:
+            groups.append([level])
+    return [
+        replace(level, label="" if place else " · ".join(f"{one.name} {number(one.value)}" for one in group))
+        for group in groups
+        for place, level in enumerate(group)
+    ]
 
 
 def smooth(curve: Curve) -> Curve:

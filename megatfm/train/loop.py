@@ -152,7 +152,6 @@ class Trainer:
         }
 
     def _evaluate(self) -> dict[str, Any]:
-        last = self.step == self.config.train.steps
         results = {}
         for name, rows in self.corpora.validation.items():
             results[name] = evaluate(
@@ -161,7 +160,7 @@ class Trainer:
                 self.corpora.objective,
                 self.byte_lengths,
                 micro_batch=self.config.train.micro_batch,
-                max_rows=0 if last else self.config.evaluate.max_rows,
+                max_rows=self.config.evaluate.max_rows,
             )
             log.info(
                 "step %d  %s: loss %.4f, %.3f bits per byte",

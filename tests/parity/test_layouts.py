@@ -1,7 +1,5 @@
 """Every layout gives the gradients of one device, in float64, within ‖g−r‖ ≤ 1e-9·max(‖r‖, 1e-6·‖all gradients‖)."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -79,9 +77,7 @@ def one_device_gradients(model: torch.nn.Module, batch: dict[str, Tensor]) -> tu
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def make_engine(
-    config: ModelConfig, parallel: ParallelConfig, optimizer: AdamWConfig, compile_blocks: bool = False
-) -> NativeEngine:
+def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: AdamWConfig) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build(config)
@@ -95,7 +91,6 @@ def make_engine(
         precision="fp64",
         seed=7,
         optimizers=OPTIMIZERS.get(optimizer.name)(optimizer, shapes),
-        compile_blocks=compile_blocks,
     )
 
 
@@ -127,8 +122,8 @@ def gradient_errors(engine: NativeEngine, expected: dict[str, Tensor]) -> dict[s
     }  # so that NaN is an error, too
 
 
-def compare_gradients(config: ModelConfig, parallel: ParallelConfig, compile_blocks: bool = False) -> int:
-    engine, reference = make_engine(config, parallel, ADAMW, compile_blocks), one_device(config)
+def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
+    engine, reference = make_engine(config, parallel, ADAMW), one_device(config)
     for name, parameter in reference.named_parameters():
         assert torch.equal(block(engine, name, parameter.detach()), engine.local[name]), (
             f"initial {name} differs"
@@ -152,15 +147,6 @@ def test_gradients_equal_one_device(workers, layout, config):
     ranks = WORLD.get(layout, 2)
     compared = workers.run(compare_gradients, ranks, config, LAYOUTS[layout])
     assert compared == [len(list(build(config).parameters()))] * ranks
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: apt-get install g++")
-@pytest.mark.parametrize("layout", ["zero3 on 1", "tp2"])
-def test_compiled_blocks_give_the_same_gradients(workers, layout):
-    workers.run(
-        compare_gradients, WORLD.get(layout, 2), MODEL, LAYOUTS[layout], compile_blocks=True, timeout=240
-    )
 
 
 def train_ten_steps(parallel: ParallelConfig, optimizer: AdamWConfig) -> float:

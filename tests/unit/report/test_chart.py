@@ -37,6 +37,13 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
     assert gaps == pytest.approx([gaps[0]] * 4)
 
 
+def test_levels_that_lie_together_share_a_label() -> None:
+    levels = [Level("a", 1.0), Level("b", 2.00), Level("c", 2.01)]
+    drawing = chart("Bits", "", [Line("a", curve([2.0, 1.5]))], levels=levels)
+    assert drawing is not None
+    assert [level.label for level in drawing.levels] == ["c 2.01 · b 2", "", "a 1"]
+
+
 def test_the_axis_covers_the_levels_to_compare_with() -> None:
     drawing = chart("Bits", "", [Line("a", curve([2.0, 1.5]))], levels=[Level("gzip", 3.0)])
     assert drawing is not None
