@@ -44,6 +44,7 @@ every = 4
 
 [evaluate]
 every = 6
+max_rows = 12
 
 [log]
 every = 1

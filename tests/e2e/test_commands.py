@@ -26,16 +26,9 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
-    words = [
-        "launch",
-        "small.toml",
-        "--nproc",
-        "2",
-        "run_dir=run",
-        "train.steps=300",
-        "checkpoint.every=1000",
-    ]
-    process = subprocess.Popen([sys.executable, "-m", "megatfm.cli", *words], cwd=folder)
+    settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
+    words = ["launch", "small.toml", "--nproc", "2", *settings]
+    process = subprocess.Popen([sys.executable, "-m", "megatfm.cli", *words, "train.steps=300"], cwd=folder)
     metrics = folder / "run/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
@@ -47,7 +40,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped_at = len(curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
-    resumed = megatfm(*words[:5], *more, cwd=folder)
+    resumed = megatfm(*words, *more, cwd=folder)
     assert resumed.returncode == 0, resumed.stderr
     assert "Traceback" not in resumed.stdout + resumed.stderr
     assert "Warning" not in resumed.stdout + resumed.stderr
