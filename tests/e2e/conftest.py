@@ -53,20 +53,27 @@ sinks = []
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared corpus of a few packages of the standard library."""
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources of a few packages of the standard library."""
     library = Path(sys.modules["json"].__file__).parents[1]
-    texts = tmp_path_factory.mktemp("texts")
+    texts = tmp_path_factory.mktemp("source") / "my texts"
     for package in PACKAGES:
-        (texts / package).mkdir()
+        (texts / package).mkdir(parents=True)
         for file in (library / package).glob("*.py"):
             (texts / package / file.name).write_bytes(file.read_bytes())
+    return texts
+
+
+@pytest.fixture(scope="session")
+def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """They, prepared."""
     out = tmp_path_factory.mktemp("corpora") / "small"
-    (texts / "prep.toml").write_text(
-        f'out = "{out}"\n[read]\nfolder = "."\ninclude = ["*.py"]\n'
+    config = out.with_name("prep.toml")
+    config.write_text(
+        f'out = "{out}"\n[read]\nfolder = "{texts}"\n'
         "[split]\nvalidation = 0.2\n[tokenizer]\nvocab_size = 512\n"
     )
-    data_prep.run(load(PrepConfig, texts / "prep.toml"))
+    data_prep.run(load(PrepConfig, config))
     return out
 
 

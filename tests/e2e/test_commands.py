@@ -72,6 +72,34 @@ def test_what_a_user_does_with_a_run(trained):
     assert "def " in page
 
 
+def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
+    tiny = ["model.d_model=32", "model.d_ff=64", "model.n_layers=1", "train.steps=60"]
+    result = megatfm("quickstart", "--corpus", texts, *tiny, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "Warning" not in result.stdout + result.stderr
+    stages = [line for line in result.stdout.splitlines() if line.startswith("$ megatfm ")]
+    assert [stage.split()[2] for stage in stages] == [
+        *("prep", "launch", "launch", "generate", "generate", "evaluate", "report"),
+    ]
+    for said in (
+        "bits per byte",
+        "gzip -9, per document",
+        "xz -9, joined",
+        "tokens/s",
+        "report.html",
+        "Next",
+    ):
+        assert said in result.stdout[result.stdout.index("What came out") :]
+    run = tmp_path / "runs/quickstart-my-texts"
+    assert [line["step"] for line in curve(run)] == list(range(1, 61))
+    assert (run / "report.html").is_file()
+    again = megatfm("quickstart", "--corpus", texts, *tiny, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "nothing to do" in again.stdout + again.stderr
+    assert len(curve(run)) == 60
+
+
 def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
     from megatfm import tokenizers
     from megatfm.data import Corpus
