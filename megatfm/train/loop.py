@@ -65,7 +65,6 @@ class Trainer:
         self.precision, self.screen = precision, screen
         self.byte_lengths = corpora.tokenizer.byte_lengths()
         self.step, self.tokens, self.position = 0, 0, 0
-        self.saved_step: int | None = None
 
     def restore(self, found: resume.Found | None) -> None:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
@@ -76,7 +75,7 @@ class Trainer:
             stored = self.engine.empty_state_dict(checkpoint.names(found.path))
             checkpoint.load(found.path, stored)
             self.engine.load_state_dict(stored)
-            self.step = self.saved_step = found.step
+            self.step = found.step
             self.tokens, self.position = int(found.state["tokens"]), int(found.state["data"]["position"])
             self._event("resumed", "; ".join([f"from {found.path.name}", *allowed]))
         elif config.train.init_from:
@@ -181,7 +180,6 @@ class Trainer:
             self._state(loader),
             keep=self.config.checkpoint.keep,
         )
-        self.saved_step = self.step
         log.info("step %d  saved %s", self.step, path.name)
 
     def _state(self, loader: Loader) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import platform
-import shutil
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -79,12 +78,12 @@ class Run:
         if self._lock:
             self._lock.close()
 
-    def write(self, name: str, text: str) -> None:
-        """Write a small text file of the run whole, or not at all."""
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a small file of the run whole, or not at all."""
         path = self.folder / name
         draft = path.with_name(f".{name}.tmp")
         try:
-            draft.write_text(text, encoding="utf-8")
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
             draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)
@@ -95,8 +94,5 @@ class Run:
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        tokenizer = self.folder / "tokenizer.model"
-        if not tokenizer.exists():
-            draft = tokenizer.with_name(".tokenizer.model.tmp")
-            shutil.copyfile(config.data.tokenizer, draft)
-            draft.replace(tokenizer)
+        if not (self.folder / "tokenizer.model").exists():
+            self.write("tokenizer.model", Path(config.data.tokenizer).read_bytes())
