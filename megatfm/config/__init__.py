@@ -1,6 +1,7 @@
 """Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
 
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
+from megatfm.config.model import GeneratorConfig, LatentConfig, ModelConfig, MuPConfig, RopeScaling
 from megatfm.config.root import Config
 from megatfm.config.sections import (
     AdamWConfig,
@@ -8,7 +9,6 @@ from megatfm.config.sections import (
     DataConfig,
     EvaluateConfig,
     LogConfig,
-    ModelConfig,
     MuonConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -24,13 +24,17 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvaluateConfig",
+    "GeneratorConfig",
+    "LatentConfig",
     "LogConfig",
     "ModelConfig",
+    "MuPConfig",
     "MuonConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ResumeConfig",
+    "RopeScaling",
     "ScheduleConfig",
     "TrainConfig",
     "find_config",

@@ -5,12 +5,12 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
+from megatfm.config.model import ModelConfig
 from megatfm.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     LogConfig,
-    ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,

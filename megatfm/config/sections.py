@@ -7,70 +7,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megatfm.config.base import PathStr, Section
 
 
-class ModelConfig(Section):
-    """The architecture. Parts are named by their registry names."""
-
-    family: Literal["decoder"] = "decoder"
-    """The architecture's family."""
-    vocab_size: PositiveInt | None = None
-    """Rows of the embedding; left out, the tokenizer's size."""
-    d_model: PositiveInt = Field(examples=[256])
-    """Width of the residual stream."""
-    n_layers: PositiveInt = Field(examples=[4])
-    """Number of blocks."""
-    n_heads: PositiveInt = Field(examples=[4])
-    """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
-    """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
-    head_dim: PositiveInt | None = None
-    """Width of a head; left out, `d_model / n_heads`."""
-    d_ff: PositiveInt = Field(examples=[1024])
-    """Inner width of the feed-forward network."""
-    norm: str = "rms_norm"
-    """Normalisation layer."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of the normalisation."""
-    norm_position: str = "pre"
-    """Where the norms stand in a block."""
-    activation: str = "swiglu"
-    """Activation of the feed-forward network."""
-    position: str = "rope"
-    """Position encoding."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary frequencies."""
-    tie_embeddings: bool = True
-    """Share the weight of the token embedding with the output head."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights; residual projections start at init_std / sqrt(2 n_layers)."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.head_dim is None and self.d_model % self.n_heads:
-            raise ValueError(
-                f"n_heads = {self.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{_nearest_divisor(self.d_model, self.n_heads)}, or give head_dim"
-            )
-        if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}: choose n_kv_heads = "
-                f"{_nearest_divisor(self.n_heads, self.kv_heads)}"
-            )
-        if self.position == "rope" and self.head_width % 2:
-            raise ValueError(
-                f"rope turns pairs of channels, so head_dim = {self.head_width} must be even: choose head_dim = "
-                f"{self.head_width + 1}"
-            )
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_heads or self.n_heads
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.d_model // self.n_heads
-
-
 class ObjectiveConfig(Section):
     """What the model is trained to predict."""
 
@@ -226,7 +162,3 @@ class MuonConfig(AdamWConfig):
 
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -1,0 +1,277 @@
+"""The architecture: one flat section that names its parts, and small ones for parts with options of their own."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatfm.config.base import Section
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+"""A probability of dropping something."""
+
+NORM_AFTER = ("post", "deepnorm")
+"""Norm positions whose blocks end in a norm, so that a stack needs none at its end."""
+
+
+class LinearScaling(Section):
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    name: Literal["linear"] = "linear"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+
+
+class NtkScaling(Section):
+    """A larger base, so that the slowest channel is stretched by `factor` and the fastest not at all (bloc97 2023)."""
+
+    name: Literal["ntk"] = "ntk"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+
+
+class YarnScaling(Section):
+    """YaRN (Peng et al. 2023): slow channels are interpolated, fast ones kept, a ramp between, and scores scaled."""
+
+    name: Literal["yarn"] = "yarn"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+    original_length: PositiveInt = Field(examples=[4096])
+    """The context that the model was first trained on, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Channels that turn at least so often within the original context are kept."""
+    beta_slow: PositiveFloat = 1.0
+    """Channels that turn at most so often within it are interpolated."""
+    attention_factor: PositiveFloat | None = None
+    """Factor on rotated queries and keys; left out, 0.1 ln(factor) + 1."""
+
+
+class Llama3Scaling(Section):
+    """Llama 3.1's scaling (Grattafiori et al. 2024; the formula is in its released code)."""
+
+    name: Literal["llama3"] = "llama3"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """By how much slow channels are slowed."""
+    original_length: PositiveInt = Field(default=8192, examples=[8192])
+    """The context that the model was first trained on, in tokens."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Channels with wavelengths below original_length / high_freq_factor are kept."""
+
+
+RopeScaling = Annotated[LinearScaling | NtkScaling | YarnScaling | Llama3Scaling, Field(discriminator="name")]
+
+
+class LatentConfig(Section):
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
+
+    kv_rank: PositiveInt = Field(examples=[512])
+    """Width of the latent from which keys and values are made."""
+    q_rank: PositiveInt | None = None
+    """Width of the queries' latent; left out, queries are projected directly."""
+    rope_dim: PositiveInt = Field(examples=[64])
+    """Channels of a head that carry the position, their keys shared by all heads."""
+    v_dim: PositiveInt | None = None
+    """Width of a head's values; left out, `head_dim`."""
+
+
+class GeneratorConfig(Section):
+    """The generator of an ELECTRA pair; everything else is as in the discriminator."""
+
+    d_model: PositiveInt = Field(examples=[64])
+    """Width of the generator."""
+    n_heads: PositiveInt = Field(examples=[1])
+    """Attention heads of the generator."""
+    d_ff: PositiveInt = Field(examples=[256])
+    """Inner width of the generator's feed-forward network."""
+    n_layers: PositiveInt | None = None
+    """Blocks of the generator; left out, as many as in the discriminator."""
+
+
+class MuPConfig(Section):
+    """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
+
+    base_width: PositiveInt = Field(examples=[256])
+    """The d_model at which learning rate and init_std were chosen."""
+
+
+class ModelConfig(Section):
+    """The architecture. Parts are named by their registry names."""
+
+    family: str = "decoder"
+    """decoder, encoder, encoder_decoder or electra."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; left out, the tokenizer's size."""
+    d_model: PositiveInt = Field(examples=[256])
+    """Width of the residual stream."""
+    n_layers: PositiveInt = Field(examples=[4])
+    """Number of blocks, of the decoder in an encoder-decoder."""
+    n_encoder_layers: PositiveInt | None = None
+    """Number of blocks of an encoder-decoder's encoder; left out, `n_layers`."""
+    distinct_layers: PositiveInt | None = None
+    """Blocks with weights of their own, each used for a run of neighbouring layers (ALBERT: 1); left out, all."""
+    n_heads: PositiveInt = Field(examples=[4])
+    """Number of query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; left out, `d_model / n_heads`."""
+    d_ff: PositiveInt = Field(examples=[1024])
+    """Inner width of the feed-forward network."""
+
+    norm: str = "rms_norm"
+    """Normalisation layer."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the normalisation."""
+    norm_position: str = "pre"
+    """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
+    final_norm: bool | None = None
+    """A norm at the end of each stack; left out, only where blocks don't end in one."""
+    embedding_norm: bool = False
+    """A norm on the sum of the embeddings."""
+    qk_norm: bool = False
+    """RMSNorm on each head's queries and keys."""
+    activation: str = "swiglu"
+    """Activation of the feed-forward network."""
+    attention: str = "heads"
+    """Attention layer: heads (MHA, GQA and MQA by n_kv_heads), latent (MLA) or disentangled (DeBERTa)."""
+    latent: LatentConfig | None = None
+    """Options of `attention = "latent"`."""
+    attention_bias: bool = False
+    """Biases in the projections of attention."""
+    ffn_bias: bool = False
+    """Biases in the feed-forward network."""
+    attention_scale: PositiveFloat | None = None
+    """Factor on the scores; left out, head_dim^-1/2."""
+    attention_softcap: PositiveFloat | None = None
+    """Scores s become c tanh(s / c) with this c."""
+
+    position: str = "rope"
+    """Position encoding: sinusoidal, learned, rope, alibi, t5, shaw or none."""
+    max_positions: PositiveInt | None = Field(default=None, examples=[1024])
+    """Rows of learned positions that can be used; other encodings have no limit."""
+    position_offset: NonNegativeInt = 0
+    """Rows of learned positions before that of position 0 (RoBERTa: 2)."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary frequencies are changed for longer contexts."""
+    relative_buckets: PositiveInt = 32
+    """Buckets of t5's relative positions."""
+    relative_distance: PositiveInt = 128
+    """Distance from which t5, shaw and disentangled take all positions as equally far."""
+
+    embedding_dim: PositiveInt | None = None
+    """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor on the token embeddings."""
+    n_segments: NonNegativeInt = 0
+    """Rows of the segment embedding; 0: none."""
+    tie_embeddings: bool = True
+    """Share the token embedding with the output head. Encoder and decoder always share theirs."""
+
+    head: Literal["linear", "transform"] = "linear"
+    """Output head: a matrix, or BERT's dense layer, activation and norm before it."""
+    head_bias: bool = False
+    """A bias for each token of the vocabulary."""
+    head_scale: PositiveFloat = 1.0
+    """Factor on the hidden vectors before the output matrix."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits l become c tanh(l / c) with this c."""
+    label_smoothing: Rate = 0.0
+    """Share of a target's probability that is spread over the vocabulary, in training."""
+    sentence_classes: NonNegativeInt = 0
+    """Classes told from the first token of a sequence through a tanh pooler (NSP and SOP: 2); 0: no pooler."""
+    boundary_head: bool = False
+    """SpanBERT's head, which predicts a span from the tokens around it."""
+    future_tokens: NonNegativeInt = 0
+    """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
+    generator: GeneratorConfig | None = None
+    """The generator of `family = "electra"`."""
+
+    dropout: Rate = 0.0
+    """Dropout of the embeddings and of what sublayers add to the residual stream."""
+    attention_dropout: Rate = 0.0
+    """Dropout of attention probabilities."""
+    ffn_dropout: Rate = 0.0
+    """Dropout inside the feed-forward network."""
+    drop_path: Rate = 0.0
+    """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
+
+    init: str = "gpt2"
+    """Initial weights: gpt2, normal, bert, t5, xavier or deepnorm."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights where `init` uses one."""
+    mup: MuPConfig | None = None
+    """Maximal update parametrisation; left out, the standard one."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"n_heads = {self.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
+                f"{_nearest_divisor(self.d_model, self.n_heads)}, or give head_dim"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}: choose n_kv_heads = "
+                f"{_nearest_divisor(self.n_heads, self.kv_heads)}"
+            )
+        if self.position == "rope" and self.attention != "latent" and self.head_width % 2:
+            raise ValueError(
+                f"rope turns pairs of channels, so head_dim = {self.head_width} must be even: choose head_dim = "
+                f"{self.head_width + 1}"
+            )
+        if self.distinct_layers and self.distinct_layers > self.n_layers:
+            raise ValueError(
+                f"distinct_layers = {self.distinct_layers} is more than n_layers = {self.n_layers}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_belong_to_parts(self) -> Self:
+        for option, wanted, key, value in (
+            (self.latent, self.attention == "latent", "latent", "attention = 'latent'"),
+            (self.generator, self.family == "electra", "generator", "family = 'electra'"),
+            (self.max_positions, self.position == "learned", "max_positions", "position = 'learned'"),
+        ):
+            if wanted and option is None:
+                raise ValueError(f"{value} needs model.{key}: give it")
+            if option is not None and not wanted:
+                raise ValueError(f"{key} belongs to {value}: leave it out, or set model.{value}")
+        only_encoder = {"sentence_classes": self.sentence_classes, "boundary_head": self.boundary_head}
+        for key, value in only_encoder.items():
+            if value and self.family != "encoder":
+                raise ValueError(f"{key} is a head of encoders: set family = 'encoder', or leave it out")
+        if self.future_tokens and self.family != "decoder":
+            raise ValueError("future_tokens is a head of decoders: set family = 'decoder', or leave it out")
+        if (self.init == "deepnorm") != (self.norm_position == "deepnorm"):
+            raise ValueError(
+                "norm_position = 'deepnorm' and init = 'deepnorm' belong together: set both, or neither"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_dim or self.d_model
+
+    @property
+    def encoder_layers(self) -> int:
+        """Blocks of the encoder."""
+        return self.n_encoder_layers or self.n_layers
+
+    @property
+    def has_final_norm(self) -> bool:
+        return self.norm_position not in NORM_AFTER if self.final_norm is None else self.final_norm
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
