@@ -2,19 +2,17 @@
 
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import GeneratorConfig, LatentConfig, ModelConfig, MuPConfig, RopeScaling
+from megatfm.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
 from megatfm.config.root import Config
+from megatfm.config.schedule import ScheduleConfig
 from megatfm.config.sections import (
-    AdamWConfig,
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     LogConfig,
-    MuonConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     ParallelConfig,
     ResumeConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 

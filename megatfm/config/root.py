@@ -6,16 +6,16 @@ from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
+from megatfm.config.optimizer import OptimizerConfig
+from megatfm.config.schedule import ScheduleConfig
 from megatfm.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     LogConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     ParallelConfig,
     ResumeConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 

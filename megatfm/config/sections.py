@@ -1,8 +1,8 @@
 """The sections of a training config. Every field says what it means; `megatfm config schema` prints them."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.base import PathStr, Section
 
@@ -61,17 +61,6 @@ class ParallelConfig(Section):
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
         return self
-
-
-class ScheduleConfig(Section):
-    """The learning rate over the run, as a factor on `optimizer.lr`."""
-
-    name: str = "cosine"
-    """Registered schedule."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly from 0."""
-    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The rate at the last step, as a part of the highest."""
 
 
 class TrainConfig(Section):
@@ -133,32 +122,3 @@ class LogConfig(Section):
     """Project name for the wandb sink."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
-
-
-class AdamWConfig(Section):
-    """AdamW (Loshchilov & Hutter 2019); matrices decay, norms and other vectors don't."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat = Field(examples=[3e-4])
-    """Highest learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of the matrices."""
-    clip: NonNegativeFloat = 1.0
-    """Highest global gradient norm; 0: no clipping."""
-
-
-class MuonConfig(AdamWConfig):
-    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW with the fields above for all the rest."""
-
-    name: Literal["muon"] = "muon"  # type: ignore[assignment]
-    matrix_lr: PositiveFloat = Field(default=0.02, examples=[0.02])
-    """Highest learning rate of the matrices that Muon moves."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of Muon's momentum."""
-
-
-OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="name")]
