@@ -12,9 +12,7 @@ import data_prep
 from data_prep.progress import Reporter
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.errors import MegatfmError
-
-STOPPED = 75
+from megatfm.errors import REQUEUE, MegatfmError
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +40,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return MegatfmError.exit_code
     except KeyboardInterrupt:
         print("stopped: finished stages are kept, the same command goes on from there", file=sys.stderr)
-        return STOPPED
+        return REQUEUE
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megatfm.errors import MegatfmError
+from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 2.0  # after the first failure: others may end by themselves and say why
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 TAIL_LINES = 8
-SAVED = 75  # EX_TEMPFAIL: stopped by a signal after saving, start me again
+COMMON_CODES = (DONE, USAGE, REQUEUE, NO_PROGRESS, LOCKED)  # mean something when all ranks agree on them
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 
@@ -40,7 +40,7 @@ class Child:
 
 
 def supervise(children: Sequence[Child]) -> int:
-    """Run all children to their end; returns the code that they agree on (0, 2 or 75), else 1.
+    """Run all children to their end; returns the code that they agree on (0, 2, 75, 76 or 77), else 1.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on once each; a second SIGINT ends the children. When one fails, the
     others are ended within seconds and one line on stderr names the first that failed, with the end of its log.
@@ -133,7 +133,7 @@ class _Team:
         ended = [child.name for child in self.living if self.processes[child.name].poll() is not None]
         if not self._ending:
             self.codes.update({name: self.processes[name].returncode for name in ended})
-        failed = [name for name in ended if self.codes.get(name, 0) not in (0, SAVED)]
+        failed = [name for name in ended if self.codes.get(name, 0) not in (DONE, REQUEUE)]
         if failed and self.first_failed is None:
             # Of those that ended between two looks, one killed by a signal can't have been a victim of the others.
             self.first_failed = min(failed, key=lambda name: self.codes[name] >= 0)
@@ -157,12 +157,11 @@ class _Team:
     def verdict(self) -> int:
         """The exit code; says who failed first."""
         common = set(self.codes.values())
-        code = common.pop() if len(common) == 1 else 1
-        if code not in (0, 2, SAVED):
-            code = 1
-        said_already = (
-            code == 2 and self.children[0].name in self.codes
-        )  # on the terminal, by the first child
+        code = common.pop() if len(common) == 1 else FAILED
+        if code not in COMMON_CODES:
+            code = FAILED
+        # A mistake that all ranks see is on the terminal already, said by the first child.
+        said_already = code in (USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not said_already:
             print(self._obituary(self.first_failed), file=sys.stderr, flush=True)
         return code

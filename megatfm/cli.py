@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 1 failed, 2 usage or config, 75 stopped and resumable, 130 interrupted."""
+    """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(words[0] if words else None)
     args = parser.parse_args(words)

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatfm.config import Config, load_config
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import REQUEUE, MegatfmError, UsageError
 
-STOPPED = 75
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -90,7 +89,7 @@ def _stage(
         if process.poll() is None:
             process.terminate()
             process.wait()
-    if code not in (0, STOPPED if stop_after is not None else 0):
+    if code not in (0, REQUEUE if stop_after is not None else 0):
         failed = MegatfmError(
             f"quickstart stopped: `megatfm {shlex.join(words)}` failed (exit {code}), see above"
         )

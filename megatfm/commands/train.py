@@ -9,7 +9,7 @@ __all__ = ["add_arguments", "main"]
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train or resume; returns 0 when done, 75 when stopped by a signal after saving."""
+    """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
     config = load_config(args.config, args.overrides)
     from megatfm.train.loop import train  # after the config: its mistakes shouldn't wait for torch
 

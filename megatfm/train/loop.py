@@ -10,7 +10,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
 from megatfm.engines import NativeEngine, StepStats
-from megatfm.errors import MegatfmError
+from megatfm.errors import DONE, REQUEUE, MegatfmError
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -28,9 +28,6 @@ from megatfm.train.schedules import factor
 from megatfm.train.signals import StopSignals
 
 log = logging.getLogger("megatfm")
-
-DONE, STOPPED = 0, 75
-"""Exit codes. 75 is EX_TEMPFAIL: the state is saved, and the same command goes on from it."""
 
 
 def train(config: Config) -> int:
@@ -119,7 +116,7 @@ class Trainer:
             metrics.close()
         if self.step < config.train.steps:
             self._event("stopped", f"by {stop} after step {self.step}: the same command goes on from there")
-            return STOPPED
+            return REQUEUE
         self._event("finished", f"step {self.step}, {self.tokens:,} tokens")
         return DONE
 

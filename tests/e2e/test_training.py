@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.train.loop import DONE, STOPPED, train
+from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
+from megatfm.train.loop import train
 
 CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 
@@ -64,7 +64,7 @@ def assert_bitwise_equal(first: Path, second: Path) -> None:
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout):
     assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [DONE, DONE]
     config = make_config(*layout, run="stopped")
-    assert workers.run(run_until, 2, config, 5) == [STOPPED, STOPPED], "both ranks stop on one rank's signal"
+    assert workers.run(run_until, 2, config, 5) == [REQUEUE, REQUEUE], "both ranks stop on one rank's signal"
     stopped_at = len(curve(tmp_path / "stopped"))
     assert 5 <= stopped_at < 12
     assert workers.run(run_training, 2, config) == [DONE, DONE]
@@ -89,7 +89,7 @@ def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_pa
 def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, first, second):
     workers.run(run_training, 1, make_config(run="whole"))
     config = make_config(run="moved")
-    assert workers.run(run_until, first, config, 5) == [STOPPED] * first
+    assert workers.run(run_until, first, config, 5) == [REQUEUE] * first
     assert workers.run(run_training, second, config) == [DONE] * second
     whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
@@ -232,7 +232,7 @@ def error_on_a_full_disk(config: Config, files: int) -> tuple[str, str]:
 
 def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
     config = make_config(run="full")
-    assert workers.run(run_until, 1, config, 5) == [STOPPED]
+    assert workers.run(run_until, 1, config, 5) == [REQUEUE]
     old = sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir())
     kind, message = workers.run(error_on_a_full_disk, 1, config, 60_000)[0]
     assert kind == MegatfmError.__name__
