@@ -3,6 +3,7 @@
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import GeneratorConfig, LatentConfig, ModelConfig, MuPConfig, RopeScaling
 from megatfm.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
+from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.root import Config
 from megatfm.config.schedule import ScheduleConfig
 from megatfm.config.sections import (
@@ -31,6 +32,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ResilienceConfig",
     "ResumeConfig",
     "RopeScaling",
     "ScheduleConfig",

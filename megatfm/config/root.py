@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
 from megatfm.config.optimizer import OptimizerConfig
+from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.schedule import ScheduleConfig
 from megatfm.config.sections import (
     CheckpointConfig,
@@ -38,6 +39,7 @@ class Config(Section):
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.base import PathStr, Section
 
@@ -82,6 +82,9 @@ class TrainConfig(Section):
     """Compile each block with torch.compile."""
     init_from: PathStr | None = None
     """Start from the weights (only) of this run or checkpoint."""
+    hang_seconds: PositiveFloat = 600.0
+    """When a rank hasn't moved for so long, all end and name it; a step, an evaluated batch, a save and the start
+    must each take less."""
 
 
 class CheckpointConfig(Section):
