@@ -41,11 +41,16 @@ def page(title: str, kind: type[BaseModel]) -> str:
         shared: set[str] = set()
         for section in sections(field):
             own = {key: item for key, item in section.model_fields.items() if key not in shared}
-            variant = section.model_fields["name"].default if len(sections(field)) > 1 else None
-            parts.append(f"## `[{name}]`{f' with `name = {json.dumps(variant)}`' if variant else ''}")
+            parts.append(f"## `[{name}]`{variant(section) if len(sections(field)) > 1 else ''}")
             parts += [str(section.__doc__), table(own.items())]
             shared |= own.keys() - {"name"}
     return "\n\n".join(parts) + "\n"
+
+
+def variant(section: type[BaseModel]) -> str:
+    """Which of a key's sections this is."""
+    name = section.model_fields["name"].default
+    return " of a plugin" if name is PydanticUndefined else f" with `name = {json.dumps(name)}`"
 
 
 def sections(field: FieldInfo) -> list[type[BaseModel]]:

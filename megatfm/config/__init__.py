@@ -2,6 +2,19 @@
 
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import GeneratorConfig, LatentConfig, ModelConfig, MuPConfig, RopeScaling
+from megatfm.config.objective import (
+    CausalObjective,
+    DenoisersObjective,
+    MaskedObjective,
+    NextSentenceObjective,
+    ObjectiveConfig,
+    PluginObjective,
+    PrefixObjective,
+    ReplacedTokenObjective,
+    SentenceOrderObjective,
+    SpanBoundaryObjective,
+    SpanCorruptionObjective,
+)
 from megatfm.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.root import Config
@@ -11,7 +24,6 @@ from megatfm.config.sections import (
     DataConfig,
     EvaluateConfig,
     LogConfig,
-    ObjectiveConfig,
     ParallelConfig,
     ResumeConfig,
     TrainConfig,
@@ -19,23 +31,33 @@ from megatfm.config.sections import (
 
 __all__ = [
     "AdamWConfig",
+    "CausalObjective",
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DenoisersObjective",
     "EvaluateConfig",
     "GeneratorConfig",
     "LatentConfig",
     "LogConfig",
+    "MaskedObjective",
     "ModelConfig",
     "MuPConfig",
     "MuonConfig",
+    "NextSentenceObjective",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PluginObjective",
+    "PrefixObjective",
+    "ReplacedTokenObjective",
     "ResilienceConfig",
     "ResumeConfig",
     "RopeScaling",
     "ScheduleConfig",
+    "SentenceOrderObjective",
+    "SpanBoundaryObjective",
+    "SpanCorruptionObjective",
     "TrainConfig",
     "find_config",
     "load",

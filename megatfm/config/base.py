@@ -1,6 +1,7 @@
 """What every config section shares: frozen, typed, no unknown keys; and paths that know where they came from."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -40,3 +41,22 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
 PathStr = Annotated[str, BeforeValidator(_resolve)]
 """A path, made absolute on loading: relative to the config file, or to the current directory when it comes
 from the command line or from a preset. URLs are left alone."""
+
+
+def by_name(*known: type[Section], other: type[Section]) -> BeforeValidator:
+    """Validate a table as the section whose `name` it gives, the first of them if it gives none.
+
+    other: the section for any other name, so that a plugin's part can have keys of its own.
+    """
+    sections = {section.model_fields["name"].default: section for section in known}
+
+    def choose(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, (*known, other)):
+            return value
+        named = (
+            value.get("name", known[0].model_fields["name"].default) if isinstance(value, Mapping) else None
+        )
+        section = sections.get(named, other) if named else known[0]
+        return section.model_validate(value, context=info.context)
+
+    return BeforeValidator(choose)

@@ -140,16 +140,13 @@ def _walk(
     given: Any = values
     for index, part in enumerate(loc):
         options = _sections(section, place[-1]) if section and place else []
-        tagged = [
-            option
-            for option in options
-            if option.model_fields.get("name", None) and option.model_fields["name"].default == part
-        ]
+        tagged = [option for option in options if _name(option) == part]
         if tagged:
             section = tagged[0]
             continue
         if options:
-            section = options[0]
+            named = given.get("name") if isinstance(given, Mapping) else None
+            section = next((o for o in options if _name(o) == named), options[0])
         place.append(str(part))
         if isinstance(given, Mapping):
             given = given.get(str(part))
@@ -158,6 +155,11 @@ def _walk(
         if index < len(loc) - 1 and section and not _sections(section, place[-1]):
             break
     return place, section, given
+
+
+def _name(section: type[BaseModel]) -> object:
+    """The value of `name` that chooses this section among others."""
+    return section.model_fields["name"].default if "name" in section.model_fields else None
 
 
 def _sections(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:

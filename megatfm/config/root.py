@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
+from megatfm.config.objective import CausalObjective, ObjectiveConfig
 from megatfm.config.optimizer import OptimizerConfig
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.schedule import ScheduleConfig
@@ -14,7 +15,6 @@ from megatfm.config.sections import (
     DataConfig,
     EvaluateConfig,
     LogConfig,
-    ObjectiveConfig,
     ParallelConfig,
     ResumeConfig,
     TrainConfig,
@@ -31,7 +31,7 @@ class Config(Section):
     plugins: list[str] = Field(default_factory=list)
     """Importable packages that register parts of their own."""
     model: ModelConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig

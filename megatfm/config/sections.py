@@ -7,13 +7,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from megatfm.config.base import PathStr, Section
 
 
-class ObjectiveConfig(Section):
-    """What the model is trained to predict."""
-
-    name: str = "causal"
-    """Registered objective."""
-
-
 class DataConfig(Section):
     """Corpora made by `megatfm prep`, and the order in which their text is read."""
 
@@ -24,7 +17,9 @@ class DataConfig(Section):
     tokenizer: PathStr = Field(examples=["corpora/quickstart/tokenizer.model"])
     """The tokenizer that made the corpora (checked by its hash)."""
     sequence_length: PositiveInt = Field(examples=[512])
-    """Tokens in one packed row."""
+    """Tokens in one packed row; in an encoder-decoder, in one of the encoder's."""
+    target_length: PositiveInt | None = Field(default=None, examples=[128])
+    """Tokens in one packed row of an encoder-decoder's decoder."""
     shuffle: bool = True
     """Read in a shuffled order, another one each epoch; false reads in stored order."""
     streams: PositiveInt = 64

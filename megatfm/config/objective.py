@@ -1,0 +1,150 @@
+"""Objectives, one section for each: its name says which. Sources are in `megatfm/objectives`, one file for each."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megatfm.config.base import Section, by_name
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class CausalObjective(Section):
+    """Predict the next token. In an encoder-decoder, the encoder reads nothing but the end mark."""
+
+    name: Literal["causal"] = "causal"
+    future_weight: NonNegativeFloat = 1.0
+    """Weight of each further token's loss in a model with `future_tokens`."""
+
+
+class PrefixObjective(Section):
+    """Predict the rest of a text after a prefix that all tokens see; in an encoder-decoder, the encoder reads it."""
+
+    name: Literal["prefix"] = "prefix"
+
+
+class MaskedObjective(Section):
+    """Predict masked tokens (Devlin et al. 2019)."""
+
+    name: Literal["masked"] = "masked"
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens that is predicted."""
+    mask_share: Share = 0.8
+    """Of these, the share that is replaced by the mask token."""
+    random_share: Share = 0.1
+    """And the share that is replaced by a random token; the rest is left as it is."""
+    whole_words: bool = False
+    """Choose all tokens of a word, or none."""
+    static: bool = False
+    """Mask a text alike in every epoch."""
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> "MaskedObjective":
+        if self.mask_share + self.random_share > 1 + 1e-9:
+            raise ValueError(
+                f"mask_share = {self.mask_share:g} and random_share = {self.random_share:g} are more than 1 together: "
+                "choose for example 0.8 and 0.1"
+            )
+        return self
+
+
+class NextSentenceObjective(MaskedObjective):
+    """Masked tokens, and whether the second segment follows the first or comes from another document (BERT)."""
+
+    name: Literal["next_sentence"] = "next_sentence"  # type: ignore[assignment]
+
+
+class SentenceOrderObjective(MaskedObjective):
+    """Masked tokens, and whether two segments of a text were swapped (ALBERT)."""
+
+    name: Literal["sentence_order"] = "sentence_order"  # type: ignore[assignment]
+
+
+class SpanBoundaryObjective(Section):
+    """Predict masked spans of whole words, also from the tokens around them (SpanBERT)."""
+
+    name: Literal["span_boundary"] = "span_boundary"
+    rate: Annotated[float, Field(gt=0, le=0.5)] = 0.15
+    """Share of the words that is predicted."""
+    mask_share: Share = 0.8
+    """Of the spans, the share whose tokens are replaced by the mask token."""
+    random_share: Share = 0.1
+    """And the share whose tokens are replaced by random ones; the rest is left as it is."""
+    stop: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """p of the geometric distribution of a span's length in words."""
+    max_words: PositiveInt = 10
+    """Longest span, in words."""
+
+
+class SpanCorruptionObjective(Section):
+    """Put sentinels in place of spans, and predict what they stand for (T5)."""
+
+    name: Literal["span_corruption"] = "span_corruption"
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens that is taken out."""
+    mean_span: Annotated[float, Field(ge=1)] = 3.0
+    """Mean length of a span, in tokens."""
+
+
+class DenoisersObjective(Section):
+    """UL2's mixture of regular, extreme and sequential denoising; an ordinary mixture of its seven by default."""
+
+    name: Literal["denoisers"] = "denoisers"
+    regular: NonNegativeFloat = 2.0
+    """Weight of the two regular denoisers together: spans of mean 3 and 8, 15 % of the tokens."""
+    extreme: NonNegativeFloat = 4.0
+    """Weight of the four extreme denoisers together: long spans, or half of the tokens."""
+    sequential: NonNegativeFloat = 1.0
+    """Weight of the sequential denoiser: the end of the text, a quarter of it on average."""
+
+    @model_validator(mode="after")
+    def _something(self) -> "DenoisersObjective":
+        if self.regular + self.extreme + self.sequential == 0:
+            raise ValueError("regular, extreme and sequential are all 0: give at least one a weight")
+        return self
+
+
+class ReplacedTokenObjective(Section):
+    """A generator fills in masked tokens, and the model tells which tokens were replaced (ELECTRA)."""
+
+    name: Literal["replaced_token"] = "replaced_token"
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens that the generator predicts."""
+    mask_share: Share = 0.85
+    """Of these, the share that it sees as the mask token; the rest it sees as it is."""
+    discriminator_weight: PositiveFloat = 50.0
+    """Weight of the discriminator's loss; the generator's has 1."""
+
+
+class PluginObjective(Section):
+    """An objective that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_objective"])
+    """The name under which it is registered."""
+
+
+ObjectiveConfig = Annotated[
+    CausalObjective
+    | PrefixObjective
+    | MaskedObjective
+    | NextSentenceObjective
+    | SentenceOrderObjective
+    | SpanBoundaryObjective
+    | SpanCorruptionObjective
+    | DenoisersObjective
+    | ReplacedTokenObjective
+    | PluginObjective,
+    by_name(
+        CausalObjective,
+        PrefixObjective,
+        MaskedObjective,
+        NextSentenceObjective,
+        SentenceOrderObjective,
+        SpanBoundaryObjective,
+        SpanCorruptionObjective,
+        DenoisersObjective,
+        ReplacedTokenObjective,
+        other=PluginObjective,
+    ),
+]
