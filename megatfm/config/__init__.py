@@ -15,10 +15,30 @@ from megatfm.config.objective import (
     SpanBoundaryObjective,
     SpanCorruptionObjective,
 )
-from megatfm.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig
+from megatfm.config.optimizer import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    OptimizerSection,
+    PluginOptimizer,
+    ScheduleFreeConfig,
+    SoapConfig,
+)
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.root import Config
-from megatfm.config.schedule import ScheduleConfig
+from megatfm.config.schedule import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
+    LinearSchedule,
+    PluginSchedule,
+    ScheduleConfig,
+    ScheduleSection,
+    WSDSchedule,
+)
 from megatfm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -30,15 +50,22 @@ from megatfm.config.sections import (
 )
 
 __all__ = [
+    "AdafactorConfig",
     "AdamWConfig",
     "CausalObjective",
     "CheckpointConfig",
     "Config",
+    "ConstantSchedule",
+    "CosineSchedule",
     "DataConfig",
     "DenoisersObjective",
     "EvaluateConfig",
     "GeneratorConfig",
+    "InverseSqrtSchedule",
+    "LambConfig",
     "LatentConfig",
+    "LinearSchedule",
+    "LionConfig",
     "LogConfig",
     "MaskedObjective",
     "ModelConfig",
@@ -47,18 +74,25 @@ __all__ = [
     "NextSentenceObjective",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "OptimizerSection",
     "ParallelConfig",
     "PluginObjective",
+    "PluginOptimizer",
+    "PluginSchedule",
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
     "ResumeConfig",
     "RopeScaling",
     "ScheduleConfig",
+    "ScheduleFreeConfig",
+    "ScheduleSection",
     "SentenceOrderObjective",
+    "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
     "TrainConfig",
+    "WSDSchedule",
     "find_config",
     "load",
     "load_config",

@@ -1,11 +1,10 @@
 """Optimizers, one section for each: its name says which."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Section
+from megatfm.config.base import Section, by_name
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -105,26 +104,32 @@ class ScheduleFreeConfig(OptimizerSection):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
 
-    @property
-    def needs_constant_rate(self) -> bool:
-        return True
-
 
 class PluginOptimizer(OptimizerSection):
-    """An optimizer that a package of `plugins` registers, under its own name; it may have more keys."""
+    """An optimizer that a package in `plugins` registers, with keys of its own."""
 
     model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_optimizer"])
+    """The name under which it is registered."""
 
-    name: str = "plugin"
-    """The registered name."""
 
-
-OPTIMIZER_SECTIONS: tuple[type[OptimizerSection], ...] = (
-    AdamWConfig,
-    MuonConfig,
-    SoapConfig,
-    AdafactorConfig,
-    LambConfig,
-    LionConfig,
-    ScheduleFreeConfig,
-)
+OptimizerConfig = Annotated[
+    AdamWConfig
+    | MuonConfig
+    | SoapConfig
+    | AdafactorConfig
+    | LambConfig
+    | LionConfig
+    | ScheduleFreeConfig
+    | PluginOptimizer,
+    by_name(
+        AdamWConfig,
+        MuonConfig,
+        SoapConfig,
+        AdafactorConfig,
+        LambConfig,
+        LionConfig,
+        ScheduleFreeConfig,
+        other=PluginOptimizer,
+    ),
+]

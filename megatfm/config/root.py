@@ -1,15 +1,16 @@
 """The whole training config."""
 
-from typing import Self
+from typing import Self, get_args
 
 from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig
-from megatfm.config.optimizer import OptimizerConfig
+from megatfm.config.optimizer import OptimizerConfig, PluginOptimizer, ScheduleFreeConfig
 from megatfm.config.resilience import ResilienceConfig
-from megatfm.config.schedule import ScheduleConfig
+from megatfm.config.schedule import CosineSchedule, PluginSchedule, ScheduleConfig, WSDSchedule
 from megatfm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -19,6 +20,7 @@ from megatfm.config.sections import (
     ResumeConfig,
     TrainConfig,
 )
+from megatfm.registry import did_you_mean
 
 
 class Config(Section):
@@ -35,7 +37,7 @@ class Config(Section):
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = CosineSchedule()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
@@ -44,12 +46,38 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
+    def _parts_go_together(self) -> Self:
+        for key, kind, name in (
+            ("optimizer", PluginOptimizer, self.optimizer.name),
+            ("schedule", PluginSchedule, self.schedule.name),
+        ):
+            if isinstance(getattr(self, key), kind) and not self.plugins:
+                known = names(type(self).model_fields[key])
+                raise ValueError(
+                    f"{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; others "
+                    "need the package that registers them in plugins"
+                )
+        if isinstance(self.optimizer, ScheduleFreeConfig) and self.schedule.name != "constant":
+            raise ValueError(
+                f"schedule.name = {self.schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages weights in "
+                "place of a falling rate: choose schedule.name = 'constant' (with warmup_steps)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is longer than the run, train.steps = "
                 f"{self.train.steps}: choose at most {self.train.steps}"
             )
+        if isinstance(self.schedule, WSDSchedule):
+            left = 1 - self.schedule.warmup_steps / self.train.steps
+            if self.schedule.decay_ratio > left:
+                raise ValueError(
+                    f"schedule.decay_ratio = {self.schedule.decay_ratio:g} leaves no room for schedule.warmup_steps = "
+                    f"{self.schedule.warmup_steps} of train.steps = {self.train.steps}: choose at most {left:g}"
+                )
         if self.train.global_batch % self.train.micro_batch:
             nearest = max(1, round(self.train.global_batch / self.train.micro_batch)) * self.train.micro_batch
             raise ValueError(
@@ -79,3 +107,9 @@ class Config(Section):
                 "or parallel.sequence_parallel=false"
             )
         return self
+
+
+def names(field: FieldInfo) -> list[str]:
+    """The names among which a field's section is chosen, without a plugin's."""
+    defaults = [section.model_fields["name"].default for section in get_args(field.annotation)]
+    return [name for name in defaults if isinstance(name, str)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatfm import keyed
-from megatfm.config import ModelConfig, MuonConfig, ParallelConfig, ScheduleConfig
+from megatfm.config import CosineSchedule, ModelConfig, MuonConfig, ParallelConfig
 from megatfm.engines import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
@@ -61,7 +61,7 @@ def curve(lr: float) -> list[float]:
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, STEPS + 1):
         losses.append(engine.forward_backward([batch(step)], objective).loss)
-        engine.step(lr * factor(ScheduleConfig(warmup_steps=4), step, STEPS), clip=1.0)
+        engine.step(lr * factor(CosineSchedule(warmup_steps=4), step, STEPS), clip=1.0)
     return losses
 
 

@@ -10,7 +10,16 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from megatfm.config import AdamWConfig, Config, MuonConfig, load_config, preset_names, to_toml
+from megatfm.config import (
+    AdamWConfig,
+    Config,
+    MuonConfig,
+    PluginOptimizer,
+    PluginSchedule,
+    load_config,
+    preset_names,
+    to_toml,
+)
 from megatfm.config.load import load as load_kind
 from megatfm.config.prep import PrepConfig
 
@@ -77,6 +86,16 @@ def test_a_preset_s_paths_are_relative_to_the_current_directory(
     config = load_kind(kind_of(preset), preset)
     path = config.out if isinstance(config, PrepConfig) else config.data.train
     assert Path(path).is_relative_to(tmp_path)
+
+
+def test_a_plugin_s_optimizer_and_schedule_keep_their_own_keys(load: Load) -> None:
+    optimizer, schedule = 'optimizer={name="mine", lr=1e-3, wobble=2}', 'schedule={name="saw", teeth=3}'
+    config = load('plugins=["my_package"]', optimizer, schedule)
+    assert isinstance(config.optimizer, PluginOptimizer)
+    assert isinstance(config.schedule, PluginSchedule)
+    assert config.optimizer.model_extra == {"wobble": 2}
+    assert (config.optimizer.clip, config.schedule.model_extra) == (1.0, {"teeth": 3})
+    assert tomllib.loads(to_toml(config))["optimizer"]["wobble"] == 2
 
 
 def test_optimizers_have_their_own_fields(load: Load) -> None:
@@ -149,7 +168,7 @@ def test_the_schema_refuses_what_loading_refuses() -> None:
     for section, key, value in [
         ("train", "steps", 0),
         ("train", "precision", "fp8"),
-        ("optimizer", "name", "x"),
+        ("optimizer", "lr", 0),
     ]:
         assert not validator.is_valid(values | {section: values[section] | {key: value}}), key
 

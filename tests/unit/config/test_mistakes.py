@@ -25,7 +25,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         # unknown keys
         ("train.stesp=3", "train.stesp: unknown key (did you mean 'steps'?); known here: steps, global_batch, "),
         ("traim.steps=3", "traim: unknown key (did you mean 'train'?); known here: name, run_dir, "),
-        ("optimizer.beta=1", "optimizer.beta: unknown key (did you mean 'betas'?); known here: name, lr, betas, "),
+        ("optimizer.beta=1", "optimizer.beta: unknown key (did you mean 'betas'?); known here: name, lr, "),
         ("optimizer.matrix_lr=1", "optimizer.matrix_lr: unknown key; known here: name, lr, "),
         ("a.b.c=1", "a: unknown key; known here: name, "),
         # types
@@ -54,7 +54,21 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("run_dir=", "run_dir: an empty path: give a path, or leave the key out"),
         ('resume.allow=["all"]', "resume.allow = ['all']: input should be 'data', 'tokenizer', "),
         # the optimizer's name
-        ("optimizer.name=adam", "optimizer.name: unknown or missing; choose one of 'adamw', 'muon'"),
+        (
+            "optimizer.name=adam",
+            "optimizer.name = 'adam': unknown (did you mean 'adamw'?); there are: adamw, muon, soap, adafactor, lamb, "
+            "lion, schedule_free_adamw; others need the package that registers them in plugins",
+        ),
+        ("optimizer.layer_decay=0", "optimizer.layer_decay = 0: input should be greater than 0; the default is 1.0"),
+        # the schedule's name
+        ("schedule.name=cosin", "schedule.name = 'cosin': unknown (did you mean 'cosine'?); there are: cosine, "),
+        ("schedule.name=inverse_sqrt", "schedule.warmup_steps: is required; for example 4000"),
+        ('schedule={name="constant", final_ratio=0.1}', "schedule.final_ratio: unknown key; known here: name, warmup"),
+        (
+            'schedule={name="wsd", decay_ratio=0.9, warmup_steps=2}',
+            "schedule.decay_ratio = 0.9 leaves no room for schedule.warmup_steps = 2 of train.steps = 10: choose",
+        ),
+        ("optimizer.name=schedule_free_adamw", "schedule.name = 'cosine': optimizer.name = 'schedule_free_adamw' aver"),
         # combinations
         ("model.n_heads=3", "model: n_heads = 3 does not divide d_model = 8: choose n_heads = 2, or give head_dim"),
         ("model.n_kv_heads=4", "model: n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_heads = 2"),
