@@ -13,12 +13,16 @@ PROBE = 8
 
 @dataclass(frozen=True)
 class Description:
-    """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks."""
+    """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks.
+
+    multiplied: N of the FLOPs; a table that is only looked up costs none, one that is the output head as well does.
+    """
 
     config: Config
     shapes: dict[str, tuple[int, ...]]
     parameters: int
     embedding: int
+    multiplied: int
     flops_full: int
     flops_causal: int
     weight_bytes: int
@@ -27,11 +31,6 @@ class Description:
     @property
     def non_embedding(self) -> int:
         return self.parameters - self.embedding
-
-    @property
-    def multiplied(self) -> int:
-        """N of the FLOPs: a table that is only looked up costs none, one that is the output head as well does."""
-        return self.parameters if self.config.model.tie_embeddings else self.non_embedding
 
     @property
     def state_bytes(self) -> float:
@@ -72,6 +71,7 @@ def describe(config: Config) -> Description:
     """
     import torch
 
+    from megatfm.layers.embedding import Table
     from megatfm.models import build
     from megatfm.registry import import_plugins
 
@@ -81,8 +81,10 @@ def describe(config: Config) -> Description:
         model = build(config.model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding = model.embedding.weight.numel()
-    multiplied = parameters if config.model.tie_embeddings else parameters - embedding
+    tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Table)}
+    embedding = sum(weight.numel() for _, weight in tables.values())
+    tied = [w for n, w in tables.values() if n.endswith(".tokens") and config.model.tie_embeddings]
+    multiplied = parameters - embedding + sum(weight.numel() for weight in tied)
     width = config.model.n_heads * config.model.head_width
     attention = 6 * config.model.n_layers * width * config.data.sequence_length
     weight_bytes = 8 if config.train.precision == "fp64" else 4
@@ -91,6 +93,7 @@ def describe(config: Config) -> Description:
         shapes=shapes,
         parameters=parameters,
         embedding=embedding,
+        multiplied=multiplied,
         flops_full=6 * multiplied + 2 * attention,
         flops_causal=6 * multiplied + attention,
         weight_bytes=weight_bytes,

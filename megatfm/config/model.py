@@ -240,8 +240,8 @@ class ModelConfig(Section):
             if option is not None and not wanted:
                 raise ValueError(f"{key} belongs to {value}: leave it out, or set model.{value}")
         only_encoder = {"sentence_classes": self.sentence_classes, "boundary_head": self.boundary_head}
-        for key, value in only_encoder.items():
-            if value and self.family != "encoder":
+        for key, given in only_encoder.items():
+            if given and self.family != "encoder":
                 raise ValueError(f"{key} is a head of encoders: set family = 'encoder', or leave it out")
         if self.future_tokens and self.family != "decoder":
             raise ValueError("future_tokens is a head of decoders: set family = 'decoder', or leave it out")

@@ -1,6 +1,6 @@
 """The native engine: FSDP2 over the data axes, on a model whose tensor-parallel plan has been laid."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megatfm.checkpoint import Box as StoredBox
 from megatfm.engines.interface import Arrays, Objective, OptimizerGroup, Sums
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
-from megatfm.ops.initial import draw
+from megatfm.ops.initial import draw, initials
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import Mesh
 
@@ -161,12 +161,14 @@ class NativeEngine:
         return WholeTensorOptimizer(group, local, by_name, shapes, self.mesh.flat_group(("dp_shard", "tp")))
 
     def _initialise(self, seed: int) -> None:
-        """Draw this rank's blocks; a tied parameter has one name, that of its first module."""
-        for path, module in self.model.named_modules():
-            for key, initial in getattr(module, "initial", {}).items():
-                name = f"{path}.{key}"
+        """Draw this rank's blocks; buffers are whole on every rank."""
+        for name, tensor, initial in initials(self.model):
+            if name in self.boxes:
                 offsets, sizes = self.boxes[name]
                 self.local[name].copy_(draw(initial, seed, name, self.layout[name].shape, offsets, sizes))
+            else:
+                shape = tuple(tensor.shape)
+                tensor.copy_(draw(initial, seed, name, shape, (0,) * len(shape), shape))
 
     def _box(self, name: str, parameter: nn.Parameter) -> Box:
         if not isinstance(parameter, DTensor):
@@ -222,7 +224,7 @@ def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -
         if precision == "bf16"
         else MixedPrecisionPolicy()
     )
-    for layer in model.get_submodule("layers").children():
+    for layer in blocks(model):
         if compile_blocks:
             layer.compile(fullgraph=True)
         fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=policy)
@@ -235,6 +237,13 @@ def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -
             module.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
     return model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of all stacks, which are compiled, gathered and recomputed one at a time."""
+    for path, module in model.named_modules():
+        if path.rpartition(".")[0].rpartition(".")[2] == "layers":
+            yield module
 
 
 def _local(tensor: Tensor) -> Tensor:

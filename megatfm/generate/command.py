@@ -83,7 +83,7 @@ def sample(
     trained = loaded.config.data.sequence_length
     if len(ids) + max_tokens > trained:
         _note(f"up to {len(ids) + max_tokens} tokens, while this model was trained on {trained} at a time")
-    device = loaded.model.head.weight.device
+    device = next(loaded.model.parameters()).device
     prompts = torch.tensor([ids] * samples, device=device)
     decoders, texts = [TextStream(tokenizer) for _ in range(samples)], [""] * samples
     show(prompt)

@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.generate.sampling import Sampling
 from megatfm.layers.attention import KVCache
-from megatfm.models import Decoder
 
 # B rows, T tokens of the prompt, V vocabulary
 
 
 def generate(
-    model: Decoder,
+    model: nn.Module,
     tokens: Tensor,
     *,
     max_tokens: int,
@@ -36,7 +35,7 @@ def generate(
 
 
 def stream(
-    model: Decoder,
+    model: nn.Module,
     tokens_BT: Tensor,
     sampling: Sampling,
     *,
@@ -47,7 +46,8 @@ def stream(
     """The tokens [B] of `generate`, one position at a time, as they are made."""
     if tokens_BT.shape[1] == 0:
         raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
-    past = KVCache(len(model.layers), tokens_BT.shape[1] + max_tokens) if cache else None
+    n_layers = model.config.n_layers  # type: ignore[union-attr]
+    past = KVCache(n_layers, tokens_BT.shape[1] + max_tokens) if cache else None
     ended_B = torch.zeros(len(tokens_BT), dtype=torch.bool, device=tokens_BT.device)
     seen_BT = unseen_BT = tokens_BT
     for _ in range(max_tokens):

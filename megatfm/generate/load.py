@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 from pydantic import JsonValue, ValidationError
+from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.models import Decoder, build
+from megatfm.models import build
+from megatfm.ops.initial import draw, initials
 from megatfm.registry import import_plugins
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.init import find_checkpoint
@@ -20,7 +22,7 @@ from megatfm.train.init import find_checkpoint
 class Loaded:
     """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own."""
 
-    model: Decoder
+    model: nn.Module
     tokenizer: Tokenizer
     config: Config
     step: int
@@ -45,15 +47,16 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
             f"{where}: not the tokenizer that {source.name} was trained with: put that one into {run}"
         )
     model = load_model(source, device)
-    if tokenizer.vocab_size > model.head.weight.shape[0]:
+    rows = config.model.vocab_size or 0
+    if tokenizer.vocab_size > rows:
         raise MegatfmError(
-            f"{source}: the model has {model.head.weight.shape[0]} rows, fewer than its tokenizer's "
+            f"{source}: the model has {rows} rows, fewer than its tokenizer's "
             f"{tokenizer.vocab_size} ids: one of the two was replaced"
         )
     return Loaded(model, tokenizer, config, int(str(state.get("step"))), folder)
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> Decoder:
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model of a run directory or checkpoint, in float32 and in evaluation mode; no tokenizer is needed.
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
@@ -62,6 +65,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> Decoder:
     _, config = _state(source)
     import_plugins(config.plugins)
     model = build(config.model)
+    for _, tensor, initial in initials(model):
+        if not isinstance(tensor, nn.Parameter):  # buffers are not stored: they follow from the config
+            shape = tuple(tensor.shape)
+            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
     stored = checkpoint.read_tensors(source, "model.")
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     if stored.keys() != parameters.keys():

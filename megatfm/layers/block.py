@@ -1,33 +1,44 @@
-"""A transformer block: attention and feed-forward network around a residual stream."""
-
-from collections.abc import Callable
+"""A transformer block: self-attention, in decoders of a memory cross-attention, and a feed-forward network."""
 
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.attention import CausalAttention, LayerCache
-from megatfm.layers.ffn import GatedFFN
-from megatfm.layers.norm import NORMS
-from megatfm.ops.sequence import SequenceLayout
-from megatfm.registry import Registry
+from megatfm.layers.attention import ATTENTIONS, LayerCache
+from megatfm.layers.ffn import FFN
+from megatfm.layers.initialisation import Stack, initialiser
+from megatfm.layers.residual import RESIDUALS
+from megatfm.ops.sequence import SequenceLayout, Sight
 
-BLOCKS: Registry[Callable[[ModelConfig], nn.Module]] = Registry("norm_position")
+# B batch, T tokens, S tokens of the memory, D model width
 
 
-@BLOCKS.register("pre")
-class PreNormBlock(nn.Module):
-    """x + S(N(x)) for both sublayers (Xiong et al. 2020)."""
+class Block(nn.Module):
+    """Sublayers around a residual stream; sight: what its self-attention sees; cross: it also attends to a memory."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, stack: Stack, sight: Sight, *, cross: bool = False) -> None:
         super().__init__()
-        # Radford et al. 2019, section 2.3: residual projections start smaller, by the number of residual layers.
-        residual_std = config.init_std * (2 * config.n_layers) ** -0.5
-        norm = NORMS.get(config.norm)
-        self.norm1 = norm(config.d_model, config.norm_eps)
-        self.attn = CausalAttention(config, residual_std)
-        self.norm2 = norm(config.d_model, config.norm_eps)
-        self.ffn = GatedFFN(config, residual_std)
+        initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm_position)
+        self.attn_residual = residual(config, "attention residual", stack)
+        self.attn = ATTENTIONS.get(config.attention)(config, initial, sight)
+        if cross:
+            self.cross_residual = residual(config, "cross residual", stack)
+            self.cross = ATTENTIONS.get(config.attention)(config, initial, "cross")
+        self.ffn_residual = residual(config, "ffn residual", stack)
+        self.ffn = FFN(config, initial)
 
-    def forward(self, x_BTD: Tensor, layout: SequenceLayout, cache: LayerCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.norm1(x_BTD), layout, cache)
-        return x_BTD + self.ffn(self.norm2(x_BTD))
+    def forward(
+        self,
+        x_BTD: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]; bias: what the stack's position encoding shares among its layers."""
+        y_BTD = self.attn(self.attn_residual.before(x_BTD), layout, bias, None, cache)
+        x_BTD = self.attn_residual.after(x_BTD, y_BTD, layout)
+        if memory_BSD is not None:
+            y_BTD = self.cross(self.cross_residual.before(x_BTD), layout, None, memory_BSD, cache)
+            x_BTD = self.cross_residual.after(x_BTD, y_BTD, layout)
+        y_BTD = self.ffn(self.ffn_residual.before(x_BTD), layout)
+        return self.ffn_residual.after(x_BTD, y_BTD, layout)

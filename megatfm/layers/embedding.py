@@ -1,44 +1,86 @@
-"""Tokens to vectors, and vectors to the loss or to logits."""
+"""Tokens to vectors."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.ops.cross_entropy import cross_entropy
-from megatfm.ops.initial import Normal
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Stack, initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import NORMS
+from megatfm.layers.position import POSITIONS
+from megatfm.ops.initial import Initial
+from megatfm.ops.sequence import SequenceLayout
 
-# B batch, T tokens, D model width, V vocabulary
+# B batch, T tokens, E embedding width, D model width
 
 
-class TokenEmbedding(nn.Module):
-    """Rows of a [V, D] table."""
+class Table(nn.Module):
+    """Rows of a [rows, width] matrix, looked up."""
 
-    def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
+    def __init__(self, rows: int, width: int, initial: Initial) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        self.initial = {"weight": Normal(std)}
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.initial = {"weight": initial}
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, self.weight)
-
-
-class CrossEntropy(nn.Module):
-    """The summed loss of hidden vectors: the seam at which a vocabulary-parallel loss takes over."""
-
-    def forward(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-        return cross_entropy(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+    def forward(self, indices_BT: Tensor) -> Tensor:
+        return F.embedding(indices_BT, self.weight)
 
 
-class Head(nn.Module):
-    """Logits [B, T, V] of hidden vectors, or, given targets, the summed loss without ever holding all logits."""
+class Embedding(nn.Module):
+    """Tokens, positions and segments summed, normed, dropped and, from E to D, projected; each where there is one.
 
-    def __init__(self, d_model: int, vocab_size: int, std: float, tied_to: TokenEmbedding | None) -> None:
+    shared: an embedding whose tables of tokens and, for `share_positions`, positions serve this one too.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stack: Stack = "decoder",
+        *,
+        shared: "Embedding | None" = None,
+        share_positions: bool = False,
+    ) -> None:
         super().__init__()
-        self.weight = tied_to.weight if tied_to else nn.Parameter(torch.empty(vocab_size, d_model))
-        self.initial = {} if tied_to else {"weight": Normal(std)}
-        self.loss = CrossEntropy()
+        if config.vocab_size is None:
+            raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
+        initial, width = initialiser(config, stack), config.embedding_width
+        self.scale = config.embedding_scale
+        self.tokens: Table = (
+            shared.tokens
+            if shared
+            else Table(config.vocab_size, width, initial("embedding", config.vocab_size, width))
+        )
+        position = POSITIONS.get(config.position).embedding
+        if shared and share_positions:
+            self.positions: nn.Module | None = shared.positions
+        else:
+            self.positions = position(config, initial) if position else None
+        n_segments = config.n_segments
+        self.segments = (
+            Table(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
+        )
+        self.norm = NORMS.get(config.norm)(width, config.norm_eps) if config.embedding_norm else None
+        self.dropout = Dropout(config.dropout, "embedding")
+        wider = width != config.d_model
+        self.projection = (
+            Linear(width, config.d_model, initial("dense", width, config.d_model), bias=True)
+            if wider
+            else None
+        )
 
-    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        if targets_BT is None:
-            return F.linear(hidden_BTD, self.weight)
-        return self.loss(hidden_BTD, self.weight, targets_BT)
+    def forward(self, tokens_BT: Tensor, layout: SequenceLayout, segments_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D]. Without `segments`, all tokens are in segment 0."""
+        x_BTE = self.tokens(tokens_BT)
+        if self.scale != 1.0:
+            x_BTE = x_BTE * self.scale
+        if self.positions is not None:
+            x_BTE = x_BTE + self.positions(layout).to(x_BTE.dtype)
+        if self.segments is not None:
+            x_BTE = x_BTE + self.segments(torch.zeros_like(tokens_BT) if segments_BT is None else segments_BT)
+        if self.norm is not None:
+            x_BTE = self.norm(x_BTE)
+        x_BTE = self.dropout(x_BTE, layout)
+        return x_BTE if self.projection is None else self.projection(x_BTE)

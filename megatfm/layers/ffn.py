@@ -1,21 +1,30 @@
-"""Gated feed-forward network (Shazeer 2020)."""
+"""Feed-forward network, plain or gated (Vaswani et al. 2017, section 3.3; Shazeer 2020)."""
 
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
+from megatfm.ops.sequence import SequenceLayout
 
 
-class GatedFFN(nn.Module):
-    """W_down activation(W_gate x, W_up x)."""
+class FFN(nn.Module):
+    """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the activation is gated."""
 
-    def __init__(self, config: ModelConfig, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS.get(config.activation)
-        self.w_gate = Linear(config.d_model, config.d_ff, config.init_std)
-        self.w_up = Linear(config.d_model, config.d_ff, config.init_std)
-        self.w_down = Linear(config.d_ff, config.d_model, residual_std)
+        activation, d, d_ff = ACTIVATIONS.get(config.activation), config.d_model, config.d_ff
+        self.activation, bias = activation.function, config.ffn_bias
+        self.w_gate = Linear(d, d_ff, initial("ffn_gate", d, d_ff), bias=bias) if activation.gated else None
+        self.w_up = Linear(d, d_ff, initial("ffn_in", d, d_ff), bias=bias)
+        self.dropout = Dropout(config.ffn_dropout, "ffn inner")
+        self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.w_down(self.activation(self.w_gate(x_BTD), self.w_up(x_BTD)))
+    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        if self.w_gate is None:
+            inner_BTF = self.activation(self.w_up(x_BTD))
+        else:
+            inner_BTF = self.activation(self.w_gate(x_BTD)) * self.w_up(x_BTD)
+        return self.w_down(self.dropout(inner_BTF, layout))

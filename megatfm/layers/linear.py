@@ -1,19 +1,20 @@
-"""A matrix without bias."""
+"""A matrix, with or without bias."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.ops.initial import Normal
+from megatfm.ops.initial import Constant, Initial
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ with W [d_out, d_in] drawn from N(0, std²)."""
+    """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0."""
 
-    def __init__(self, d_in: int, d_out: int, std: float) -> None:
+    def __init__(self, d_in: int, d_out: int, initial: Initial, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
-        self.initial = {"weight": Normal(std)}
+        self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+        self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)

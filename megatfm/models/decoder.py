@@ -1,47 +1,30 @@
-"""Decoder-only transformer, as GPT and Llama."""
+"""Decoder-only transformer, as GPT and Llama; with `prefix`, a prefix language model."""
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.errors import UsageError
 from megatfm.layers.attention import KVCache
-from megatfm.layers.block import BLOCKS
-from megatfm.layers.embedding import Head, TokenEmbedding
+from megatfm.layers.block import Block
+from megatfm.layers.head import Head
 from megatfm.layers.norm import NORMS
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.models.output import Output
+from megatfm.models.registry import MODELS
+from megatfm.models.stack import Stack, layout_of
+from megatfm.ops.sequence import SequenceLayout, targets_ahead
 
 # B batch, T tokens, D model width, V vocabulary
 
 
-class Output(NamedTuple):
-    """What a model returns. A tuple, because FSDP looks for tensors in tuples and not in other classes."""
-
-    hidden: Tensor
-    """After the last norm, [B, T, D]."""
-    logits: Tensor | None = None
-    """[B, T, V], when no targets were given."""
-    loss_sum: Tensor | None = None
-    """Summed cross-entropy in nats, when targets were given."""
-
-
+@MODELS.register("decoder")
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm and head."""
+    """A causal stack and a head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.vocab_size is None:
-            raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
         self.config = config
-        self.embedding = TokenEmbedding(config.vocab_size, config.d_model, config.init_std)
-        self.layers = nn.ModuleDict(
-            {str(i): BLOCKS.get(config.norm_position)(config) for i in range(config.n_layers)}
-        )
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps)
-        tied_to = self.embedding if config.tie_embeddings else None
-        self.head = Head(config.d_model, config.vocab_size, config.init_std, tied_to)
+        self.decoder = Stack(config, "decoder", "causal")
+        self.head = Head(config, self.decoder.embedding.tokens if config.tie_embeddings else None)
+        self.future = nn.ModuleDict({str(i): FutureHead(config) for i in range(1, config.future_tokens + 1)})
 
     def forward(
         self,
@@ -49,27 +32,38 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
         targets: Tensor | None = None,
+        keys: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Output:
         """Run the model on int64 tokens [B, T].
 
-        positions, documents [B, T]: as in SequenceLayout; left out, each row is one document. targets [B, T]:
-        next tokens, −100 where none counts; gives `loss_sum` instead of `logits`. cache: tokens before these.
+        positions, documents, prefix [B, T], keys [B]: as in SequenceLayout; left out, each row is one document.
+        targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. cache: tokens before
+        these.
         """
-        past = cache.length if cache else 0
-        if positions is None:
-            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        layout = SequenceLayout(positions, documents, past)
-        x_BTD = self.embedding(tokens)
-        for index, layer in enumerate(self.layers.values()):
-            x_BTD = layer(x_BTD, layout, cache.layers[index] if cache else None)
-        hidden_BTD = self.norm(x_BTD)
+        layout = layout_of(tokens, positions, documents, prefix_BT=prefix, keys_B=keys, cache=cache)
+        hidden_BTD = self.decoder(tokens, layout, segments_BT=segments, cache=cache)
         if targets is None:
             return Output(hidden_BTD, logits=self.head(hidden_BTD))
-        return Output(hidden_BTD, loss_sum=self.head(hidden_BTD, targets))
+        losses = {"causal": self.head(hidden_BTD, targets)}
+        for name, further in self.future.items():
+            ahead_BT = targets_ahead(targets, documents, int(name))
+            beyond = layout.at_layer(self.config.n_layers + int(name))
+            losses[f"future_{name}"] = self.head(further(hidden_BTD, beyond), ahead_BT)
+        return Output(hidden_BTD, losses=losses)
 
 
-def build(config: ModelConfig) -> Decoder:
-    """The model of a config, on the current default device (use `torch.device("meta")` to allocate nothing)."""
-    return Decoder(config)
+class FutureHead(nn.Module):
+    """A block and a norm before the shared output head, to predict a token further on (Gloeckle et al. 2024)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.block = Block(config, "decoder", "causal")
+        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
+
+    def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        x_BTD = self.block(hidden_BTD, layout)
+        return x_BTD if self.norm is None else self.norm(x_BTD)

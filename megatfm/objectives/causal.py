@@ -1,40 +1,93 @@
-"""Next-token prediction."""
+"""Next-token prediction, also of several tokens ahead, for decoders and for encoder-decoders."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatfm.objectives.registry import OBJECTIVES, Batch, SpecialTokens, Terms
+from megatfm.config import CausalObjective, ModelConfig
+from megatfm.keyed import PieceKey
+from megatfm.objectives.registry import (
+    OBJECTIVES,
+    TWO_SIDES,
+    Batch,
+    Fields,
+    Objective,
+    Partners,
+    SpecialTokens,
+    Tokens,
+)
+from megatfm.objectives.two_sides import pair
 from megatfm.ops.cross_entropy import IGNORE
+from megatfm.ops.sequence import targets_ahead
 
 
-@OBJECTIVES.register("causal")
-class Causal:
-    """Each document is read as [BOS, d…] and predicts [d…, EOS], so every token counts exactly once an epoch."""
+class Causal(Objective):
+    """Each document is read as [BOS, d…] and predicts [d…, EOS], so every token counts exactly once an epoch.
 
-    weights: Mapping[str, float] = MappingProxyType({"causal": 1.0})
+    With `model.future_tokens` = n there are the terms future_1 … future_n: at each place the token that comes so many
+    further on in the same document (Gloeckle et al. 2024).
+    """
 
-    def __init__(self, special: SpecialTokens) -> None:
+    families = ("decoder",)
+    likelihood = "causal"
+    crosses_documents = True
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: CausalObjective | None = None,
+        model: ModelConfig | None = None,
+        row_lengths: tuple[int, ...] = (),
+    ) -> None:
         self.special = special
+        self.future = range(1, 1 + (model.future_tokens if model else 0))
+        weight = config.future_weight if config else 1.0
+        self.weights: Mapping[str, float] = {"causal": 1.0} | {f"future_{n}": weight for n in self.future}
 
-    def lengths(self, n_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.integer]]:
-        framed = np.concatenate(([self.special.bos], tokens, [self.special.eos])).astype(np.int64)
+    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+        framed = np.empty(len(tokens) + 2, np.int64)
+        framed[0], framed[1:-1], framed[-1] = self.special.bos, tokens, self.special.eos
         return {"tokens": framed[:-1], "targets": framed[1:]}
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"causal": (batch["targets"] != IGNORE).sum()}
+        targets, documents = batch["targets"], batch.get("documents")
+        ahead = {f"future_{n}": (targets_ahead(targets, documents, n) != IGNORE).sum() for n in self.future}
+        return {"causal": (targets != IGNORE).sum()} | ahead
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Terms:
-        output = model(
-            batch["tokens"],
-            positions=batch["positions"],
-            documents=batch.get("documents"),
-            targets=batch["targets"],
-        )
-        return {"causal": output.loss_sum}
+
+class LanguageModel(Objective):
+    """A text from its first token on by an encoder-decoder, whose encoder reads only EOS (Raffel et al. 2020, 3.2)."""
+
+    families = ("encoder_decoder",)
+    weights: Mapping[str, float]
+    sides = TWO_SIDES
+    likelihood = "span"
+
+    def __init__(
+        self, special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+    ) -> None:
+        self.special, self.weights = special, {"span": 1.0}
+        self.max_tokens = max(row_lengths[-1] - 1, 1)
+
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
+
+    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+        return pair(np.zeros(0, np.int64), tokens, self.special)
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"span": (batch["targets"] != IGNORE).sum()}
+
+
+@OBJECTIVES.register("causal")
+def causal(
+    special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+) -> Objective:
+    """Next-token prediction, as the model's family does it."""
+    chosen = LanguageModel if model.family == "encoder_decoder" else Causal
+    return chosen(special, config, model, row_lengths)

@@ -1,6 +1,7 @@
-"""Cross-entropy of next-token targets as a sum, so that a global mean is taken once, over the whole batch."""
+"""Cross-entropy over a vocabulary as a sum, so that a global mean is taken once, over the whole batch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +17,38 @@ Reduce = Callable[[Tensor, str], Tensor]
 """Takes a tensor and "sum" or "max" to its reduction over all parts of the vocabulary."""
 
 
-def cross_entropy_reference(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
-    """Σ −log softmax(h Wᵀ)[target] over the tokens whose target counts, in nats; all logits at once."""
-    logits_MV = (hidden_MD @ weight_VD.T).to(torch.promote_types(hidden_MD.dtype, torch.float32))
-    return F.cross_entropy(logits_MV, targets_M, ignore_index=IGNORE, reduction="sum")
+@dataclass(frozen=True)
+class LogitVariant:
+    """softcap: logits l become c·tanh(l/c). smoothing: share of a target that is spread over the vocabulary."""
+
+    softcap: float | None = None
+    smoothing: float = 0.0
+
+
+def cross_entropy_reference(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    targets_M: Tensor,
+    bias_V: Tensor | None = None,
+    variant: LogitVariant = LogitVariant(),
+) -> Tensor:
+    """Σ −log softmax(h Wᵀ + b)[target] over the tokens whose target counts, in nats; all logits at once."""
+    logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_precise(hidden_MD))
+    if variant.softcap:
+        logits_MV = variant.softcap * torch.tanh(logits_MV / variant.softcap)
+    return F.cross_entropy(
+        logits_MV, targets_M, ignore_index=IGNORE, reduction="sum", label_smoothing=variant.smoothing
+    )
 
 
 def cross_entropy(
     hidden_MD: Tensor,
     weight_WD: Tensor,
     targets_M: Tensor,
-    chunk: int = 512,
+    bias_W: Tensor | None = None,
+    variant: LogitVariant = LogitVariant(),
     *,
+    chunk: int = 512,
     first: int = 0,
     reduce: Reduce = lambda values, _: values,
 ) -> Tensor:
@@ -37,7 +58,7 @@ def cross_entropy(
     the backward pass. For a vocabulary in parts, `weight_WD` holds the rows from `first` on and `reduce` joins the
     parts: every part then gives the whole loss, and its own share of the gradient to `hidden`.
     """
-    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, targets_M, chunk, first, reduce)
+    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, reduce)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -46,41 +67,77 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_MD: Tensor,
         weight_WD: Tensor,
+        bias_W: Tensor | None,
         targets_M: Tensor,
+        variant: LogitVariant,
         chunk: int,
         first: int,
         reduce: Reduce,
     ) -> Tensor:
-        precise = torch.promote_types(hidden_MD.dtype, torch.float32)
+        precise = _precise(hidden_MD)
         total = hidden_MD.new_zeros((), dtype=precise)
         hidden_gradient = torch.empty_like(hidden_MD)
         weight_gradient = torch.zeros_like(weight_WD, dtype=precise)
+        bias_gradient = None if bias_W is None else torch.zeros_like(bias_W, dtype=precise)
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
-            hidden, local = hidden_MD[part], targets_M[part, None] - first
-            counted = targets_M[part, None] != IGNORE
-            held = (local >= 0) & (local < weight_WD.shape[0])
-            local = local.where(held, 0)
-            logits = (hidden @ weight_WD.T).to(precise)
-            logits -= reduce(logits.amax(1, keepdim=True), "max")
-            target_logit = logits.gather(1, local) * held
-            exponentials = logits.exp_()
-            own = torch.stack((target_logit, exponentials.sum(1, keepdim=True), held.to(precise)))
-            target_logit, normaliser, found = reduce(own, "sum")
-            # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
-            losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
-            total += losses.where(counted, 0).sum()
+            hidden = hidden_MD[part]
+            logits = F.linear(hidden, weight_WD, bias_W).to(precise)
+            loss, gradient = _chunk(logits, targets_M[part, None], variant, first, reduce)
+            total += loss
             if any(ctx.needs_input_grad):
-                gradient = exponentials.mul_(counted / normaliser)
-                gradient.scatter_add_(1, local, -held.to(precise))
                 gradient = gradient.to(hidden.dtype)
                 hidden_gradient[part] = gradient @ weight_WD
                 weight_gradient += gradient.T @ hidden
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight_WD.dtype))
+                if bias_gradient is not None:
+                    bias_gradient += gradient.sum(0, dtype=precise)
+        saved = [hidden_gradient, weight_gradient.to(weight_WD.dtype)]
+        if bias_W is not None and bias_gradient is not None:
+            saved.append(bias_gradient.to(bias_W.dtype))
+        ctx.save_for_backward(*saved)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding.
-        hidden, weight = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return hidden, weight, None, None, None, None
+        hidden, weight, *bias = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        return hidden, weight, bias[0] if bias else None, None, None, None, None, None
+
+
+def _chunk(
+    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, reduce: Reduce
+) -> tuple[Tensor, Tensor]:
+    """Loss of a chunk and its gradient with respect to the logits [M, W], which are overwritten."""
+    counted = targets_M1 != IGNORE
+    local = targets_M1 - first
+    held = (local >= 0) & (local < logits.shape[1])
+    local = local.where(held, 0)
+    slope = None
+    if variant.softcap:
+        logits = torch.tanh(logits / variant.softcap)
+        slope = 1 - logits.square()
+        logits *= variant.softcap
+    logits -= reduce(logits.amax(1, keepdim=True), "max")
+    own = [logits.gather(1, local) * held, held.to(logits.dtype)]
+    if variant.smoothing:
+        own += [logits.sum(1, keepdim=True), torch.full_like(own[0], logits.shape[1])]
+    exponentials = logits.exp_()
+    target_logit, found, normaliser, *rest = reduce(
+        torch.stack([*own[:2], exponentials.sum(1, keepdim=True), *own[2:]]), "sum"
+    )
+    spread = 0.0
+    if variant.smoothing:
+        sum_of_logits, vocabulary = rest
+        spread = variant.smoothing / vocabulary
+        target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
+    # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
+    losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
+    gradient = exponentials.div_(normaliser).sub_(spread)
+    gradient.scatter_add_(1, local, (variant.smoothing - 1) * held.to(gradient.dtype))
+    if slope is not None:
+        gradient *= slope
+    return losses.where(counted, 0).sum(), gradient.mul_(counted)
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

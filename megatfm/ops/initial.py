@@ -4,12 +4,13 @@ Numbers are drawn by NumPy's Philox ziggurat on the CPU, in blocks of rows, so t
 that hold its rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from megatfm import keyed
 
@@ -25,13 +26,34 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class TruncatedNormal:
+    """N(0, std²), drawn anew beyond ± 2 std: BERT's initialisation."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform in [−bound, bound)."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
 class Constant:
     """The same value everywhere."""
 
     value: float
 
 
-Initial = Normal | Constant
+@dataclass(frozen=True)
+class Values:
+    """Given values, along the first dim."""
+
+    values: tuple[float, ...]
+
+
+Initial = Normal | TruncatedNormal | Uniform | Constant | Values
 
 
 def draw(
@@ -41,16 +63,45 @@ def draw(
     if isinstance(initial, Constant):
         return torch.full(tuple(sizes), initial.value)
     first, last = offsets[0], offsets[0] + sizes[0]
+    if isinstance(initial, Values):
+        return torch.tensor(initial.values[first:last]).view(-1, *[1] * (len(sizes) - 1)).expand(*sizes)
     if 0 in sizes:
         return torch.empty(tuple(sizes))
     blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)
-    rows = np.concatenate([_rows(seed, name, shape, block) for block in blocks])
+    rows = np.concatenate([_rows(initial, seed, name, shape, block) for block in blocks])
     rows = rows[first - blocks[0] * ROW_BLOCK :][: sizes[0]]
     columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
-    return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *columns)])) * initial.std
+    return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *columns)]))
 
 
-def _rows(seed: int, name: str, shape: Sequence[int], block: int) -> np.ndarray:
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
+    for name, tensor, initial in initials(model):
+        shape = tuple(tensor.shape)
+        tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
+
+
+def initials(model: nn.Module) -> Iterator[tuple[str, Tensor, Initial]]:
+    """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            yield f"{path}.{key}", getattr(module, key), initial
+
+
+def _rows(
+    initial: Normal | TruncatedNormal | Uniform, seed: int, name: str, shape: Sequence[int], block: int
+) -> NDArray[np.float32]:
     rows = min(ROW_BLOCK, shape[0] - block * ROW_BLOCK)
+    size = (rows, *shape[1:])
     generator = np.random.Generator(keyed.bits(seed, "initial", name, block))
-    return generator.standard_normal((rows, *shape[1:]), dtype=np.float32)
+    match initial:
+        case Normal(std):
+            return generator.standard_normal(size, dtype=np.float32) * np.float32(std)
+        case Uniform(bound):
+            return ((generator.random(size) * 2 - 1) * bound).astype(np.float32)
+        case TruncatedNormal(std):
+            values = generator.standard_normal(size, dtype=np.float32)
+            while (beyond := np.abs(values) > 2).any():
+                values[beyond] = generator.standard_normal(int(beyond.sum()), dtype=np.float32)
+            return values * np.float32(std)

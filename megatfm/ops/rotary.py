@@ -6,13 +6,17 @@ from torch import Tensor
 # B batch, N heads, T tokens, H head width
 
 
-def rotary_table(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, 1, T, H/2] of position · theta^(−2i/H), in float64.
+def frequencies(head_dim: int, theta: float) -> Tensor:
+    """Angles per position theta^(−2i/H) of the pairs of channels, [H/2] in float64."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+
+def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, T, H/2] of position · frequency, in float64.
 
     In float32 the angle of position 10⁶ would be off by a tenth of a radian.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_BT.device) / head_dim
-    angles_B1TH = positions_BT[:, None, :, None].double() * theta**-exponents
+    angles_B1TH = positions_BT[:, None, :, None].double() * frequencies_H.to(positions_BT.device)
     return angles_B1TH.cos(), angles_B1TH.sin()
 
 

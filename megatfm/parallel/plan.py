@@ -13,7 +13,8 @@ from megatfm.parallel.styles import Ranks, Style
 from megatfm.registry import Registry
 
 Plan = Sequence[tuple[str, Style]]
-"""Rows of (pattern over module names, style); exactly one row for each module that owns parameters or buffers."""
+"""Rows of (pattern over module names, style); exactly one row for each module that owns parameters or buffers. A
+pattern that begins with "?" may match nothing."""
 
 PLANS: Registry[Plan] = Registry("parallel plan")
 
@@ -57,9 +58,9 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
 def match(model: nn.Module, plan: Plan) -> dict[str, Style]:
     """Module name → style, in the order of the model's modules. Raises UsageError as `lay` does."""
     styles: dict[str, Style] = {}
-    unused = {pattern for pattern, _ in plan}
+    unused = {pattern for pattern, _ in plan if not pattern.startswith("?")}
     for path, module in model.named_modules():
-        rows = [(pattern, style) for pattern, style in plan if path and fnmatchcase(path, pattern)]
+        rows = [row for row in plan if path and fnmatchcase(path, row[0].removeprefix("?"))]
         owned = [
             name
             for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -85,13 +86,16 @@ def _table(plan: Plan, styles: dict[str, Style], placements: dict[str, Placement
         f"{'modules':<28}{'style':<24}{'parameters':<40}partial gradient",
     ]
     for pattern, style in plan:
-        paths = [path for path in styles if fnmatchcase(path, pattern)]
+        shown = pattern.removeprefix("?")
+        paths = [path for path in styles if fnmatchcase(path, shown)]
+        if not paths:
+            continue
         own = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
         shapes = dict.fromkeys(
             f"{list(p.shape)} → {list(p.box[1])}" if p.dim is not None else str(list(p.shape)) for p in own
         )
         partial = "tp" if any(p.partial_gradient for p in own) else ""
         lines.append(
-            f"{pattern:<28}{style.name:<24}{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}{partial}".rstrip()
+            f"{shown:<28}{style.name:<24}{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}{partial}".rstrip()
         )
     return "\n".join(lines) + "\n"

@@ -5,12 +5,14 @@ along the sequence (dim 1); without, they are replicated.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.errors import UsageError
+from megatfm.ops.cross_entropy import LogitVariant
 from megatfm.parallel.collectives import (
     copy_to_shards,
     gather_replicated,
@@ -65,6 +67,8 @@ def _enter_hook(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _leave_hook(module: nn.Module, ranks: Ranks) -> None:
+    if getattr(module, "bias", None) is not None:
+        _not_cut(module, ranks)
     module.register_forward_hook(lambda _, __, output: ranks.leave(output))
 
 
@@ -76,15 +80,31 @@ def _vocabulary_embedding(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _vocabulary_head(module: nn.Module, ranks: Ranks) -> None:
-    def loss(hidden_BTD: Tensor, weight_WD: Tensor, targets_BT: Tensor) -> Tensor:
-        return cross_entropy_shard(hidden_BTD.flatten(0, 1), weight_WD, targets_BT.flatten(), ranks.group)
+    seam = module.get_submodule("loss")
+    variant: LogitVariant = seam.variant  # type: ignore[assignment]
+
+    def loss(hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, bias_W: Tensor | None) -> Tensor:
+        used = variant if seam.training else replace(variant, smoothing=0.0)
+        return cross_entropy_shard(hidden_MD, weight_WD, targets_M, bias_W, used, ranks.group)
 
     def whole_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         return gather_replicated(output, -1 % output.dim(), ranks.group) if output.dim() else output
 
     _enter_hook(module, ranks)
-    module.get_submodule("loss").forward = loss
+    seam.forward = loss
     module.register_forward_hook(whole_logits)
+
+
+def _not_cut_if_it_owns(module: nn.Module, ranks: Ranks) -> None:
+    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        _not_cut(module, ranks)
+
+
+def _not_cut(module: nn.Module, ranks: Ranks) -> None:
+    raise UsageError(
+        f"parallel.tp > 1 can't carry this model's {type(module).__name__}"
+        f"{' with a bias' if getattr(module, 'bias', None) is not None else ''} yet: use parallel.tp = 1 with dp_shard"
+    )
 
 
 COLUMN = Style("column", dim=0)
@@ -95,6 +115,12 @@ ROW = Style("row", dim=1, install=_leave_hook)
 
 ENTER = Style("enter", install=_enter_hook)
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
+
+WHOLE_ONLY = Style("whole", install=_not_cut)
+"""A part that tensor parallelism does not carry yet: refused where there is more than one rank."""
+
+WHOLE_IF_ANY = Style("whole", install=_not_cut_if_it_owns)
+"""The same for a part that may be there without weights of its own."""
 
 SEQUENCE = Style("sequence", on_residual=True)
 """Whole weights on the residual stream, e.g. a norm."""

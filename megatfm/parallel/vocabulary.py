@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import cross_entropy
+from megatfm.ops.cross_entropy import LogitVariant, cross_entropy
 from megatfm.parallel.collectives import all_sum
 
 # M tokens, D model width, W rows of the vocabulary that are held here
@@ -20,7 +20,13 @@ def embed_shard(tokens: Tensor, weight_WD: Tensor, group: ProcessGroup) -> Tenso
 
 
 def cross_entropy_shard(
-    hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, group: ProcessGroup, chunk: int = 512
+    hidden_MD: Tensor,
+    weight_WD: Tensor,
+    targets_M: Tensor,
+    bias_W: Tensor | None,
+    variant: LogitVariant,
+    group: ProcessGroup,
+    chunk: int = 512,
 ) -> Tensor:
     """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial."""
     first = dist.get_rank(group) * weight_WD.shape[0]
@@ -28,7 +34,9 @@ def cross_entropy_shard(
         hidden_MD,
         weight_WD,
         targets_M,
-        chunk,
+        bias_W,
+        variant,
+        chunk=chunk,
         first=first,
         reduce=lambda values, op: all_sum(values, group, op),
     )

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.layers.attention import CausalCore
-from megatfm.layers.embedding import CrossEntropy
+from megatfm.layers.attention import Core
+from megatfm.layers.head import CrossEntropy
 from megatfm.models import build
-from megatfm.ops.attention import causal_attention_reference
+from megatfm.ops.attention import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.ops.initial import Normal, draw
+from megatfm.ops.initial import Normal, draw, initialise, initials
 from megatfm.ops.sequence import SequenceLayout
 from megatfm.verify.batch import Arrays, objective_of
 
@@ -41,10 +42,10 @@ def reference_step(config: Config, batch: Arrays) -> Step:
     model = build(config.model).double().train()
     _initialise(model, config.train.seed)
     for module in model.modules():
-        if isinstance(module, CausalCore):
-            vars(module)["forward"] = _attention
+        if isinstance(module, Core):
+            vars(module)["forward"] = partial(_attention, module)
         elif isinstance(module, CrossEntropy):
-            vars(module)["forward"] = _cross_entropy
+            vars(module)["forward"] = partial(_cross_entropy, module)
     objective = objective_of(config)
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.counts(tensors)
@@ -59,17 +60,21 @@ def reference_step(config: Config, batch: Arrays) -> Step:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            parameter, name = module.get_parameter(key), f"{path}.{key}"
-            shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
-            parameter.data.copy_(draw(initial, seed, name, shape, offsets, shape))
-            parameter.data.add_(perturbation(seed, name, shape, offsets, shape))
+    initialise(model, seed)
+    for name, tensor, _ in initials(model):
+        if isinstance(tensor, nn.Parameter):
+            shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+            tensor.data.add_(perturbation(seed, name, shape, offsets, shape))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-    return causal_attention_reference(q, k, v, layout.causal_mask)
+def _attention(
+    core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, bias: Tensor | None = None
+) -> Tensor:
+    keys = core.dropout.head_keys(layout, q.shape[1])
+    return attention_reference(q, k, v, layout.mask(core.sight), bias, core.variant, keys)
 
 
-def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy_reference(hidden.flatten(0, 1), weight, targets.flatten())
+def _cross_entropy(
+    seam: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> Tensor:
+    return cross_entropy_reference(hidden, weight, targets, bias, seam.variant)

@@ -27,7 +27,7 @@ from tests.workers import Workers
 Patch = pytest.MonkeyPatch
 Backward = Callable[..., tuple[Any, ...]]
 
-NORMS = {"norm.weight", "layers.*.norm[12].weight"}
+NORMS = {"decoder.norm.weight", "*.layers.*_residual.norm.weight"}
 EVERYTHING = {"*"}
 
 
@@ -131,19 +131,19 @@ def normalise_over_own_tokens(patch: Patch) -> None:
 FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
     forget_partial_gradients: ("tp2", MODEL, NORMS),
     sum_what_is_whole_already: ("tp2 without sequence parallel", MODEL, NORMS),
-    scatter_sum_keeps_its_shard: ("tp2", MODEL, {"embedding.weight", "layers.*"}),
-    gather_shards_takes_its_own: ("tp2", MODEL, {"embedding.weight", "layers.*", "norm.weight"}),
+    scatter_sum_keeps_its_shard: ("tp2", MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
+    gather_shards_takes_its_own: ("tp2", MODEL, {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"}),
     copy_to_shards_forgets_its_sum: (
         "tp2 without sequence parallel",
         MODEL,
-        {"embedding.weight", "layers.*", "norm.weight"},
+        {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
-    sum_partial_sums_twice: ("tp2 without sequence parallel", MODEL, {"embedding.weight", "layers.*"}),
+    sum_partial_sums_twice: ("tp2 without sequence parallel", MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
     count_only_own_targets: ("zero3 on 2", MODEL, EVERYTHING),
     count_one_replica: ("replicas on 2", MODEL, EVERYTHING),
     average_over_ranks: ("zero3 on 2", MODEL, EVERYTHING),
     take_the_other_rank_s_kv_heads: ("tp2", MODEL, EVERYTHING),
-    forget_the_tie_s_second_use: ("tp2", TIED, {"embedding.weight"}),
+    forget_the_tie_s_second_use: ("tp2", TIED, {"decoder.embedding.tokens.weight"}),
     keep_all_tokens_of_an_embedding_shard: ("tp2", MODEL, EVERYTHING),
     normalise_over_own_tokens: ("tp2", MODEL, EVERYTHING),
 }

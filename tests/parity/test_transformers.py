@@ -15,11 +15,11 @@ from megatfm.models import Decoder, build
 
 LENGTH = 13
 NAMES = {
-    "embedding": "model.embed_tokens",
+    "embedding.tokens": "model.embed_tokens",
     "head": "lm_head",
     "norm": "model.norm",
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
+    "attn_residual.norm": "input_layernorm",
+    "ffn_residual.norm": "post_attention_layernorm",
     "attn.wq": "self_attn.q_proj",
     "attn.wk": "self_attn.k_proj",
     "attn.wv": "self_attn.v_proj",
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 def their_name(ours: str) -> str:
     """layers.3.attn.wq.weight → model.layers.3.self_attn.q_proj.weight"""
-    module = ours.removesuffix(".weight")
+    module = ours.removesuffix(".weight").removeprefix("decoder.")
     if not module.startswith("layers."):
         return f"{NAMES[module]}.weight"
     _, layer, part = module.split(".", 2)
@@ -98,7 +98,7 @@ def test_logits_and_every_gradient(dtype: torch.dtype, kv_heads: int, tied: bool
     targets[:, -1] = -100
     their_logits = theirs(input_ids=tokens).logits
     close(ours(tokens).logits, their_logits, dtype)
-    ours(tokens, targets=targets).loss_sum.backward()
+    ours(tokens, targets=targets).losses["causal"].backward()
     F.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     their_parameters = dict(theirs.named_parameters())
     compared = 0

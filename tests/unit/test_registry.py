@@ -76,7 +76,7 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
         build(config.model)
     import_plugins(config.plugins)
     model = build(config.model)
-    assert type(model.layers["0"].norm1).__name__ == type(model.norm).__name__ == "PlainLayerNorm"
+    assert type(model.decoder.layers["0"].attn_residual.norm).__name__ == type(model.decoder.norm).__name__ == "PlainLayerNorm"
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     assert model(torch.arange(5)[None]).logits.shape == (1, 5, 11)

@@ -1,6 +1,6 @@
 """Activations of the feed-forward network."""
 
+from megatfm.layers.activation import geglu, gelu, relu, relu2, swiglu, swish
 from megatfm.layers.activation.registry import ACTIVATIONS, Activation
-from megatfm.layers.activation.swiglu import swiglu
 
-__all__ = ["ACTIVATIONS", "Activation", "swiglu"]
+__all__ = ["ACTIVATIONS", "Activation", "geglu", "gelu", "relu", "relu2", "swiglu", "swish"]

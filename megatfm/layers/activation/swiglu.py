@@ -1,12 +1,7 @@
-"""SwiGLU (Shazeer 2020, equation 6)."""
+"""SwiGLU (Shazeer 2020, equation 6): Swish(x W) ⊙ (x V)."""
 
 import torch.nn.functional as F
-from torch import Tensor
 
-from megatfm.layers.activation.registry import ACTIVATIONS
+from megatfm.layers.activation.registry import ACTIVATIONS, Activation
 
-
-@ACTIVATIONS.register("swiglu")
-def swiglu(gate: Tensor, value: Tensor) -> Tensor:
-    """Swish(gate) ⊙ value."""
-    return F.silu(gate) * value
+SWIGLU = ACTIVATIONS.register("swiglu")(Activation(F.silu, gated=True))

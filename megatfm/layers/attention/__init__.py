@@ -1,6 +1,8 @@
 """Attention layers and the key-value cache."""
 
+from megatfm.layers.attention import disentangled, heads, latent
 from megatfm.layers.attention.cache import KVCache, LayerCache
-from megatfm.layers.attention.causal import CausalAttention, CausalCore
+from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.registry import ATTENTIONS
 
-__all__ = ["CausalAttention", "CausalCore", "KVCache", "LayerCache"]
+__all__ = ["ATTENTIONS", "Core", "KVCache", "LayerCache", "disentangled", "heads", "latent"]

@@ -1,17 +1,21 @@
 """Keys and values of the tokens seen so far, for generation."""
 
-import torch
 from torch import Tensor
 
 # B batch, K key-value heads, T new tokens, S all tokens, H head width
 
 
 class LayerCache:
-    """The cache of one layer; room for `capacity` tokens is taken at the first call."""
+    """The cache of one layer; room for `capacity` tokens is taken at the first call.
+
+    memory: keys and values of the memory that its cross-attention looks at, once they are made.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
-        self._store: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
 
     def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Add new keys and values; returns those of all tokens, [B, K, S, H] each.
@@ -21,23 +25,39 @@ class LayerCache:
         end = self.length + k_BKTH.shape[2]
         if end > self.capacity:
             raise IndexError(f"key-value cache is full: {end} tokens, room for {self.capacity}")
-        if self._store is None:
-            batch, heads, _, width = k_BKTH.shape
-            self._store = torch.empty(
-                2, batch, heads, self.capacity, width, dtype=k_BKTH.dtype, device=k_BKTH.device
-            )
-        self._store[0, :, :, self.length : end] = k_BKTH
-        self._store[1, :, :, self.length : end] = v_BKTH
+        if self._keys is None or self._values is None:
+            self._keys, self._values = (self._room(x) for x in (k_BKTH, v_BKTH))
+        self._keys[:, :, self.length : end] = k_BKTH
+        self._values[:, :, self.length : end] = v_BKTH
         self.length = end
-        return self._store[0, :, :, :end], self._store[1, :, :, :end]
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows of the batch, int64 [rows], as beam search does."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
+        if self.memory is not None:
+            self.memory = self.memory[0][rows], self.memory[1][rows]
+
+    def _room(self, x_BKTH: Tensor) -> Tensor:
+        batch, heads, _, width = x_BKTH.shape
+        return x_BKTH.new_empty(batch, heads, self.capacity, width)
 
 
 class KVCache:
-    """One LayerCache for each layer of a model."""
+    """One LayerCache for each layer of a model, and the documents [B, length] of the tokens in it, if they differ."""
 
     def __init__(self, n_layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(n_layers)]
+        self.documents: Tensor | None = None
 
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows of the batch, int64 [rows]."""
+        for layer in self.layers:
+            layer.select(rows)
+        if self.documents is not None:
+            self.documents = self.documents[rows]

@@ -1,6 +1,18 @@
-"""Position encodings, made as `POSITIONS.get(name)(config)`; called with queries, keys and the layout."""
+"""Position encodings: what each of them does and where, by name."""
 
-from megatfm.layers.position.registry import POSITIONS
+from megatfm.layers.position import alibi, disentangled, learned, none, shaw, sinusoidal, t5
+from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.position.rope import Rope
 
-__all__ = ["POSITIONS", "Rope"]
+__all__ = [
+    "POSITIONS",
+    "Position",
+    "Rope",
+    "alibi",
+    "disentangled",
+    "learned",
+    "none",
+    "shaw",
+    "sinusoidal",
+    "t5",
+]

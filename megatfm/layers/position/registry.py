@@ -1,8 +1,31 @@
+"""Where a position encoding acts: on the embeddings, on queries and keys, or on the scores."""
+
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
 from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Initialiser
 from megatfm.registry import Registry
 
-POSITIONS: Registry[Callable[[ModelConfig], nn.Module]] = Registry("position")
+Make = Callable[[ModelConfig, Initialiser], nn.Module]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Makes the modules of an encoding; what it does not do is None.
+
+    embedding: made once a stack, (layout) → [B or 1, T, D], added to the embeddings.
+    heads: made in every self-attention, (q, k, layout) → (q, k).
+    bias: made once a stack and shared by its layers, (layout, sight) → [1, N, T, S], added to the scores.
+    core: made in every self-attention in place of the plain core; see `layers.attention`.
+    """
+
+    embedding: Make | None = None
+    heads: Make | None = None
+    bias: Make | None = None
+    core: Callable[..., nn.Module] | None = None
+
+
+POSITIONS: Registry[Position] = Registry("position")

@@ -1,24 +1,75 @@
-"""Rotary positions (Su et al. 2021)."""
+"""Rotary positions (Su et al. 2021), and their stretching to longer contexts."""
 
+import math
+
+import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
-from megatfm.layers.position.registry import POSITIONS
-from megatfm.ops.rotary import rotary_table, rotate
+from megatfm.config import ModelConfig, RopeScaling
+from megatfm.config.model import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.rotary import frequencies, rotary_table, rotate
 from megatfm.ops.sequence import SequenceLayout
 
 # B batch, N query heads, K key-value heads, T tokens, H head width
 
 
-@POSITIONS.register("rope")
 class Rope(nn.Module):
     """Turns queries and keys by their positions; any number of heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, width: int | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = config.head_width, config.rope_theta
+        self.width, self.theta, self.scaling = (
+            width or config.head_width,
+            config.rope_theta,
+            config.rope_scaling,
+        )
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-        key = ("rope", self.head_dim, self.theta)
-        cos, sin = layout.once(key, lambda: rotary_table(layout.positions, self.head_dim, self.theta))
+        cos, sin = layout.once(("rope", self.width, self.theta), lambda: self._table(layout))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
+
+    def _table(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+        angles, factor = scaled_frequencies(self.width, self.theta, self.scaling)
+        cos, sin = rotary_table(layout.positions, angles)
+        return cos * factor, sin * factor
+
+
+def scaled_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
+    """Angles per position [H/2] in float64, and the factor on rotated queries and keys."""
+    plain = frequencies(width, theta)
+    match scaling:
+        case LinearScaling():
+            return plain / scaling.factor, 1.0
+        case NtkScaling():
+            return frequencies(width, theta * scaling.factor ** (width / (width - 2))), 1.0
+        case YarnScaling():
+            return _yarn(plain, width, theta, scaling)
+        case Llama3Scaling():
+            return _llama3(plain, scaling), 1.0
+    return plain, 1.0
+
+
+def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
+    """Peng et al. 2023, section 3.2: channel i turns original_length · frequency / 2π times."""
+
+    def channel(turns: float) -> float:
+        return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(channel(scaling.beta_fast)), 0)
+    last = min(math.ceil(channel(scaling.beta_slow)), width - 1)
+    ramp = (torch.arange(width // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
+    slowed = ramp.clamp(0, 1)
+    factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
+    return plain / scaling.factor * slowed + plain * (1 - slowed), factor
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_length * plain / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return plain * kept + plain / scaling.factor * (1 - kept)
+
+
+ROPE = POSITIONS.register("rope")(Position(heads=Rope))

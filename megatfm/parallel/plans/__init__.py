@@ -1,6 +1,6 @@
 """The plans of the model families."""
 
 from megatfm.parallel.plan import PLANS
-from megatfm.parallel.plans.decoder import DECODER
+from megatfm.parallel.plans.transformer import DECODER, ELECTRA, ENCODER, ENCODER_DECODER
 
-__all__ = ["DECODER", "PLANS"]
+__all__ = ["DECODER", "ELECTRA", "ENCODER", "ENCODER_DECODER", "PLANS"]

@@ -70,7 +70,7 @@ def one_bad_gradient(value: float) -> None:
     before = {name: tensor_of(part).clone() for name, part in engine.state_dict().items()}
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     if dist.get_rank() == 1:
-        engine.gradients()["layers.0.ffn.w_up.weight"][-1, -1] = value
+        engine.gradients()["decoder.layers.0.ffn.w_up.weight"][-1, -1] = value
     norm = engine.step(1e-2, clip=1.0)
     assert not torch.isfinite(torch.tensor(norm))
     after = engine.state_dict()

@@ -52,15 +52,16 @@ def hugging_face(model: Decoder) -> torch.nn.Module:
         )
     )  # fmt: skip
     ours_to_theirs = {
-        "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
+        "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attn_residual": "input_layernorm",
+        "ffn_residual": "post_attention_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
         "wv": "self_attn.v_proj", "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
         "w_down": "mlp.down_proj",
     }  # fmt: skip
     weights = {}
     for name, weight in model.state_dict().items():
-        *place, module, _ = name.split(".")
-        layer = f"model.layers.{place[1]}." if place else ""
+        *place, module, _ = name.removeprefix("decoder.").split(".")
+        layer = f"model.layers.{place[1]}." if place and place[0] == "layers" else ""
+        module = place[-1] if place and place[-1].endswith("_residual") else module
         weights[f"{layer}{ours_to_theirs[module]}.weight"] = weight
     llama.load_state_dict(weights)
     return llama.double().eval()

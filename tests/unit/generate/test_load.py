@@ -23,7 +23,7 @@ def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
         loaded = load(path)
         assert (loaded.step, loaded.folder, loaded.config.name) == (30, run, "small")
         assert not loaded.model.training
-        assert loaded.model.head.weight is loaded.model.embedding.weight
+        assert loaded.model.head.weight is loaded.model.decoder.embedding.tokens.weight
         for name, parameter in original.named_parameters():
             assert torch.equal(loaded.model.get_parameter(name), parameter)
 

@@ -5,8 +5,10 @@ import torch
 
 from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.ffn import GatedFFN
+from megatfm.layers.ffn import FFN
+from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import NORMS
+from megatfm.ops.sequence import SequenceLayout
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,16 +25,18 @@ def test_rms_norm(scale: float) -> None:
 
 
 def test_swiglu() -> None:
-    gate, value = draw(3, 5), draw(3, 5, seed=1)
-    wanted = gate / (1 + (-gate).exp()) * value
-    torch.testing.assert_close(ACTIVATIONS.get("swiglu")(gate, value), wanted, rtol=1e-12, atol=1e-15)
+    gate, activation = draw(3, 5), ACTIVATIONS.get("swiglu")
+    assert activation.gated
+    torch.testing.assert_close(activation.function(gate), gate / (1 + (-gate).exp()), rtol=1e-12, atol=1e-15)
 
 
 def test_gated_ffn() -> None:
-    ffn = GatedFFN(ModelConfig(d_model=4, n_layers=1, n_heads=1, d_ff=6), residual_std=0.1).double()
+    config = ModelConfig(d_model=4, n_layers=1, n_heads=1, d_ff=6)
+    ffn = FFN(config, initialiser(config)).double()
+    layout = SequenceLayout(torch.arange(3).expand(2, 3))
     for seed, parameter in enumerate(ffn.parameters()):
         parameter.data = draw(*parameter.shape, seed=seed)
     x = draw(2, 3, 4, seed=9)
     gate, up = x @ ffn.w_gate.weight.T, x @ ffn.w_up.weight.T
     wanted = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
-    torch.testing.assert_close(ffn(x), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ffn(x, layout), wanted, rtol=1e-12, atol=1e-12)

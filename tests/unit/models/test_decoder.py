@@ -52,7 +52,7 @@ def test_packed_documents_are_each_document_alone(model: Decoder) -> None:
     row, where = tokens(1), packed()
     targets = row.roll(3, 1).masked_fill(where["documents"] < 0, -100)
     output = model(row, **where)
-    model(row, targets=targets, **where).loss_sum.backward()
+    model(row, targets=targets, **where).losses["causal"].backward()
     together = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     start = 0
@@ -62,11 +62,11 @@ def test_packed_documents_are_each_document_alone(model: Decoder) -> None:
         alone = model(row[:, piece])
         torch.testing.assert_close(output.logits[:, piece], alone.logits, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(output.hidden[:, piece], alone.hidden, rtol=1e-12, atol=1e-12)
-        loss = model(row[:, piece], targets=targets[:, piece]).loss_sum
+        loss = model(row[:, piece], targets=targets[:, piece]).losses["causal"]
         loss.backward()
         total += float(loss.detach())
         start += length
-    assert float(model(row, targets=targets, **where).loss_sum.detach()) == pytest.approx(total, rel=1e-12)
+    assert float(model(row, targets=targets, **where).losses["causal"].detach()) == pytest.approx(total, rel=1e-12)
     for name, parameter in model.named_parameters():
         assert parameter.grad.norm() > 1e-3
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-10, atol=1e-10)
@@ -130,21 +130,21 @@ def test_every_parameter_says_how_it_starts() -> None:
         norm = "norm" in name
         small = name.endswith(("wo.weight", "w_down.weight"))
         assert value == (Constant(1.0) if norm else Normal(pytest.approx(residual if small else 0.1))), name
-    assert tied.head.weight is tied.embedding.weight
+    assert tied.head.weight is tied.decoder.embedding.tokens.weight
     assert not tied.head.initial
 
 
 GOLDEN_NAMES = {
     "embedding.weight": (31, 16),
-    "layers.0.norm1.weight": (16,),
-    "layers.0.attn.wq.weight": (16, 16),
-    "layers.0.attn.wk.weight": (8, 16),
-    "layers.0.attn.wv.weight": (8, 16),
-    "layers.0.attn.wo.weight": (16, 16),
-    "layers.0.norm2.weight": (16,),
-    "layers.0.ffn.w_gate.weight": (24, 16),
-    "layers.0.ffn.w_up.weight": (24, 16),
-    "layers.0.ffn.w_down.weight": (16, 24),
+    "decoder.layers.0.attn_residual.norm.weight": (16,),
+    "decoder.layers.0.attn.wq.weight": (16, 16),
+    "decoder.layers.0.attn.wk.weight": (8, 16),
+    "decoder.layers.0.attn.wv.weight": (8, 16),
+    "decoder.layers.0.attn.wo.weight": (16, 16),
+    "decoder.layers.0.ffn_residual.norm.weight": (16,),
+    "decoder.layers.0.ffn.w_gate.weight": (24, 16),
+    "decoder.layers.0.ffn.w_up.weight": (24, 16),
+    "decoder.layers.0.ffn.w_down.weight": (16, 24),
     "norm.weight": (16,),
     "head.weight": (31, 16),
 }
@@ -163,7 +163,7 @@ def test_head_dim_is_free_of_d_model() -> None:
     model = build(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    assert model.layers["0"].attn.wq.weight.shape == (24, 16)
+    assert model.decoder.layers["0"].attn.wq.weight.shape == (24, 16)
     assert model(tokens()).logits.shape == (2, T, 31)
 
 

@@ -5,10 +5,19 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import attention
-from megatfm.ops.attention import causal_attention, causal_attention_reference
+from megatfm.ops.attention import Variant
 from megatfm.ops.sequence import SequenceLayout
 
 B, N, T, H = 2, 6, 11, 4
+CAUSAL = Variant(causal=True)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return attention.attention(q, k, v, mask, variant=CAUSAL)
+
+
+def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return attention.attention_reference(q, k, v, mask, variant=CAUSAL)
 
 
 def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +46,7 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
-    mask = SequenceLayout(positions, past=past).causal_mask
+    mask = SequenceLayout(positions, past=past).mask("causal")
     assert (mask is None) == (past == 0)
     torch.testing.assert_close(function(q, k, v, mask), one_query_at_a_time(q, k, v, past))
 
@@ -45,7 +54,7 @@ def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ign
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
-    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).causal_mask
+    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).mask("causal")
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = torch.autograd.grad(causal_attention(*inputs, mask), inputs, y)
@@ -58,7 +67,7 @@ def test_gradients_against_the_reference(masked: bool) -> None:
 def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
-    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).causal_mask
+    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).mask("causal")
     packed = function(q, k, v, mask)
     for b in range(B):
         for document in documents[b].unique():
@@ -81,4 +90,4 @@ def test_what_layers_share_is_made_once() -> None:
     made = []
     layout = SequenceLayout(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.once("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
-    assert layout.causal_mask is layout.causal_mask
+    assert layout.mask("causal") is layout.mask("causal")

@@ -24,7 +24,7 @@ def test_values_and_gradients(chunk: int, scale: float) -> None:
     hidden, weight, targets = inputs(torch.float64, scale)
     wanted, ours = (
         cross_entropy_reference(hidden, weight, targets),
-        cross_entropy(hidden, weight, targets, chunk),
+        cross_entropy(hidden, weight, targets, chunk=chunk),
     )
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
     # As one term of a loss among others: what comes from above is not 1.
@@ -33,7 +33,7 @@ def test_values_and_gradients(chunk: int, scale: float) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
-        assert torch.equal(cross_entropy(hidden, weight, targets, chunk), ours)
+        assert torch.equal(cross_entropy(hidden, weight, targets, chunk=chunk), ours)
 
 
 def test_the_reference_by_hand() -> None:
@@ -70,7 +70,7 @@ def test_bfloat16_sums_in_float32() -> None:
 def test_only_one_input_needs_a_gradient() -> None:
     hidden, weight, targets = inputs(torch.float64)
     frozen = weight.detach()
-    (found,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, 4), [hidden])
+    (found,) = torch.autograd.grad(cross_entropy(hidden, frozen, targets, chunk=4), [hidden])
     (wanted,) = torch.autograd.grad(cross_entropy_reference(hidden, frozen, targets), [hidden])
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 

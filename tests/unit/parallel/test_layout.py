@@ -155,13 +155,13 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
         cut = {name: (p.dim, p.part) for name, p in layout.items() if p.dim is not None}
         assert cut == {
             "embedding.weight": (0, rank),
-            **{f"layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
-            "layers.0.attn.wo.weight": (1, rank),
-            **{f"layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
-            "layers.0.ffn.w_down.weight": (1, rank),
+            **{f"decoder.layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
+            "decoder.layers.0.attn.wo.weight": (1, rank),
+            **{f"decoder.layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
+            "decoder.layers.0.ffn.w_down.weight": (1, rank),
         }
         partial = {name for name, placement in layout.items() if placement.partial_gradient}
-        norms = {"norm.weight", "layers.0.norm1.weight", "layers.0.norm2.weight"}
+        norms = {"decoder.norm.weight", *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn"))}
         assert partial == (norms if sequence_parallel else set())
         assert "mesh  dp_replicate 1 × dp_shard 1 × tp 2" in table
         assert "[10, 8] → [5, 8]" in table

@@ -124,7 +124,7 @@ def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdi
     ("fault", "overrides", "named"),
     [
         ("norm_row_not_partial", ["parallel.tp=2"], "norm"),
-        ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "layers."),
+        ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "decoder.layers."),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, plant, verdicts, capsys, fault, overrides, named) -> None:

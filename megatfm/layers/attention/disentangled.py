@@ -1,0 +1,86 @@
+"""DeBERTa's disentangled attention (He et al. 2021, equations 2 to 4): content and relative position, apart."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.ops.attention import probabilities
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
+
+
+@ATTENTIONS.register("disentangled")
+class DisentangledAttention(nn.Module):
+    """Scores are content·content + content·position + position·content, scaled by 1/√(3H)."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+        super().__init__()
+        if config.position != "disentangled" or sight != "full":
+            raise UsageError(
+                "model.attention = 'disentangled' needs model.position = 'disentangled' and family = 'encoder'"
+            )
+        d, width = config.d_model, config.n_heads * config.head_width
+        self.head_dim, self.farthest = config.head_width, config.relative_distance
+        self.wq = Linear(d, width, initial("query", d, width), bias=True)
+        self.wk = Linear(d, width, initial("key", d, width))
+        self.wv = Linear(d, width, initial("value", d, width), bias=True)
+        self.wo = Linear(width, d, initial("out", width, d), bias=True)
+        self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
+        self.wk_position = Linear(d, width, initial("key", d, width))
+        self.core = DisentangledCore(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]; `bias` is the table [R, D] of relative positions."""
+        table_RD = bias
+        q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_position, k_position = (self._heads(w(table_RD)) for w in (self.wq_position, self.wk_position))
+        heads_BNTH = self.core(q, k, v, q_position, k_position, layout)
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+
+class DisentangledCore(nn.Module):
+    """The scores and what follows from them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.farthest, self.scale = config.relative_distance, (3 * config.head_width) ** -0.5
+        self.dropout = Dropout(config.attention_dropout, "attention")
+
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BNSH: Tensor,
+        v_BNSH: Tensor,
+        q_NRH: Tensor,
+        k_NRH: Tensor,
+        layout: SequenceLayout,
+    ) -> Tensor:
+        """[B, N, T, H]."""
+        q_BNTH = q_BNTH * self.scale
+        distances_TS = -layout.distances()  # query − key
+        of_keys, of_queries = (
+            (d + self.farthest).clamp(0, 2 * self.farthest - 1).expand(*q_BNTH.shape[:2], -1, -1)
+            for d in (distances_TS, distances_TS.T)
+        )
+        content_to_position = (q_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
+        position_to_content = ((k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)).gather(-1, of_queries)
+        scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
+        scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
+        keys = self.dropout.head_keys(layout, q_BNTH.shape[1])
+        return probabilities(scores_BNTS, layout.mask("full"), self.dropout.rate, keys) @ v_BNSH

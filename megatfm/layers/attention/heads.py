@@ -1,0 +1,69 @@
+"""Attention with grouped key and value heads: MHA, GQA and MQA in one (Ainslie et al. 2023)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import RMSNorm
+from megatfm.layers.position import POSITIONS
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
+
+
+@ATTENTIONS.register("heads")
+class HeadsAttention(nn.Module):
+    """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+        super().__init__()
+        self.head_dim, self.sight = config.head_width, sight
+        d, width, kv_width = (config.d_model, *(n * self.head_dim for n in (config.n_heads, config.kv_heads)))
+        bias = config.attention_bias
+        self.wq = Linear(d, width, initial("query", d, width), bias=bias)
+        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias)
+        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias)
+        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        position = POSITIONS.get(config.position)
+        turns = position.heads is not None and sight != "cross"
+        self.position = position.heads(config, initial) if turns and position.heads else None
+        core = position.core if position.core and sight != "cross" else Core
+        self.core = core(config, initial, sight)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]. memory: what cross-attention looks at; self-attention has none."""
+        q_BNTH = self.q_norm(self._heads(self.wq, x_BTD))
+        if memory_BSD is None:
+            k_BKSH, v_BKSH = self.k_norm(self._heads(self.wk, x_BTD)), self._heads(self.wv, x_BTD)
+            if self.position is not None:
+                q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, layout)
+            if cache is not None:
+                k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH)
+        else:
+            k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
+        heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, layout, bias)
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, projection: nn.Module, x_BTD: Tensor) -> Tensor:
+        return projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _memory_heads(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        if cache is None or cache.memory is None:
+            heads = self.k_norm(self._heads(self.wk, memory_BSD)), self._heads(self.wv, memory_BSD)
+            if cache is None:
+                return heads
+            cache.memory = heads
+        return cache.memory

@@ -1,0 +1,81 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values from one narrow vector a token."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import RMSNorm
+from megatfm.layers.position import Rope
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
+# C width of a latent
+
+
+@ATTENTIONS.register("latent")
+class LatentAttention(nn.Module):
+    """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+        super().__init__()
+        latent = config.latent
+        if latent is None or config.position != "rope" or sight == "cross":
+            raise UsageError(
+                "model.attention = 'latent' carries positions in its own rotary channels, in self-attention: it needs "
+                f"model.position = 'rope' and a decoder or encoder, not {config.position!r} and {config.family}"
+            )
+        d, n, self.head_dim, self.rope_dim = (
+            config.d_model,
+            config.n_heads,
+            config.head_width,
+            latent.rope_dim,
+        )
+        self.v_dim = latent.v_dim or self.head_dim
+        q_width = n * (self.head_dim + self.rope_dim)
+        q_in = latent.q_rank or d
+        if latent.q_rank:
+            self.wq_down = Linear(d, q_in, initial("query", d, q_in))
+            self.q_norm = RMSNorm(q_in, config.norm_eps)
+        self.wq = Linear(q_in, q_width, initial("query", q_in, q_width))
+        self.wkv_down = Linear(d, latent.kv_rank, initial("key", d, latent.kv_rank))
+        self.kv_norm = RMSNorm(latent.kv_rank, config.norm_eps)
+        self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
+        self.wk = Linear(latent.kv_rank, n * self.head_dim, initial("key", latent.kv_rank, n * self.head_dim))
+        self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))
+        self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
+        self.position = Rope(config, initial, self.rope_dim)
+        self.core = Core(config, initial, sight, scale=(self.head_dim + self.rope_dim) ** -0.5)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]."""
+        q_in = self.q_norm(self.wq_down(x_BTD)) if hasattr(self, "wq_down") else x_BTD
+        q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.head_dim + self.rope_dim).split(
+            (self.head_dim, self.rope_dim), dim=-1
+        )
+        latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
+        k_BNTH, v_BNTV = (
+            self._heads(self.wk(latent_BTC), self.head_dim),
+            self._heads(self.wv(latent_BTC), self.v_dim),
+        )
+        q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], layout)
+        k_rope_BNTR = k_rope_B1TR.expand(-1, k_BNTH.shape[1], -1, -1)
+        q_BNTH, k_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1), torch.cat((k_BNTH, k_rope_BNTR), -1)
+        if cache is not None:
+            k_BNTH, v_BNTV = cache.extend(k_BNTH, v_BNTV)
+        return self.wo(self.core(q_BNTH, k_BNTH, v_BNTV, layout, bias).transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, width: int) -> Tensor:
+        return x.unflatten(-1, (-1, width)).transpose(1, 2)

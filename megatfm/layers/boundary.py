@@ -1,0 +1,51 @@
+"""SpanBERT's span boundary objective (Joshi et al. 2020, section 2.2): a span's tokens from the two around it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.embedding import Table
+from megatfm.layers.head import CrossEntropy
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import NORMS
+from megatfm.ops.cross_entropy import LogitVariant
+from megatfm.ops.initial import Constant
+
+# B batch, T tokens, M masked tokens, D model width, P width of a position in a span
+
+POSITION_WIDTH = 200
+"""Width of the embedding of a token's place in its span (section 3.2 of the paper)."""
+LONGEST_SPAN = 64
+"""Tokens of a span that are told apart; a span has at most 10 words."""
+
+
+class BoundaryHead(nn.Module):
+    """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
+
+    def __init__(self, config: ModelConfig, tokens: Table) -> None:
+        super().__init__()
+        initial, d, width = initialiser(config), config.d_model, config.embedding_width
+        inner = 2 * d + POSITION_WIDTH
+        self.positions = Table(
+            LONGEST_SPAN, POSITION_WIDTH, initial("position", LONGEST_SPAN, POSITION_WIDTH)
+        )
+        self.dense1 = Linear(inner, d, initial("dense", inner, d), bias=True)
+        self.norm1 = NORMS.get(config.norm)(d, config.norm_eps)
+        self.dense2 = Linear(d, width, initial("dense", d, width), bias=True)
+        self.norm2 = NORMS.get(config.norm)(width, config.norm_eps)
+        self.weight = tokens.weight
+        self.bias = nn.Parameter(torch.empty(config.vocab_size or 0))
+        self.initial = {"bias": Constant(0.0)}
+        self.loss = CrossEntropy(LogitVariant())
+
+    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor, left_BT: Tensor, right_BT: Tensor) -> Tensor:
+        """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none."""
+        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
+        left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
+        place_MP = self.positions((left_M - 1).clamp(max=LONGEST_SPAN - 1))
+        around = (hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M], place_MP)
+        inner_MD = self.norm1(F.gelu(self.dense1(torch.cat(around, dim=-1))))
+        inner_ME = self.norm2(F.gelu(self.dense2(inner_MD)))
+        return self.loss(inner_ME, self.weight, targets_BT[rows, columns], self.bias)

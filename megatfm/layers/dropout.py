@@ -1,0 +1,65 @@
+"""Dropout in one place of a layer, keyed by row, token and place (see `megatfm.ops.dropout`)."""
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.errors import UsageError
+from megatfm.ops import dropout as keyed
+from megatfm.ops.sequence import SequenceLayout
+
+# B batch, T tokens, D channels, N heads
+
+
+class Dropout(nn.Module):
+    """Drops at `rate` in training. place: what it is called; two of one layer must not share a name."""
+
+    def __init__(self, rate: float, place: str) -> None:
+        super().__init__()
+        self.rate, self.place = rate, zlib.crc32(place.encode())
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.rate > 0
+
+    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        if not self.active:
+            return x_BTD
+        return keyed.dropout(x_BTD, self.rate, self.token_keys(layout))
+
+    def token_keys(self, layout: SequenceLayout) -> Tensor:
+        """int64 [B, T]. Raises UsageError where the batch brings no keys."""
+        return keyed.token_keys(keys_of(layout), self.place, layout.indices)
+
+    def head_keys(self, layout: SequenceLayout, n_heads: int) -> Tensor | None:
+        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped."""
+        if not self.active:
+            return None
+        heads = torch.arange(n_heads, device=layout.positions.device)
+        return keyed.mix(self.token_keys(layout)[:, None], heads[:, None])
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the layout's `skip_rate`."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = zlib.crc32(place.encode())
+
+    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        if not self.training or layout.skip_rate is None:
+            return x_BTD
+        draws_B1 = keyed.uniform(keyed.mix(keys_of(layout), self.place), 1)
+        scale_B1 = (draws_B1 >= layout.skip_rate) / (1 - layout.skip_rate)
+        return x_BTD * scale_B1[..., None].to(x_BTD.dtype)
+
+
+def keys_of(layout: SequenceLayout) -> Tensor:
+    """The keys that the batch brought."""
+    if layout.keys is None:
+        raise UsageError(
+            "dropout in training depends on keys, and the batch has none: pass keys, an int64 tensor [batch] with "
+            "another number for every row, or call model.eval()"
+        )
+    return layout.keys

@@ -1,0 +1,110 @@
+"""Hidden vectors to logits, or to a loss without ever holding all logits."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.activation import ACTIVATIONS
+from megatfm.layers.embedding import Table
+from megatfm.layers.initialisation import Initialiser, initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.norm import NORMS
+from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
+from megatfm.ops.initial import Constant
+
+# B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
+
+
+class CrossEntropy(nn.Module):
+    """The summed loss of hidden vectors: the seam at which a vocabulary-parallel loss takes over."""
+
+    def __init__(self, variant: LogitVariant) -> None:
+        super().__init__()
+        self.variant = variant
+
+    def forward(
+        self, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, bias_V: Tensor | None
+    ) -> Tensor:
+        variant = self.variant if self.training else replace(self.variant, smoothing=0.0)
+        return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, variant)
+
+
+class Transform(nn.Module):
+    """BERT's dense layer, activation and norm before the output matrix, from D to E."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, d_in: int) -> None:
+        super().__init__()
+        width = config.embedding_width
+        self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=True)
+        self.activation = ACTIVATIONS.get(config.activation).function
+        self.norm = NORMS.get(config.norm)(width, config.norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(hidden)))
+
+
+class Head(nn.Module):
+    """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
+
+    Where few tokens have a target, as in masked language models, only those go through.
+    """
+
+    def __init__(self, config: ModelConfig, tied_to: Table | None, *, sparse: bool = False) -> None:
+        super().__init__()
+        initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
+        self.transform: nn.Module | None = None
+        if config.head == "transform":
+            self.transform = Transform(config, initial, config.d_model)
+        elif width != config.d_model:
+            self.transform = Linear(config.d_model, width, initial("dense", config.d_model, width))
+        self.weight = tied_to.weight if tied_to else nn.Parameter(torch.empty(vocabulary, width))
+        self.initial = {} if tied_to else {"weight": initial("head", width, vocabulary)}
+        self.bias = nn.Parameter(torch.empty(vocabulary)) if config.head_bias else None
+        if config.head_bias:
+            self.initial["bias"] = Constant(0.0)
+        self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
+        self.softcap, self.sparse = config.logit_softcap, sparse
+        self.loss = CrossEntropy(LogitVariant(config.logit_softcap, config.label_smoothing))
+
+    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        if targets_BT is None:
+            logits_BTV = F.linear(self._last(hidden_BTD), self.weight, self.bias)
+            return self.softcap * torch.tanh(logits_BTV / self.softcap) if self.softcap else logits_BTV
+        hidden_MD, targets_M = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        if self.sparse:
+            counted = targets_M != IGNORE
+            hidden_MD, targets_M = hidden_MD[counted], targets_M[counted]
+        return self.loss(self._last(hidden_MD), self.weight, targets_M, self.bias)
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if self.transform is None else self.transform(hidden)
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+
+class SentenceHead(nn.Module):
+    """Classes of whole sequences, from the first token through a dense layer and tanh (Devlin et al. 2019).
+
+    targets [B, T] hold the class at each sequence's first token and −100 elsewhere.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        initial, d, classes = initialiser(config), config.d_model, config.sentence_classes
+        self.pooler = Linear(d, d, initial("dense", d, d), bias=True)
+        self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
+
+    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
+        if targets_BT is None:
+            return self.classifier(self.pool(hidden_BTD[:, 0]))
+        counted = targets_BT != IGNORE
+        logits_MC = self.classifier(self.pool(hidden_BTD[counted]))
+        precise = torch.promote_types(logits_MC.dtype, torch.float32)
+        return F.cross_entropy(logits_MC.to(precise), targets_BT[counted], reduction="sum")
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """The pooled vectors [..., D]."""
+        return torch.tanh(self.pooler(hidden))

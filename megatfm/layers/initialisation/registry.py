@@ -1,0 +1,39 @@
+from collections.abc import Callable
+from typing import Literal
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation.mup import narrower
+from megatfm.ops.initial import Initial
+from megatfm.registry import Registry
+
+Role = Literal[
+    "embedding", "position", "segment", "relative",  # tables
+    "query", "key", "value", "out",  # attention
+    "ffn_in", "ffn_gate", "ffn_out",
+    "dense",  # poolers, transforms, projections of embeddings
+    "head",
+]  # fmt: skip
+"""What a matrix is for."""
+
+Stack = Literal["encoder", "decoder"]
+
+Initialiser = Callable[[Role, int, int], Initial]
+"""(role, d_in, d_out) → how the matrix starts; for a table d_in is its number of rows and d_out its width."""
+
+INITIALISATIONS: Registry[Callable[[ModelConfig, Stack], Initialiser]] = Registry(
+    "initialisation (model.init)"
+)
+
+
+def initialiser(config: ModelConfig, stack: Stack = "decoder") -> Initialiser:
+    """The one that a config names, for one of its stacks."""
+    initial = INITIALISATIONS.get(config.init)(config, stack)
+    if config.mup is None:
+        return initial
+    factor = (config.mup.base_width / config.d_model) ** 0.5
+    return lambda role, d_in, d_out: narrower(initial(role, d_in, d_out), role, config.init, factor)
+
+
+def depth(config: ModelConfig, stack: Stack) -> int:
+    """Blocks of a stack."""
+    return config.encoder_layers if stack == "encoder" else config.n_layers

@@ -1,0 +1,37 @@
+"""Attention with linear biases (Press et al. 2022)."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.initial import Values
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# N heads, T queries, S keys
+
+
+def alibi_slopes(n_heads: int) -> tuple[float, ...]:
+    """2^(−8i/n) for a power of two; else those of the power below, then every other one of the next power's."""
+    power = 2 ** (n_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    between = [2 ** (-4 * i / power) for i in range(1, 2 * (n_heads - power), 2)]
+    return (*slopes, *between)
+
+
+class Alibi(nn.Module):
+    """−slope · |query − key|; the slopes are a buffer with a heads dimension."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.slopes: Tensor
+        self.register_buffer("slopes", torch.empty(config.n_heads), persistent=False)
+        self.initial = {"slopes": Values(alibi_slopes(config.n_heads))}
+
+    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+        """[1, N, T, S]."""
+        return -self.slopes[:, None, None] * layout.distances().abs()[None, None]
+
+
+ALIBI = POSITIONS.register("alibi")(Position(bias=Alibi))

@@ -1,0 +1,28 @@
+"""The table of relative positions of DeBERTa's attention (He et al. 2021); `attention = "disentangled"` reads it."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# R relative positions (twice the farthest distance), D model width
+
+
+class RelativeTable(nn.Module):
+    """A vector [D] for every relative position, one table for all layers."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        rows = 2 * config.relative_distance
+        self.weight = nn.Parameter(torch.empty(rows, config.d_model))
+        self.initial = {"weight": initial("relative", rows, config.d_model)}
+
+    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+        """[R, D]."""
+        return self.weight
+
+
+DISENTANGLED = POSITIONS.register("disentangled")(Position(bias=RelativeTable))

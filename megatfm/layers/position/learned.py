@@ -1,0 +1,39 @@
+"""Learned absolute positions (Gehring et al. 2017), as in BERT and GPT."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.sequence import SequenceLayout
+
+# B batch, T tokens, D embedding width
+
+
+class LearnedPositions(nn.Module):
+    """Rows of a table; the first `position_offset` rows are never used (RoBERTa's padding and its neighbour)."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        if config.max_positions is None:
+            raise UsageError("model.position = 'learned' needs model.max_positions, e.g. 1024")
+        self.limit, self.offset = config.max_positions, config.position_offset
+        rows = self.limit + self.offset
+        self.weight = nn.Parameter(torch.empty(rows, config.embedding_width))
+        self.initial = {"weight": initial("position", rows, config.embedding_width)}
+
+    def forward(self, layout: SequenceLayout) -> Tensor:
+        """[B, T, D]. Raises UsageError where a row could be longer than the table."""
+        length = layout.past + layout.positions.shape[1]
+        if length > self.limit and layout.documents is None:
+            raise UsageError(
+                f"a sequence of {length} tokens, but model.max_positions = {self.limit}: shorten it, or train with "
+                "more positions"
+            )
+        return F.embedding(layout.positions + self.offset, self.weight)
+
+
+LEARNED = POSITIONS.register("learned")(Position(embedding=LearnedPositions))

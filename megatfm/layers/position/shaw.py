@@ -1,0 +1,56 @@
+"""Relative positions in keys and values (Shaw et al. 2018)."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.attention import probabilities
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width, R clipped distances
+
+
+class ShawCore(nn.Module):
+    """Attention whose keys and values each get a vector for the clipped distance, shared by the heads."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+        super().__init__()
+        self.sight, self.farthest = sight, config.relative_distance
+        self.scale = config.attention_scale or config.head_width**-0.5
+        self.softcap = config.attention_softcap
+        rows = 2 * self.farthest + 1
+        self.keys = nn.Parameter(torch.empty(rows, config.head_width))
+        self.values = nn.Parameter(torch.empty(rows, config.head_width))
+        self.initial = dict.fromkeys(("keys", "values"), initial("relative", rows, config.head_width))
+        self.dropout = Dropout(config.attention_dropout, "attention")
+
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
+            k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+        distances_TS = layout.distances().clamp(-self.farthest, self.farthest) + self.farthest
+        q_BNTH = q_BNTH * self.scale
+        index_BNTS = distances_TS.expand(*q_BNTH.shape[:2], *distances_TS.shape)
+        scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
+        if self.softcap:
+            scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
+        mask_B1TS = layout.mask(self.sight)
+        if mask_B1TS is None and self.sight == "causal":
+            mask_B1TS = (layout.distances() <= 0)[None, None]
+        keys_BNT = self.dropout.head_keys(layout, q_BNTH.shape[1])
+        probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, keys_BNT)
+        zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
+        by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)
+        return probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values
+
+
+SHAW = POSITIONS.register("shaw")(Position(core=ShawCore))

@@ -1,0 +1,24 @@
+"""DeepNorm: N(α x + S(x)) (Wang et al. 2022)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Stack, alpha_beta
+from megatfm.layers.residual.registry import RESIDUALS, Branch, make_norm
+from megatfm.ops.sequence import SequenceLayout
+
+
+@RESIDUALS.register("deepnorm")
+class DeepNorm(nn.Module):
+    """Post-norm with a residual stream scaled up by the depth; goes with `init = "deepnorm"`."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
+        super().__init__()
+        self.norm, self.branch = make_norm(config), Branch(config, place)
+        self.alpha = alpha_beta(config, stack)[0]
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        return self.norm(self.alpha * x_BTD + self.branch(y_BTD, layout))

@@ -1,0 +1,23 @@
+"""Post-norm: N(x + S(x)) (Vaswani et al. 2017)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Stack
+from megatfm.layers.residual.registry import RESIDUALS, Branch, make_norm
+from megatfm.ops.sequence import SequenceLayout
+
+
+@RESIDUALS.register("post")
+class PostNorm(nn.Module):
+    """A norm on the sum."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
+        super().__init__()
+        self.norm, self.branch = make_norm(config), Branch(config, place)
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        return self.norm(x_BTD + self.branch(y_BTD, layout))

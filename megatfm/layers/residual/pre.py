@@ -1,0 +1,23 @@
+"""Pre-norm: x + S(N(x)) (Xiong et al. 2020)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Stack
+from megatfm.layers.residual.registry import RESIDUALS, Branch, make_norm
+from megatfm.ops.sequence import SequenceLayout
+
+
+@RESIDUALS.register("pre")
+class PreNorm(nn.Module):
+    """A norm on the way into the sublayer."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
+        super().__init__()
+        self.norm, self.branch = make_norm(config), Branch(config, place)
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return self.norm(x_BTD)
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        return x_BTD + self.branch(y_BTD, layout)

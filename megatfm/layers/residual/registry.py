@@ -1,0 +1,44 @@
+"""How a sublayer S is joined to the residual stream x: `after(x, S(before(x)))`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.dropout import Dropout, DropPath
+from megatfm.layers.initialisation import Stack
+from megatfm.layers.norm import NORMS
+from megatfm.ops.sequence import SequenceLayout
+from megatfm.registry import Registry
+
+
+class Residual(Protocol):
+    """A module around one sublayer; it holds the sublayer's norms."""
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        """What the sublayer gets."""
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        """The residual stream after the sublayer has given y."""
+
+
+RESIDUALS: Registry[Callable[[ModelConfig, str, Stack], Residual]] = Registry("norm position")
+"""Made as `RESIDUALS.get(name)(config, place, stack)`; `place` names the sublayer, for its dropout."""
+
+
+class Branch(nn.Module):
+    """What happens to a sublayer's output before it is added: dropout and stochastic depth."""
+
+    def __init__(self, config: ModelConfig, place: str) -> None:
+        super().__init__()
+        self.dropout = Dropout(config.dropout, place)
+        self.drop_path = DropPath(place)
+
+    def forward(self, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        return self.drop_path(self.dropout(y_BTD, layout), layout)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """A norm of the model's kind, over the residual stream."""
+    return NORMS.get(config.norm)(config.d_model, config.norm_eps)

@@ -1,0 +1,23 @@
+"""Sandwich norm: x + N(S(N(x))) (Ding et al. 2021, section 2.2)."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Stack
+from megatfm.layers.residual.registry import RESIDUALS, Branch, make_norm
+from megatfm.ops.sequence import SequenceLayout
+
+
+@RESIDUALS.register("sandwich")
+class SandwichNorm(nn.Module):
+    """A norm on the way into the sublayer, and one on the way out."""
+
+    def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
+        super().__init__()
+        self.norm, self.norm_out, self.branch = make_norm(config), make_norm(config), Branch(config, place)
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return self.norm(x_BTD)
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+        return x_BTD + self.branch(self.norm_out(y_BTD), layout)

@@ -1,0 +1,64 @@
+"""Dropout whose mask is a pure function of (row, layer, place, token, channel): no state, no rank, no order.
+
+A batch brings one 63-bit key a row, itself a hash of the seed and of the row's place in the order of the data. Every
+layer mixes its depth into the keys, every place (attention, feed-forward, …) a constant of its own. So the elements
+that are dropped are the same whatever the layout, the micro-batch or the number of resumes, and once more when
+activations are recomputed.
+"""
+
+import torch
+from torch import Tensor
+
+# B batch, T tokens, D channels
+
+# SplitMix64 (Steele et al. 2014): the golden-ratio increment and the multipliers of its finaliser, as signed int64.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+FIRST = 0xBF58476D1CE4E5B9 - 2**64
+SECOND = 0x94D049BB133111EB - 2**64
+LEVELS = 2**16
+"""A hash of 64 bits serves four channels, so a rate is a multiple of 1/65,536."""
+
+
+def mix(keys: Tensor, value: Tensor | int) -> Tensor:
+    """Keys that also depend on `value`, for int64 tensors of one shape or that broadcast."""
+    mixed = (keys ^ (value * GOLDEN if isinstance(value, Tensor) else _wrapped(value * GOLDEN))) + GOLDEN
+    mixed = (mixed ^ _shift(mixed, 30)) * FIRST
+    mixed = (mixed ^ _shift(mixed, 27)) * SECOND
+    return mixed ^ _shift(mixed, 31)
+
+
+def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
+    """x with elements set to 0 at `rate` and the others scaled to keep the mean.
+
+    x: [..., D] of any floating type; keys: int64 [...], one for each vector of x. first: the number of x's first
+    channel, a multiple of 4, where x is a part of a longer vector.
+    """
+    threshold = round(rate * LEVELS)
+    return (x * keep(keys, x.shape[-1], threshold, first)) * (LEVELS / (LEVELS - threshold))
+
+
+def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
+    """Booleans [..., width], false for a share of threshold / 65,536."""
+    groups = torch.arange(first // 4, first // 4 + -(-width // 4), device=keys.device)
+    hashes = mix(keys[..., None], groups)
+    return hashes.view(torch.int16)[..., :width] >= threshold - LEVELS // 2
+
+
+def token_keys(keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:
+    """Keys [B, T] of the tokens at `indices` of their rows, at one place of a layer."""
+    return mix(mix(keys_B, place)[:, None], indices_T)
+
+
+def uniform(keys: Tensor, width: int) -> Tensor:
+    """Numbers [..., width] strictly between 0 and 1, in float64, from int64 keys [...]."""
+    hashes = mix(keys[..., None], torch.arange(width, device=keys.device))
+    return (_shift(hashes, 12) * 2 + 1).double() * 2.0**-53
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros: int64 would bring in its sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
