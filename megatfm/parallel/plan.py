@@ -88,9 +88,9 @@ def _table(plan: Plan, styles: dict[str, Style], placements: dict[str, Placement
     for pattern, style in plan:
         shown = pattern.removeprefix("?")
         paths = [path for path in styles if fnmatchcase(path, shown)]
-        if not paths:
-            continue
         own = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
+        if not paths or (style.name == "whole" and not own):
+            continue
         shapes = dict.fromkeys(
             f"{list(p.shape)} → {list(p.box[1])}" if p.dim is not None else str(list(p.shape)) for p in own
         )

@@ -58,7 +58,7 @@ def test_says_when_the_text_outgrows_the_training_length(
 
 
 def test_broken_weights_end_in_one_line(run: Path) -> None:
-    rewrite(run, {}, {"model.norm.weight": torch.full((32,), float("nan"))})
+    rewrite(run, {}, {"model.decoder.norm.weight": torch.full((32,), float("nan"))})
     with pytest.raises(MegatfmError, match="not finite"):
         run_command(str(run))
     assert not (run / "samples.jsonl").exists()

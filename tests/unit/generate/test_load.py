@@ -83,6 +83,6 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_named(run: Path) -> None:
 
 
 def test_a_weight_of_another_shape_is_named(run: Path) -> None:
-    rewrite(run, {}, {"model.norm.weight": torch.zeros(2)})
-    with pytest.raises(MegatfmError, match=r"model\.norm\.weight is \[2\], but \[32\]"):
+    rewrite(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
+    with pytest.raises(MegatfmError, match=r"model\.decoder\.norm\.weight is \[2\], but \[32\]"):
         load(run)

@@ -66,7 +66,9 @@ def test_packed_documents_are_each_document_alone(model: Decoder) -> None:
         loss.backward()
         total += float(loss.detach())
         start += length
-    assert float(model(row, targets=targets, **where).losses["causal"].detach()) == pytest.approx(total, rel=1e-12)
+    assert float(model(row, targets=targets, **where).losses["causal"].detach()) == pytest.approx(
+        total, rel=1e-12
+    )
     for name, parameter in model.named_parameters():
         assert parameter.grad.norm() > 1e-3
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-10, atol=1e-10)
@@ -135,7 +137,7 @@ def test_every_parameter_says_how_it_starts() -> None:
 
 
 GOLDEN_NAMES = {
-    "embedding.weight": (31, 16),
+    "decoder.embedding.tokens.weight": (31, 16),
     "decoder.layers.0.attn_residual.norm.weight": (16,),
     "decoder.layers.0.attn.wq.weight": (16, 16),
     "decoder.layers.0.attn.wk.weight": (8, 16),
@@ -145,7 +147,7 @@ GOLDEN_NAMES = {
     "decoder.layers.0.ffn.w_gate.weight": (24, 16),
     "decoder.layers.0.ffn.w_up.weight": (24, 16),
     "decoder.layers.0.ffn.w_down.weight": (16, 24),
-    "norm.weight": (16,),
+    "decoder.norm.weight": (16,),
     "head.weight": (31, 16),
 }
 """What checkpoints hold: a rename breaks every one of them."""

@@ -1,5 +1,7 @@
 """Boxes of cut parameters, plans and what is wrong with them, and the sizes of a mesh's axes."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,36 +139,47 @@ def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
 
 def lay_decoder(
     vocabulary: int, sequence_parallel: bool
-) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str]:
+) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str, list[str]]:
     with torch.device("meta"):
         model = build(
             ModelConfig(vocab_size=vocabulary, d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=12)
         )
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
     layout = lay(model, DECODER, mesh, sequence_parallel=sequence_parallel)
-    return dict(layout), {n: tuple(p.shape) for n, p in model.named_parameters()}, layout.table
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    return dict(layout), shapes, layout.table, [path for path, _ in model.named_modules()]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
-    for rank, (layout, shapes, table) in enumerate(ranks):
+    for rank, (layout, shapes, table, paths) in enumerate(ranks):
         assert shapes == {name: placement.box[1] for name, placement in layout.items()}
         cut = {name: (p.dim, p.part) for name, p in layout.items() if p.dim is not None}
         assert cut == {
-            "embedding.weight": (0, rank),
+            "decoder.embedding.tokens.weight": (0, rank),
             **{f"decoder.layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
             "decoder.layers.0.attn.wo.weight": (1, rank),
             **{f"decoder.layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
             "decoder.layers.0.ffn.w_down.weight": (1, rank),
         }
         partial = {name for name, placement in layout.items() if placement.partial_gradient}
-        norms = {"decoder.norm.weight", *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn"))}
+        norms = {
+            "decoder.norm.weight",
+            *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn")),
+        }
         assert partial == (norms if sequence_parallel else set())
         assert "mesh  dp_replicate 1 × dp_shard 1 × tp 2" in table
         assert "[10, 8] → [5, 8]" in table
-        for pattern, style in DECODER:
-            (line,) = [line for line in table.splitlines() if line.startswith(f"{pattern} ")]
+        for row, style in DECODER:
+            pattern = row.removeprefix("?")
+            lines = [line for line in table.splitlines() if line.startswith(f"{pattern} ")]
+            owning = style.name != "whole" and any(fnmatchcase(path, pattern) for path in paths)
+            assert len(lines) == owning
+            if not lines:
+                assert row.startswith("?")
+                continue
+            (line,) = lines
             assert style.name in line
             assert line.endswith("tp") == (sequence_parallel and style is SEQUENCE)
 
@@ -179,7 +192,8 @@ def refused(vocabulary: int) -> str:
 
 def test_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
     assert set(workers.run(refused, 2, 31)) == {
-        "parallel.tp = 2 does not divide dim 0 of embedding.weight [31, 8]: the next size that fits is 32"
+        "parallel.tp = 2 does not divide dim 0 of decoder.embedding.tokens.weight [31, 8]: "
+        "the next size that fits is 32"
     }
 
 
