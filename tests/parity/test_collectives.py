@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.ops.cross_entropy import cross_entropy_reference
+from megatfm.ops.cross_entropy import LogitVariant, cross_entropy_reference
 from megatfm.parallel import collectives
 from megatfm.parallel.collectives import all_sum
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
@@ -126,24 +126,29 @@ def check_embedding() -> None:
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
 
 
-def check_cross_entropy(chunk: int, scale: float) -> None:
+def check_cross_entropy(chunk: int, scale: float, variant: LogitVariant, with_bias: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     table = (scale * draw("replicated", (VOCABULARY, WIDTH), seed=1)).requires_grad_()
     hidden = draw("replicated", (TOKENS, WIDTH), seed=2).requires_grad_()
+    bias = draw("replicated", (VOCABULARY, 1), seed=3)[:, 0].detach().requires_grad_() if with_bias else None
     targets = torch.arange(TOKENS).remainder(VOCABULARY)
     targets[::5] = -100
-    expected = cross_entropy_reference(hidden, table, targets)
+    expected = cross_entropy_reference(hidden, table, targets, bias, variant)
     shard, hidden_here = mine(table.detach()), hidden.detach().clone().requires_grad_()
-    loss = cross_entropy_shard(hidden_here, shard, targets, group, chunk)
+    own_bias = None if bias is None else mine(bias.detach())
+    loss = cross_entropy_shard(hidden_here, shard, targets, own_bias, variant, group, chunk)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(all_sum(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12)
+    if bias is not None and own_bias is not None:
+        torch.testing.assert_close(own_bias.grad, mine(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        again = cross_entropy_shard(hidden, shard, targets, group, chunk)
+        again = cross_entropy_shard(hidden, shard, targets, own_bias, variant, group, chunk)
     assert torch.equal(again, loss)
-    nothing = cross_entropy_shard(hidden_here, shard, torch.full_like(targets, -100), group, chunk)
+    none = torch.full_like(targets, -100)
+    nothing = cross_entropy_shard(hidden_here, shard, none, own_bias, variant, group, chunk)
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])
     assert float(nothing.detach()) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
@@ -156,5 +161,12 @@ def test_embedding_cut_by_tokens(workers: Workers, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("chunk", "scale"), [(4, 1.0), (17, 1.0), (512, 400.0)])  # 400: exp would overflow
-def test_cross_entropy_cut_by_tokens(workers: Workers, ranks: int, chunk: int, scale: float) -> None:
-    workers.run(check_cross_entropy, ranks, chunk, scale)
+@pytest.mark.parametrize(
+    ("variant", "with_bias"),
+    [(LogitVariant(), False), (LogitVariant(softcap=1.5, smoothing=0.1), True)],
+    ids=["plain", "bias, soft cap and smoothing"],
+)
+def test_cross_entropy_cut_by_tokens(
+    workers: Workers, ranks: int, chunk: int, scale: float, variant: LogitVariant, with_bias: bool
+) -> None:
+    workers.run(check_cross_entropy, ranks, chunk, scale, variant, with_bias)

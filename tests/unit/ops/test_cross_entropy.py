@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.cross_entropy import IGNORE, cross_entropy, cross_entropy_reference
+from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
 
 M, D, V = 13, 6, 29
+PLAIN = LogitVariant()
 
 
 def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,20 +21,23 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 512])
 @pytest.mark.parametrize("scale", [1.0, 500.0])  # 500: exp would overflow
-def test_values_and_gradients(chunk: int, scale: float) -> None:
+@pytest.mark.parametrize(
+    "variant", [PLAIN, LogitVariant(2.5), LogitVariant(None, 0.1), LogitVariant(2.5, 0.1)]
+)
+def test_values_and_gradients(chunk: int, scale: float, variant: LogitVariant) -> None:
     hidden, weight, targets = inputs(torch.float64, scale)
-    wanted, ours = (
-        cross_entropy_reference(hidden, weight, targets),
-        cross_entropy(hidden, weight, targets, chunk=chunk),
-    )
+    bias = None if variant == PLAIN else torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
+    wanted = cross_entropy_reference(hidden, weight, targets, bias, variant)
+    ours = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
     # As one term of a loss among others: what comes from above is not 1.
-    expected = torch.autograd.grad(wanted * 0.37, [hidden, weight])
-    found = torch.autograd.grad(ours * 0.37, [hidden, weight])
+    trained = [hidden, weight] if bias is None else [hidden, weight, bias]
+    expected = torch.autograd.grad(wanted * 0.37, trained)
+    found = torch.autograd.grad(ours * 0.37, trained)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
-        assert torch.equal(cross_entropy(hidden, weight, targets, chunk=chunk), ours)
+        assert torch.equal(cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk), ours)
 
 
 def test_the_reference_by_hand() -> None:
