@@ -1,14 +1,21 @@
 """`megatfm describe CONFIG`: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 
-PROBE = 8
-"""Size of every dim of the small tensors on which optimizers are tried."""
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatfm.engines import OptimizerGroup
+
+PROBE = (3, 5, 7, 11, 13)
+"""Dims of the small tensors on which optimizers are tried: all different, to be known again in their state."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def describe(config: Config) -> Description:
         flops_full=6 * multiplied + 2 * attention,
         flops_causal=6 * multiplied + attention,
         weight_bytes=weight_bytes,
-        optimizer_bytes=_optimizer_bytes(config, shapes, weight_bytes),
+        optimizer_bytes=_optimizer_bytes(config, model, weight_bytes),
     )
 
 
@@ -114,26 +121,37 @@ def _with_vocabulary(config: Config) -> Config:
     return open_tokenizer(config)[0]
 
 
-def _optimizer_bytes(config: Config, shapes: dict[str, tuple[int, ...]], weight_bytes: int) -> float:
-    """Optimizer state per parameter, found by one step of each group's optimizer on a small tensor.
+def _optimizer_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> float:
+    """Optimizer state per parameter, found by one step of each group's optimizer on small tensors.
 
     An optimizer of whole tensors keeps a copy of its weights besides (see `engines.whole_tensor`).
     """
+    from megatfm.train.optimizers import optimizer_groups
+
+    total, parameters = 0, 0
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for group in optimizer_groups(config.optimizer, model):
+        for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
+            tried = {dims: _state_shapes(group, options, dims) for dims in {len(shapes[n]) for n in names}}
+            for name in names:
+                of = dict(zip(PROBE, shapes[name], strict=False))
+                values = sum(math.prod(of.get(dim, dim) for dim in state) for state in tried[len(of)])
+                size = math.prod(shapes[name])
+                total += (values + size * (group.needs == "whole_tensor")) * weight_bytes
+                parameters += size
+    return total / parameters
+
+
+def _state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -> list[tuple[int, ...]]:
+    """Of each tensor that an optimizer keeps for a parameter whose dims are the first ones of PROBE."""
     import torch
 
-    from megatfm.train.optimizers import OPTIMIZERS
-
-    total, parameters = 0.0, 0
-    for group in OPTIMIZERS.get(config.optimizer.name)(config.optimizer, shapes):
-        probe = torch.ones((PROBE,) * len(shapes[group.names[0]]))
-        probe.grad = torch.ones_like(probe)
-        optimizer = group.make([probe])
-        optimizer.step()
-        state = sum(value.numel() for value in optimizer.state[probe].values() if value.dim())
-        values = state / probe.numel() + (group.needs == "whole_tensor")
-        count = sum(torch.Size(shapes[name]).numel() for name in group.names)
-        total, parameters = total + values * weight_bytes * count, parameters + count
-    return total / parameters
+    probe = torch.ones(PROBE[:dims])
+    probe.grad = torch.ones_like(probe)
+    optimizer = group.make([{**options, "params": [probe]}])
+    optimizer.step()
+    values = optimizer.state[probe].values()
+    return [tuple(value.shape) for value in values if torch.is_tensor(value) and value.dim()]
 
 
 def _architecture(config: Config) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """What passes between the training loop and an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -47,10 +47,35 @@ class OptimizerGroup:
 
     elementwise: any block of a tensor will do (AdamW). whole_tensor: the update of an element depends on others
     (Muon), so each tensor is gathered to one rank, which keeps its state.
-    lr_ratio: this group's rate as a multiple of the run's.
+    make: from parameter groups as torch takes them, each with the options that its names share.
+    options: name → its options, such as weight_decay. lr_ratios: name → its rate as a multiple of the run's, else 1.
+    counters: options that the optimizer itself changes from step to step, and which are saved with the state.
+    averaged: (block, state, options) → the weights to evaluate and save, where these are not the ones that are
+    trained; elementwise only.
     """
 
     names: Sequence[str]
     needs: Literal["elementwise", "whole_tensor"]
-    make: Callable[[list[Tensor]], torch.optim.Optimizer]
-    lr_ratio: float = 1.0
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lr_ratios: Mapping[str, float] = field(default_factory=dict)
+    counters: Sequence[str] = ()
+    averaged: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.averaged and self.needs != "elementwise":
+            raise ValueError("averaged weights are computed from local blocks: needs must be 'elementwise'")
+
+    def parameter_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+        """Names with the same options and rate, and torch's parameter group of their tensors."""
+        groups: list[tuple[list[str], dict[str, Any]]] = []
+        for name, tensor in tensors.items():
+            options = {**self.options.get(name, {}), "lr_ratio": self.lr_ratios.get(name, 1.0)}
+            for names, known in groups:
+                if options == {key: value for key, value in known.items() if key != "params"}:
+                    names.append(name)
+                    known["params"].append(tensor)
+                    break
+            else:
+                groups.append(([name], {"params": [tensor], **options}))
+        return groups

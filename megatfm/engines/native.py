@@ -1,6 +1,7 @@
 """The native engine: FSDP2 over the data axes, on a model whose tensor-parallel plan has been laid."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +84,13 @@ class NativeEngine:
         self.model.eval()
         sums: dict[str, Tensor] = {}
         counts = dict.fromkeys(objective.weights, 0)
-        for microbatch in batches:
-            batch = self._to_device(microbatch)
-            for term, value in objective(self.model, batch).items():
-                sums[term] = sums.get(term, 0) + value.double()
-            for term, count in self._sum_counts([batch], objective).items():
-                counts[term] += count
+        with self._averaged_weights():
+            for microbatch in batches:
+                batch = self._to_device(microbatch)
+                for term, value in objective(self.model, batch).items():
+                    sums[term] = sums.get(term, 0) + value.double()
+                for term, count in self._sum_counts([batch], objective).items():
+                    counts[term] += count
         return Sums(self._reduce(sums), counts, objective.weights)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -98,8 +100,9 @@ class NativeEngine:
 
     def state_dict(self) -> dict[str, StoredBox | Tensor]:
         """Weights as model.NAME and optimizer state as optimizer.NAME.KEY: blocks of global tensors, not copied."""
+        weights = {**self.local, **self._averaged()}
         state: dict[str, StoredBox | Tensor] = {
-            f"model.{name}": self.stored(name, t) for name, t in self.local.items()
+            f"model.{name}": self.stored(name, t) for name, t in weights.items()
         }
         for optimizer in self.optimizers:
             for name, values in optimizer.state().items():
@@ -120,7 +123,8 @@ class NativeEngine:
                 for full_name, (dtype, shape) in stored.items():
                     if full_name.startswith(prefix):
                         # On the device scalars too: a fused optimizer's step count lies beside the weights.
-                        value = torch.zeros(block.shape if shape else (), dtype=dtype, device=self.device)
+                        held = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
+                        value = torch.zeros(held if shape else (), dtype=dtype, device=self.device)
                         state[full_name] = self._stored_state(optimizer, name, value)
         return state
 
@@ -139,6 +143,28 @@ class NativeEngine:
         """To be called after the weights were set from outside: optimizers with copies of them look again."""
         for optimizer in self.optimizers:
             optimizer.refresh()
+
+    def _averaged(self) -> dict[str, Tensor]:
+        """The weights to evaluate and save that are not the ones that are trained."""
+        return {name: value for optimizer in self.optimizers for name, value in optimizer.averaged().items()}
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Put them in place for a while. The trained ones come back from a copy, so to the last bit."""
+        averaged = self._averaged()
+        trained = {name: self.local[name].clone() for name in averaged}
+        self._set_weights(averaged)
+        try:
+            yield
+        finally:
+            self._set_weights(trained)
+
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.local[name].copy_(value)
+        for module in self.model.modules() if weights else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root keeps what it gathered, which would be the weights before these
 
     def stored(self, name: str, block: Tensor) -> StoredBox:
         """A block shaped like the parameter `name`, as the checkpoint sees it."""

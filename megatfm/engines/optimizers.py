@@ -1,6 +1,7 @@
 """Torch optimizers over the blocks that a rank holds, or over the whole tensors that it owns."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,35 +9,111 @@ from torch.distributed import ProcessGroup
 
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.whole_tensor import WholeTensors
+from megatfm.errors import MegatfmError
 from megatfm.parallel.layout import Box
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key → tensor."""
+
+TRAINED = "trained"
+"""Key of the trained weights in the state of an optimizer that saves averaged ones as the model's."""
+
+
+class TorchOptimizer:
+    """A torch optimizer over named tensors, whose state is a table of tensors.
+
+    What it keeps in its parameter groups (`counters`) becomes a float64 scalar of each of their parameters.
+    """
+
+    def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.counters = dict(tensors), group.counters
+        made = group.parameter_groups(self.tensors)
+        # A rank may own nothing, and torch refuses an optimizer without parameters.
+        self.optimizer = group.make([options for _, options in made]) if made else None
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self.options: dict[str, dict[str, Any]] = {
+            name: options for (names, _), options in zip(made, groups, strict=True) for name in names
+        }
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        if self.optimizer is None:
+            return
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr * options["lr_ratio"]
+        for name, tensor in self.tensors.items():
+            tensor.grad = gradients[name]
+        self.optimizer.step()
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {name: self._state_of(name) for name in self.tensors}
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        state = dict(self.optimizer.state[self.tensors[name]])
+        if state:
+            for key in self.counters:
+                state[key] = torch.tensor(self.options[name][key], dtype=torch.float64)
+        return state
+
+    def load(self, state: State) -> None:
+        for name, tensor in self.tensors.items():
+            assert self.optimizer is not None
+            values = dict(state[name])
+            for key in self.counters:
+                if key in values:
+                    self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
+            self.optimizer.state[tensor] = values
 
 
 class ElementwiseOptimizer:
     """An optimizer whose update of an element depends on no other, over local blocks."""
 
     def __init__(self, group: OptimizerGroup, local: Mapping[str, Tensor]) -> None:
-        self._blocks, self._ratio = dict(local), group.lr_ratio
-        self._optimizer = group.make(list(self._blocks.values()))
+        self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
 
     def blocks(self) -> Mapping[str, Tensor]:
         """What the optimizer moves: name → block."""
-        return self._blocks
+        return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        _step(self._optimizer, self._blocks, gradients, lr * self._ratio)
+        self._torch.step(gradients, lr)
 
     def refresh(self) -> None:
         """Nothing: the blocks are the weights themselves."""
 
+    def averaged(self) -> dict[str, Tensor]:
+        """New tensors: the weights to evaluate and save, of the blocks for which these are not the trained ones."""
+        if self._averaged is None:
+            return {}
+        state, options = self._torch.state(), self._torch.options
+        return {
+            name: self._averaged(block, state[name], options[name])
+            for name, block in self.blocks().items()
+            if state[name]
+        }
+
     def state(self) -> State:
-        return {name: self._optimizer.state[block] for name, block in self._blocks.items()}
+        """Raises MegatfmError for a tensor that is not shaped like its block: the optimizer is no elementwise one."""
+        state = self._torch.state()
+        for name, block in self.blocks().items():
+            for key, value in state[name].items():
+                if value.dim() and value.shape != block.shape:
+                    raise MegatfmError(
+                        f"optimizer state {key} of {name} is {list(value.shape)}, its block {list(block.shape)}: this "
+                        "optimizer looks at whole tensors, so its group must be registered with needs='whole_tensor'"
+                    )
+            if self._averaged and state[name]:
+                state[name][TRAINED] = block
+        return state
 
     def load(self, state: State) -> None:
-        for name, block in self._blocks.items():
-            self._optimizer.state[block] = dict(state[name])
+        values = {name: dict(state[name]) for name in self.blocks()}
+        for name, block in self.blocks().items():
+            if TRAINED in values[name]:
+                block.copy_(values[name].pop(TRAINED))
+        self._torch.load(values)
 
 
 class WholeTensorOptimizer:
@@ -52,42 +129,25 @@ class WholeTensorOptimizer:
     ) -> None:
         self._whole = WholeTensors(local, boxes, shapes, ranks)
         self._whole.refresh()
-        self._ratio = group.lr_ratio
-        # A rank may own nothing, and torch refuses an optimizer without parameters.
-        self._optimizer = group.make(list(self._whole.full.values())) if self._whole.full else None
+        self._torch = TorchOptimizer(group, self._whole.full)
 
     def blocks(self) -> Mapping[str, Tensor]:
         return self._whole.full
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        gathered = self._whole.gather(gradients)
-        if self._optimizer:
-            _step(self._optimizer, self._whole.full, gathered, lr * self._ratio)
+        self._torch.step(self._whole.gather(gradients), lr)
         self._whole.scatter()
 
     def refresh(self) -> None:
         """Copy the weights anew from their blocks."""
         self._whole.refresh()
 
+    def averaged(self) -> dict[str, Tensor]:
+        return {}
+
     def state(self) -> State:
-        return {
-            name: self._optimizer.state[tensor] for name, tensor in self.blocks().items() if self._optimizer
-        }
+        return self._torch.state()
 
     def load(self, state: State) -> None:
         self.refresh()
-        for name, tensor in self.blocks().items():
-            if self._optimizer:
-                self._optimizer.state[tensor] = dict(state[name])
-
-
-def _step(
-    optimizer: torch.optim.Optimizer, blocks: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
-) -> None:
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = lr
-    for name, block in blocks.items():
-        block.grad = gradients[name]
-    optimizer.step()
-    for block in blocks.values():
-        block.grad = None
+        self._torch.load(state)

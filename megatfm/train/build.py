@@ -11,17 +11,17 @@ from megatfm.models import build
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
-from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.optimizers import optimizer_groups
 
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> NativeEngine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
         model = build(config.model)
+    optimizers = optimizer_groups(config.optimizer, model)
     layout = lay(
         model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
     )
-    shapes = {name: placement.shape for name, placement in layout.items()}
     return NativeEngine(
         model,
         layout,
@@ -29,7 +29,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         device=device,
         precision=precision,
         seed=config.train.seed,
-        optimizers=OPTIMIZERS.get(config.optimizer.name)(config.optimizer, shapes),
+        optimizers=optimizers,
         compile_blocks=config.train.compile,
     )
 

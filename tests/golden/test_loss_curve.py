@@ -19,7 +19,7 @@ from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
-from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.optimizers import optimizer_groups
 from megatfm.train.schedules import factor
 
 GOLDEN = Path(__file__).with_name("loss_curve.json")
@@ -47,8 +47,8 @@ def curve(lr: float) -> list[float]:
     mesh = build_mesh(ParallelConfig(), 1, "cpu")
     with torch.device("meta"):
         model = build(config)
+    optimizers = optimizer_groups(optimizer, model)
     layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=True)
-    shapes = {name: placement.shape for name, placement in layout.items()}
     engine = NativeEngine(
         model,
         layout,
@@ -56,7 +56,7 @@ def curve(lr: float) -> list[float]:
         device=torch.device("cpu"),
         precision="fp32",
         seed=0,
-        optimizers=OPTIMIZERS.get("muon")(optimizer, shapes),
+        optimizers=optimizers,
     )
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, STEPS + 1):

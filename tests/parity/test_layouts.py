@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, ParallelConfig
+from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection, ParallelConfig
 from megatfm.engines import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
@@ -15,7 +15,7 @@ from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
-from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.optimizers import optimizer_groups
 
 MODEL = ModelConfig(
     vocab_size=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80, tie_embeddings=False
@@ -77,12 +77,12 @@ def one_device_gradients(model: torch.nn.Module, batch: dict[str, Tensor]) -> tu
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: AdamWConfig) -> NativeEngine:
+def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerSection) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build(config)
+    optimizers = optimizer_groups(optimizer, model)
     layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=parallel.sequence_parallel)
-    shapes = {name: placement.shape for name, placement in layout.items()}
     return NativeEngine(
         model,
         layout,
@@ -90,7 +90,7 @@ def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: AdamWC
         device=torch.device("cpu"),
         precision="fp64",
         seed=7,
-        optimizers=OPTIMIZERS.get(optimizer.name)(optimizer, shapes),
+        optimizers=optimizers,
     )
 
 

@@ -1,33 +1,21 @@
 """AdamW (Loshchilov & Hutter 2019), from torch."""
 
-from functools import partial
+from typing import Any
 
-from torch import Tensor
 from torch.optim import AdamW
 
 from megatfm.config import AdamWConfig
 from megatfm.engines import OptimizerGroup
-from megatfm.train.optimizers.registry import OPTIMIZERS, Shapes
+from megatfm.train.optimizers.groups import lr_scales, weight_decays
+from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 
 @OPTIMIZERS.register("adamw")
-def adamw(config: AdamWConfig, shapes: Shapes) -> list[OptimizerGroup]:
-    """Two groups: matrices with weight decay; norms and other vectors without."""
+def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
+    """One group, decay by role."""
 
-    def make(weight_decay: float, parameters: list[Tensor]) -> AdamW:
-        return AdamW(
-            parameters,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=weight_decay,
-            fused=True,
-        )
+    def make(groups: list[dict[str, Any]]) -> AdamW:
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
-    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
-    vectors = [name for name, shape in shapes.items() if len(shape) <= 1]
-    groups = [
-        OptimizerGroup(matrices, "elementwise", partial(make, config.weight_decay)),
-        OptimizerGroup(vectors, "elementwise", partial(make, 0.0)),
-    ]
-    return [group for group in groups if group.names]
+    options = weight_decays(parameters, config.weight_decay)
+    return [OptimizerGroup(list(parameters), "elementwise", make, options, lr_scales(parameters))]
