@@ -23,7 +23,7 @@ class Table(nn.Module):
     def __init__(self, rows: int, width: int, initial: Initial) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
-        self.initial = {"weight": initial}
+        self.initial, self.roles = {"weight": initial}, {"weight": "embedding"}
 
     def forward(self, indices_BT: Tensor) -> Tensor:
         return F.embedding(indices_BT, self.weight)

@@ -19,6 +19,7 @@ class RelativeTable(nn.Module):
         rows = 2 * config.relative_distance
         self.weight = nn.Parameter(torch.empty(rows, config.d_model))
         self.initial = {"weight": initial("relative", rows, config.d_model)}
+        self.roles = {"weight": "embedding"}
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
         """[R, D]."""

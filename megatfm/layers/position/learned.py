@@ -24,6 +24,7 @@ class LearnedPositions(nn.Module):
         rows = self.limit + self.offset
         self.weight = nn.Parameter(torch.empty(rows, config.embedding_width))
         self.initial = {"weight": initial("position", rows, config.embedding_width)}
+        self.roles = {"weight": "embedding"}
 
     def forward(self, layout: SequenceLayout) -> Tensor:
         """[B, T, D]. Raises UsageError where a row could be longer than the table."""

@@ -25,6 +25,7 @@ class ShawCore(nn.Module):
         self.keys = nn.Parameter(torch.empty(rows, config.head_width))
         self.values = nn.Parameter(torch.empty(rows, config.head_width))
         self.initial = dict.fromkeys(("keys", "values"), initial("relative", rows, config.head_width))
+        self.roles = dict.fromkeys(("keys", "values"), "embedding")
         self.dropout = Dropout(config.attention_dropout, "attention")
 
     def forward(

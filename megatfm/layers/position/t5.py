@@ -42,6 +42,7 @@ class RelativeBias(nn.Module):
         self.n_buckets, self.farthest = config.relative_buckets, config.relative_distance
         self.weight = nn.Parameter(torch.empty(self.n_buckets, config.n_heads))
         self.initial = {"weight": initial("relative", self.n_buckets, config.n_heads)}
+        self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
         """[1, N, T, S]."""

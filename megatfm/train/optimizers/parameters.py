@@ -1,6 +1,7 @@
 """What optimizers ask of a parameter: its shape, whether it decays, and its own learning rate."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,8 @@ from megatfm.layers.norm import NORMS
 Role = Literal["matrix", "embedding", "vector"]
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+BELOW = re.compile(r"(?:^|\.)(?:embedding|position)\.")
+"""In the name of what lies below a stack's layers."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ParameterInfo:
 def parameter_table(model: nn.Module, config: OptimizerSection) -> dict[str, ParameterInfo]:
     """Every parameter of a model that is not yet cut into shards, a tied one under its first name.
 
-    A module names the role of its parameters where it can't be told from elsewhere: `roles = {"keys": "embedding"}`.
+    A module names the roles that are not to be seen otherwise, e.g. `self.roles = {"weight": "embedding"}`.
     A model may have rates of its own: `lr_scales() -> dict[str, float]`. Raises MegatfmError for a scale of no
     parameter.
     """
@@ -49,7 +52,7 @@ def parameter_table(model: nn.Module, config: OptimizerSection) -> dict[str, Par
         raise MegatfmError(
             f"{type(model).__name__}.lr_scales names {unknown[0]!r}, which is no parameter of it"
         )
-    heights = heights_from_the_top(roles)
+    heights = heights_from_the_top(list(roles))
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
@@ -62,25 +65,24 @@ def parameter_table(model: nn.Module, config: OptimizerSection) -> dict[str, Par
     }
 
 
-def heights_from_the_top(roles: dict[str, Role]) -> dict[str, int]:
-    """How many blocks lie above a parameter, plus one inside them (Bao et al. 2022, BEiT's fine-tuning).
+def heights_from_the_top(names: Sequence[str]) -> dict[str, int]:
+    """How far a parameter lies below the output (Bao et al. 2022, BEiT's layer-wise decay).
 
-    0 for what follows the blocks (norm, head), 1 for the last block, n for the first of n, n + 1 for embeddings.
-    Each stack counts for itself, by what comes before `layers.` in the name; an embedding of no stack lies below the
-    highest of them.
+    0 for what follows the blocks (norm, head), 1 for the last block, n for the first of n, n + 1 for embeddings and
+    positions. Each stack counts for itself, by what comes before `layers.` in the name; embeddings that stacks share
+    go with the one that they are named after.
     """
     tops: dict[str, int] = {}
-    for name in roles:
+    for name in names:
         if layer := LAYER.search(name):
             stack = name[: layer.start()]
             tops[stack] = max(tops.get(stack, 0), int(layer[1]) + 1)
     heights = {}
-    for name, role in roles.items():
+    for name in names:
         if layer := LAYER.search(name):
             heights[name] = tops[name[: layer.start()]] - int(layer[1])
-        elif role == "embedding" or "embedding" in name.split("."):
-            own = [top for stack, top in tops.items() if name.startswith(f"{stack}.")]
-            heights[name] = max(own or tops.values(), default=0) + 1
+        elif below := BELOW.search(name):
+            heights[name] = tops.get(name[: below.start()], 0) + 1
         else:
             heights[name] = 0
     return heights
@@ -98,8 +100,6 @@ def _roles(model: nn.Module) -> dict[str, Role]:
             roles[name] = declared
         elif isinstance(module, norms) or parameter.dim() <= 1 or key.endswith("bias"):
             roles[name] = "vector"
-        elif type(module).__name__.endswith(("Embedding", "Table", "Positions")):
-            roles[name] = "embedding"
         else:
             roles[name] = "matrix"
     return roles
