@@ -6,11 +6,23 @@ distributions are not, so whatever a resume or another layout must reproduce is 
 
 import hashlib
 import operator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Part = int | str
+
+
+class PieceKey(NamedTuple):
+    """Names a piece of a document in an epoch; whatever is drawn for it is drawn from this."""
+
+    seed: int
+    epoch: int
+    sample: int
+    """Number of the document in its corpus."""
+    piece: int
+    """Number of the piece in its document."""
 
 
 def bits(*key: Part) -> np.random.Philox:
@@ -33,3 +45,35 @@ def uniform(n: int, *key: Part) -> NDArray[np.float64]:
 def permutation(n: int, *key: Part) -> NDArray[np.int64]:
     """A uniform permutation [n] of 0 … n-1 of a key."""
     return np.argsort(raw(n, *key), kind="stable").astype(np.int64)
+
+
+def hashes(key: tuple[Part, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
+    """One uniform 64-bit integer for each row of integer `columns` [n] (one number stands for a column of it).
+
+    For many keys at once, where a generator for each would be slow: SplitMix64's finaliser (Steele, Lea & Flood
+    2014, figure 16, Stafford's variant 13), which is a bijection, applied to the hash so far plus the next column.
+    """
+    start = int(raw(1, *key)[0])
+    hashed = np.full(max((np.size(column) for column in columns), default=1), start, np.uint64)
+    for column in columns:
+        hashed = _mixed(hashed + _mixed(np.atleast_1d(np.asarray(column)).astype(np.uint64) + _GOLDEN))
+    return hashed
+
+
+def piece_keys(seed: int, samples: NDArray[Any], pieces: NDArray[Any]) -> NDArray[np.uint64]:
+    """A key for each piece [n] that is the same in all epochs: what the packing is planned with."""
+    return hashes((seed, "pieces"), samples, pieces)
+
+
+def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:
+    """A key ≥ 0 for each global position [n] of the order of rows: what dropout and sampling are drawn from."""
+    return (hashes((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # so that 0 is no fixed point
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

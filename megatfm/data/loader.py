@@ -12,12 +12,16 @@ import numpy as np
 from megatfm.data.order import PackedRows
 from megatfm.data.packing import Fields
 from megatfm.errors import UsageError
+from megatfm.keyed import row_keys
 
 STEPS_AHEAD = 2
 
 
 class Loader(Iterator[list[Fields]]):
     """Yields, step by step, this data rank's micro-batches: int64 arrays [micro_batch, sequence] by name.
+
+    Besides the rows' fields there is "keys" [micro_batch], a number ≥ 0 for each row that only its position and the
+    seed decide, so that what is drawn from it depends on no rank, micro-batch or resume.
 
     A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
     slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
@@ -84,9 +88,10 @@ class Loader(Iterator[list[Fields]]):
         self.close()
 
     def _fetch(self, position: int) -> list[Fields]:
-        rows = [self._row(position + i) for i in self._slice]
-        cut = range(0, len(rows), self.micro_batch)
-        return [_stacked(rows[start : start + self.micro_batch]) for start in cut]
+        positions = np.arange(position + self._slice.start, position + self._slice.stop)
+        rows, keys = [self._row(at) for at in positions.tolist()], row_keys(self.rows.seed, positions)
+        cut = (slice(start, start + self.micro_batch) for start in range(0, len(rows), self.micro_batch))
+        return [{**_stacked(rows[part]), "keys": keys[part]} for part in cut]
 
     def _row(self, position: int) -> Fields:
         return (

@@ -1,12 +1,16 @@
-"""Packing: the documents of one block, built by the objective, joined and cut into rows of equal length."""
+"""What packing asks of an objective, and packing by cutting: documents joined and cut into rows of equal length."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatfm.data.pieces import Pieces
 from megatfm.errors import MegatfmError
+from megatfm.keyed import PieceKey
 
 IGNORED_TARGET = -100
 """The target of positions that count in no loss (torch's default `ignore_index`)."""
@@ -14,74 +18,162 @@ NO_DOCUMENT = -1
 """The document number of padding."""
 
 Fields = dict[str, NDArray[np.int64]]
-Key = tuple[int, int, int]
+
+
+class Partners(Protocol):
+    """The other documents of a block, those without tokens left out, in stored order."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Their numbers of tokens [n]."""
+        ...
+
+    def tokens(self, number: int) -> NDArray[np.integer]:
+        """The tokens of one of them."""
+        ...
 
 
 class Objective(Protocol):
-    """Makes the model's inputs and targets from a document; a pure function of document and key."""
+    """Makes sequences from pieces of documents; see `megatfm.objectives.Objective`."""
 
-    def lengths(self, n_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The lengths [n] of the built documents, from the documents' numbers of tokens [n]."""
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Prefixes of the fields of each row that a sequence takes room in: ("",), or ("encoder_", "")."""
         ...
 
-    def build(self, tokens: NDArray[np.integer], key: Key) -> dict[str, NDArray[np.integer]]:
-        """Integer fields [length] of a document, among them "tokens" and "targets".
-
-        `key` is (seed, epoch, sample number); values must fit 32 bits.
-        """
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest piece whose sequence fits a row; None: documents are not cut into pieces, but at row ends."""
         ...
+
+    @property
+    def fills(self) -> Mapping[str, int]:
+        """What stands in padding, for fields where it is neither 0 nor what packing knows."""
+        ...
+
+    @property
+    def needs_partners(self) -> bool:
+        """Whether `build` looks at other documents."""
+        ...
+
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The lengths [n] or [n, sides] of the sequences of pieces of `n_tokens` [n]; 0: there is none."""
+        ...
+
+    def build(
+        self, tokens: NDArray[np.integer], partners: Partners, key: PieceKey
+    ) -> Mapping[str, NDArray[np.integer]]:
+        """Integer fields [length of its side], "tokens" and "targets" among them; values must fit 32 bits."""
+        ...
+
+
+@dataclass(frozen=True)
+class Others:
+    """The documents of a block but for number `own`."""
+
+    documents: Sequence[NDArray[Any]]
+    own: int
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(self.documents[number]) for number in self._numbers], np.int64)
+
+    def tokens(self, number: int) -> NDArray[np.integer]:
+        return self.documents[self._numbers[number]]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [i for i, document in enumerate(self.documents) if i != self.own and len(document)]
+
+
+def build_pieces(
+    objective: Objective, pieces: Pieces, documents: Sequence[NDArray[Any]], first: int, seed: int, epoch: int
+) -> list[dict[str, NDArray[np.integer]]]:
+    """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
+
+    Raises a MegatfmError that names the sample whose sequence has not the length that was planned.
+    """
+    built = []
+    for document, start, end, number, planned in pieces.rows():
+        key = PieceKey(seed, epoch, first + document, number)
+        fields = dict(objective.build(documents[document][start:end], Others(documents, document), key))
+        for name, field in fields.items():
+            if len(field) != planned[side_of(name, objective.sides)]:
+                found = {name: len(field) for name, field in fields.items()}
+                wanted = ", ".join(map(str, planned))
+                raise MegatfmError(
+                    f"the objective built sample {first + document} with lengths {found}, not {wanted}"
+                )
+        built.append(fields)
+    return built
+
+
+def side_of(field: str, sides: Sequence[str]) -> int:
+    """Which side a field belongs to: the first whose prefix it has."""
+    return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
+
+
+def fill_of(field: str, sides: Sequence[str], fills: Mapping[str, int], pad_id: int) -> int:
+    """What stands in a field's padding."""
+    bare = field.removeprefix(sides[side_of(field, sides)])
+    return fills.get(field, {"tokens": pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
 
 
 @dataclass(frozen=True, eq=False)
-class PackedBlock:
+class CutBlock:
     """`fields` [total] of the joined documents, which start at `starts` [n_documents]; cut only when read."""
 
     fields: dict[str, NDArray[np.int32]]
     starts: NDArray[np.int64]
-    pad_id: int
+    length: int
+    fills: Mapping[str, int]
 
     @property
     def nbytes(self) -> int:
         return self.starts.nbytes + sum(field.nbytes for field in self.fields.values())
 
-    def row(self, number: int, length: int, as_one_document: bool = False) -> Fields:
+    def row(self, number: int, as_one_document: bool = False) -> Fields:
         """Row `number`: its slice of every field, with "documents" (0, 1, … in the row) and "positions"
         (from 0 in each piece of a document); past the end of the block there is padding."""
-        total = len(self.fields["tokens"])
+        total, length = len(self.fields["tokens"]), self.length
         begin, end = (min(n * length, total) for n in (number, number + 1))
-        fill = {"tokens": self.pad_id, "targets": IGNORED_TARGET}
         row = {
-            name: _padded(field[begin:end], length, fill.get(name, 0)) for name, field in self.fields.items()
+            name: padded(field[begin:end], length, self.fills[name]) for name, field in self.fields.items()
         }
         where = np.arange(begin, end)
         if as_one_document:
-            row["documents"] = _padded(np.zeros_like(where), length, NO_DOCUMENT)
-            row["positions"] = _padded(where - begin, length, 0)
+            row["documents"] = padded(np.zeros_like(where), length, NO_DOCUMENT)
+            row["positions"] = padded(where - begin, length, 0)
             return row
         documents = np.searchsorted(self.starts, where, side="right") - 1
         positions = where - np.maximum(self.starts[documents], begin)
-        row["documents"] = _padded(documents - documents[:1], length, NO_DOCUMENT)
-        row["positions"] = _padded(positions, length, 0)
+        row["documents"] = padded(documents - documents[:1], length, NO_DOCUMENT)
+        row["positions"] = padded(positions, length, 0)
         return row
 
 
-def pack(documents: list[dict[str, NDArray[np.integer]]], pad_id: int) -> PackedBlock:
+def cut_rows(
+    built: Sequence[Mapping[str, NDArray[np.integer]]], objective: Objective, length: int, pad_id: int
+) -> CutBlock:
     """Join built documents, in the order given; empty ones take no place."""
-    lengths = np.array([len(document["tokens"]) for document in documents], np.int64)
+    lengths = np.array([len(document["tokens"]) for document in built], np.int64)
     starts = np.cumsum(lengths) - lengths
-    fields = {name: _joined([d[name] for d in documents], name) for name in documents[0]}
-    return PackedBlock(fields, starts[lengths > 0], pad_id)
+    fields = {name: joined([d[name] for d in built], name) for name in built[0]}
+    fills = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in fields}
+    return CutBlock(fields, starts[lengths > 0], length, fills)
 
 
-def _joined(pieces: list[NDArray[np.integer]], name: str) -> NDArray[np.int32]:
-    joined = np.concatenate(pieces)
-    narrow = joined.astype(np.int32)
-    if not np.array_equal(narrow, joined):
+def joined(pieces: Sequence[NDArray[np.integer]], name: str) -> NDArray[np.int32]:
+    """One array [total] of a field's pieces."""
+    whole = np.concatenate(pieces)
+    narrow = whole.astype(np.int32)
+    if not np.array_equal(narrow, whole):
         raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
     return narrow
 
 
-def _padded(values: NDArray[np.integer], length: int, fill: int) -> NDArray[np.int64]:
-    padded = np.full(length, fill, np.int64)
-    padded[: len(values)] = values
-    return padded
+def padded(values: NDArray[np.integer], length: int, fill: int) -> NDArray[np.int64]:
+    """`values` and then `fill`, [length]."""
+    row = np.full(length, fill, np.int64)
+    row[: len(values)] = values
+    return row

@@ -28,12 +28,20 @@ def main(args: argparse.Namespace) -> int:
         return 0
     results, baselines = found
     table = Table(title=f"{args.run_dir}, step {results['step']}")
-    for heading in ("set", "loss (nats per token)", "bits per byte", "bytes"):
+    terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
+    for heading in ("set", "loss (nats per token)", *terms, "bits per byte", "bytes"):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name, result in results["sets"].items():
-        table.add_row(name, f"{result['loss']:.4f}", f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
-        for compressor, bits in baselines.get(name, {}).items():
-            table.add_row(f"  {compressor}", "", f"{bits:.3f}", "")
+        parts = [f"{result['terms'][term]:.4f}" for term in terms]
+        # Only where the loss is the text's likelihood can it be compared with a compressor's.
+        bits = (
+            (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
+            if "bits_per_byte" in result
+            else ("–", "–")
+        )
+        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits)
+        for compressor, needed in baselines.get(name, {}).items():
+            table.add_row(f"  {compressor}", *[""] * (1 + len(terms)), f"{needed:.3f}", "")
     Console().print(table)
     return 0
 

@@ -69,7 +69,11 @@ class LanguageModel(Objective):
     likelihood = "span"
 
     def __init__(
-        self, special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+        self,
+        special: SpecialTokens,
+        config: CausalObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
     ) -> None:
         self.special, self.weights = special, {"span": 1.0}
         self.max_tokens = max(row_lengths[-1] - 1, 1)

@@ -1,47 +1,185 @@
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+"""What an objective is, what it is told when it is made, and how it is found by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.keyed import PieceKey
 from megatfm.registry import Registry
 
 Batch = Mapping[str, Tensor]
-"""int64 tensors [rows, sequence] of a micro-batch: tokens, targets, positions, documents."""
+"""int64 tensors [rows, length of the side] of a micro-batch: tokens, targets, positions, documents and what else the
+objective makes; and `keys` [rows]."""
+
+Fields = dict[str, NDArray[np.integer]]
+"""One sequence: integer arrays [length of the side] by name."""
 
 Terms = dict[str, Tensor]
 """Name of a loss term → its sum over a micro-batch, a scalar."""
 
+Tokens = NDArray[np.integer]
+
+ONE_SIDE, TWO_SIDES = ("",), ("encoder_", "")
+"""Prefixes of an objective's fields: of a decoder's or encoder's, and of an encoder-decoder's."""
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that objectives need."""
+    """What objectives need to know of a tokenizer: ids with a meaning, and which tokens begin a word."""
 
     bos: int
     eos: int
     pad: int
+    vocab_size: int = 0
+    mask: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    sentinels: Sequence[int] = ()
+    """In the order in which they are used."""
+    modes: Mapping[str, int] = field(default_factory=dict)
+    """UL2's mode tokens by letter: R, S, X."""
+    others: Sequence[int] = ()
+    """More ids that no text has."""
+    word_starts: NDArray[np.bool_] | None = None
+    """Which ids begin a word, [vocab_size]; None: each token is a word."""
+
+    def need(self, token: str, objective: str) -> int:
+        """The id of a token that an objective can't do without. Raises UsageError if there is none."""
+        found = getattr(self, token)
+        if found is None:
+            raise UsageError(
+                f"objective.name = {objective!r} needs a {token} token, and the tokenizer has none: prepare the corpus "
+                "with a tokenizer that `megatfm prep` trains, or one that has it"
+            )
+        return int(found)
+
+    @cached_property
+    def ordinary(self) -> NDArray[np.int64]:
+        """The ids that text is made of: random replacements are drawn from these."""
+        named = (self.bos, self.eos, self.pad, self.mask, self.cls, self.sep)
+        reserved = [token for token in named if token is not None]
+        reserved += [*self.sentinels, *self.modes.values(), *self.others]
+        return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
+
+    def words(self, tokens: Tokens) -> NDArray[np.int64]:
+        """Where words begin in a piece [words]; its first token always begins one."""
+        if self.word_starts is None:
+            return np.arange(len(tokens))
+        starts = self.word_starts[tokens]
+        starts[:1] = True
+        return np.flatnonzero(starts)
+
+
+class Partners(Protocol):
+    """The other documents of a piece's block, those without tokens left out."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Their numbers of tokens [n]."""
+
+    def tokens(self, number: int) -> Tokens:
+        """The tokens of one of them."""
 
 
 class Objective(Protocol):
-    """The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch."""
+    """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
 
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Each term's weight."""
+    The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
+    """
 
-    def lengths(self, n_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Lengths [n] of the built documents of `n_tokens` [n] tokens each."""
+    families: tuple[str, ...]
+    """Model families that it trains."""
+    weights: Mapping[str, float]
+    """Each term's weight."""
+    sides: tuple[str, ...] = ONE_SIDE
+    """Prefixes of the fields of each row that a sequence takes room in: ONE_SIDE or TWO_SIDES."""
+    max_tokens: int | None = None
+    """Longest piece of a document whose sequence fits a row. None: documents are cut where rows end."""
+    fills: Mapping[str, int] = MappingProxyType({})
+    """What stands in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
+    likelihood: str | None = None
+    """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
+    needs_partners: bool = False
+    """Whether `build` looks at other documents."""
+    crosses_documents: bool = False
+    """Whether `data.attend_across_documents` makes sense: tokens of one document tell nothing of another's targets."""
 
-    def build(self, tokens: NDArray[np.integer], key: tuple[int, int, int]) -> dict[str, NDArray[np.integer]]:
-        """Fields of one document, all of the length that `lengths` told; key is (seed, epoch, sample)."""
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Lengths [n], or [n, sides], of the sequences of pieces of `n_tokens` [n] tokens; 0: it makes none.
+
+        keys [n]: `keyed.piece_keys`, for choices that decide lengths. They are the same in every epoch.
+        """
+
+    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+        """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """How many targets each term has in a micro-batch, from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:
         """Run the model; the sum of each term."""
+        return run(model, batch)
 
 
-OBJECTIVES: Registry[Callable[[SpecialTokens], Objective]] = Registry("objective")
+def run(model: nn.Module, batch: Batch) -> Terms:
+    """Give a model the whole batch; the terms of its loss."""
+    inputs = {name: values for name, values in batch.items() if name != "tokens"}
+    return dict(model(batch["tokens"], **inputs).losses)
+
+
+OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
+"""Made as `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: tuple[int, ...])`, with the
+config's section of its name, and one row length for each side."""
+
+
+def make(config: Any, model: ModelConfig, special: SpecialTokens, row_lengths: tuple[int, ...]) -> Objective:
+    """The objective of a config's section, checked against the model.
+
+    row_lengths: data.sequence_length and, where it is set, data.target_length. Raises UsageError if the model or the
+    tokenizer lacks what it needs.
+    """
+    objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths)
+    if model.family not in objective.families:
+        raise UsageError(
+            f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "
+            f"{' and '.join(objective.families)}: change one of the two"
+        )
+    if len(row_lengths) < len(objective.sides):
+        raise UsageError(
+            f"objective.name = {config.name!r} for an encoder-decoder fills two rows: set data.target_length, the "
+            f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
+        )
+    return objective
+
+
+def longest(
+    lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]], row_lengths: Sequence[int], objective: str
+) -> int:
+    """The largest n such that pieces of up to n tokens make sequences [n, sides] that fit rows.
+
+    Raises UsageError if the rows are too short for any.
+    """
+    n_tokens = np.arange(1, 2 * sum(row_lengths) + 2)
+    fits = (lengths(n_tokens).reshape(len(n_tokens), -1) <= np.array(row_lengths)).all(1)
+    most = int(fits.argmin())
+    if not most or not lengths(n_tokens[:most]).any():
+        raise UsageError(
+            f"data.sequence_length = {row_lengths[0]} is too short for objective.name = {objective!r}: choose more"
+        )
+    return most
+
+
+def need_model(has: object, key: str, value: str, objective: str) -> None:
+    """Raise UsageError unless the model has a part."""
+    if not has:
+        raise UsageError(
+            f"objective.name = {objective!r} needs a model with {key}: set model.{key} = {value}"
+        )

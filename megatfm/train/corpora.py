@@ -6,7 +6,7 @@ from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.data import Corpus, PackedRows
 from megatfm.errors import UsageError
-from megatfm.objectives import OBJECTIVES, Objective, SpecialTokens
+from megatfm.objectives import Objective, SpecialTokens, make
 from megatfm.tokenizers import Tokenizer
 
 
@@ -18,6 +18,11 @@ class Corpora:
     objective: Objective
     train: PackedRows
     validation: dict[str, PackedRows]
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the corpora is not read as one would think, in lines for the log."""
+        return [note for rows in (self.train, *self.validation.values()) for note in rows.notes]
 
 
 def open_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
@@ -35,10 +40,31 @@ def open_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
     return config, tokenizer
 
 
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """What objectives need to know of a tokenizer."""
+    return SpecialTokens(
+        bos=tokenizer.bos,
+        eos=tokenizer.eos,
+        pad=tokenizer.pad,
+        vocab_size=tokenizer.vocab_size,
+        mask=tokenizer.mask,
+        cls=tokenizer.cls,
+        sep=tokenizer.sep,
+        sentinels=tokenizer.sentinels,
+        others=[] if tokenizer.unk is None else [tokenizer.unk],
+    )
+
+
 def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
     """Open all corpora of a config. Raises UsageError or MegatfmError that names the folder and what is wrong."""
-    special = SpecialTokens(bos=tokenizer.bos, eos=tokenizer.eos, pad=tokenizer.pad)
-    objective = OBJECTIVES.get(config.objective.name)(special)
+    data = config.data
+    row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
+    objective = make(config.objective, config.model, special_tokens(tokenizer), row_lengths)
+    if data.attend_across_documents and not objective.crosses_documents:
+        raise UsageError(
+            f"data.attend_across_documents: with objective.name = {config.objective.name!r} a document's targets would "
+            "be seen from another: leave it out"
+        )
 
     def rows(folder: str, shuffle: bool) -> PackedRows:
         corpus = Corpus.open(folder)
@@ -46,13 +72,14 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
         return PackedRows(
             corpus,
             objective,
-            sequence_length=config.data.sequence_length,
+            sequence_length=data.sequence_length,
+            target_length=data.target_length,
             seed=config.train.seed,
-            streams=config.data.streams,
+            streams=data.streams,
             shuffle=shuffle,
-            attend_across_documents=config.data.attend_across_documents,
+            attend_across_documents=data.attend_across_documents,
             pad_id=tokenizer.pad,
         )
 
-    validation = {name: rows(folder, shuffle=False) for name, folder in config.data.validation.items()}
-    return Corpora(tokenizer, objective, rows(config.data.train, config.data.shuffle), validation)
+    validation = {name: rows(folder, shuffle=False) for name, folder in data.validation.items()}
+    return Corpora(tokenizer, objective, rows(data.train, data.shuffle), validation)

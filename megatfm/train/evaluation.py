@@ -1,7 +1,7 @@
-"""Loss and bits per byte on the named validation sets."""
+"""Loss, and where it is a likelihood bits per byte, on the named validation sets."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,19 @@ def evaluate(
     engine: NativeEngine,
     rows: PackedRows,
     objective: Objective,
-    byte_lengths: NDArray[np.int64],
+    byte_lengths: NDArray[np.int64] | None,
     *,
     micro_batch: int,
     max_rows: int = 0,
 ) -> dict[str, Any]:
-    """Evaluate one set, on all ranks together: loss in nats per target, bits per byte of text, tokens, bytes.
+    """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
-    byte_lengths [vocabulary]: bytes of text that each id stands for. Every text is coded from its first byte to its
-    end, the mark at its end included, so that bits per byte compare with a file compressor's; what lies before the
-    start of a row is not seen, which can only make the figure worse. max_rows: 0 for all.
+    With an objective of several terms also "terms", the mean of each. Where a term is the text's likelihood also bits
+    per byte of text, and bytes: every text is coded from its first byte to its end, the mark at its end included, so
+    that bits per byte compare with a file compressor's; what lies before the start of a row is not seen, which can
+    only make the figure worse.
+
+    byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     """
     data_ranks = engine.mesh.data_ranks
     stop = min(max_rows or len(rows), len(rows))
@@ -44,16 +47,25 @@ def evaluate(
             for microbatches in loader:
                 for batch in microbatches:
                     targets = batch["targets"]
-                    n_bytes.add_(int(byte_lengths[targets[targets != IGNORED_TARGET]].sum()))
+                    if byte_lengths is not None:
+                        n_bytes.add_(int(byte_lengths[targets[targets != IGNORED_TARGET]].sum()))
                     yield batch
 
         result = engine.evaluate(batches(), objective)
     engine.mesh.sum(n_bytes, ("dp_shard", "dp_replicate"))
-    nats = sum(result.sums.values())
-    return {
-        "loss": result.loss,
-        "bits_per_byte": nats / math.log(2) / max(float(n_bytes), 1.0),
-        "tokens": sum(result.counts.values()),
-        "bytes": int(n_bytes),
-        "rows": stop,
-    }
+    found: dict[str, Any] = {"loss": result.loss}
+    if objective.likelihood and byte_lengths is not None:
+        bits = result.sums[objective.likelihood] / math.log(2)
+        found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
+    if len(result.sums) > 1:
+        found["terms"] = {name: total / max(result.counts[name], 1) for name, total in result.sums.items()}
+    return found | {"tokens": result.counts[next(iter(objective.weights))], "rows": stop}
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """A result in words: loss 1.2345, 1.650 bits per byte."""
+    words = [f"loss {result['loss']:.4f}"]
+    words += [f"{name} {value:.4f}" for name, value in result.get("terms", {}).items()]
+    if "bits_per_byte" in result:
+        words.append(f"{result['bits_per_byte']:.3f} bits per byte")
+    return ", ".join(words)

@@ -18,7 +18,7 @@ from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.console import RunLog
 from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate
+from megatfm.train.evaluation import evaluate, summary
 from megatfm.train.init import load_weights
 from megatfm.train.memory import keep_freed_memory, memory_bytes
 from megatfm.train.metrics import MetricsLog, RunFacts, log_event
@@ -92,6 +92,9 @@ class Trainer:
             config.train.steps,
         )
 
+        for note in self.corpora.notes:
+            log.info("%s", note)
+
     def run_steps(self) -> int:
         """While tokens are due: step, log, evaluate, save; stop if asked."""
         config, stop = self.config, None
@@ -158,13 +161,7 @@ class Trainer:
                 micro_batch=self.config.train.micro_batch,
                 max_rows=self.config.evaluate.max_rows,
             )
-            log.info(
-                "step %d  %s: loss %.4f, %.3f bits per byte",
-                self.step,
-                name,
-                results[name]["loss"],
-                results[name]["bits_per_byte"],
-            )
+            log.info("step %d  %s: %s", self.step, name, summary(results[name]))
         return results
 
     def _save(self, loader: Loader, metrics: MetricsLog | None) -> None:

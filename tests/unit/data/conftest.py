@@ -1,13 +1,15 @@
 """Small corpora, on disk and in memory, and the simplest objective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatfm.data import Corpus, ShardWriter
+from megatfm.keyed import PieceKey
 
 BOS, EOS = 1, 2
 
@@ -15,13 +17,18 @@ BOS, EOS = 1, 2
 class Causal:
     """[BOS, d…] → [d…, EOS], and the keys it was called with."""
 
-    def __init__(self) -> None:
-        self.keys: list[tuple[int, int, int]] = []
+    sides: tuple[str, ...] = ("",)
+    max_tokens: int | None = None
+    fills: Mapping[str, int] = MappingProxyType({})
+    needs_partners = False
 
-    def lengths(self, n_tokens: np.ndarray) -> np.ndarray:
+    def __init__(self) -> None:
+        self.keys: list[PieceKey] = []
+
+    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens + 1
 
-    def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
         self.keys.append(key)
         ids = tokens.astype(np.int64)
         return {"tokens": np.append(BOS, ids), "targets": np.append(ids, EOS)}

@@ -47,9 +47,12 @@ def test_ranks_and_micro_batches_only_divide_the_order(
         parts = [ranks[rank][t] for rank in range(data_ranks)]
         assert all(len(part) == 8 // data_ranks // micro_batch for part in parts)
         for batch in (batch for part in parts for batch in part):
-            assert set(batch) == {"tokens", "targets", "documents", "positions"}
+            assert set(batch) == {"tokens", "targets", "documents", "positions", "keys"}
+            assert batch["keys"].shape == (micro_batch,)
+            assert batch["keys"].dtype == np.int64
             assert all(
-                field.shape == (micro_batch, 64) and field.dtype == np.int64 for field in batch.values()
+                batch[name].shape == (micro_batch, 64) and batch[name].dtype == np.int64
+                for name in batch.keys() - {"keys"}
             )
         np.testing.assert_array_equal(
             np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Place
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.keyed import permutation
+from megatfm.keyed import PieceKey, permutation
 
 BOS, EOS, PAD = 1, 2, 0
 FIELDS = {"tokens", "targets", "documents", "positions"}
@@ -107,7 +107,7 @@ def test_a_corpus_on_disk_gives_the_same_rows_as_its_documents(
     expected = [np.append(BOS, text.astype(np.int64)).tobytes() for text in make_documents(100)]
     assert Counter(read) == Counter(expected)
     assert {key[:2] for key in causal.keys} == {(5, 3)}
-    assert {key[2] for key in causal.keys} == set(range(100))
+    assert {key[2:] for key in causal.keys} == {(sample, 0) for sample in range(100)}
 
 
 def test_without_shuffling_the_order_is_the_stored_one(memory_corpus: Any, causal: Any) -> None:
@@ -184,7 +184,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
     """Against the list that the docstring describes, written down as a whole."""
     counts = [7, 1, 0, 12, 3]
     corpus = memory_corpus([[8 * n - 1] if n else [0, 0] for n in counts])
-    causal.lengths = lambda n_tokens: n_tokens + (n_tokens > 0)
+    causal.lengths = lambda n_tokens, keys: n_tokens + (n_tokens > 0)
     for streams in (1, 4, 5, 23, 30):
         rows = PackedRows(corpus, causal, sequence_length=8, seed=9, streams=streams)
         for epoch in (0, 2):
@@ -232,12 +232,12 @@ def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None
         assert padding[name].tolist() == [value] * 16
 
 
-def test_fields_of_the_objective_come_along(memory_corpus: Any) -> None:
-    class Marked:
-        def lengths(self, n_tokens: np.ndarray) -> np.ndarray:
+def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any) -> None:
+    class Marked(causal_type):  # type: ignore[misc]
+        def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
             return n_tokens
 
-        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
     rows = PackedRows(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
@@ -249,11 +249,11 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any) -> None:
 
 def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_type: Any) -> None:
     class Short(causal_type):  # type: ignore[misc]
-        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
             return {"tokens": tokens, "targets": tokens}
 
     class Wide(causal_type):  # type: ignore[misc]
-        def build(self, tokens: np.ndarray, key: tuple[int, int, int]) -> dict[str, np.ndarray]:
+        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
             return dict.fromkeys(("tokens", "targets"), np.full(len(tokens) + 1, 2**31))
 
     corpus = memory_corpus([[5, 5]])

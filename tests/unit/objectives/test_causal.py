@@ -1,34 +1,34 @@
 """Next-token prediction: what it makes of a document, and how its terms count."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from megatfm.objectives import OBJECTIVES, SpecialTokens
+from megatfm.objectives import Causal, SpecialTokens
 
-SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
-OBJECTIVE = OBJECTIVES.get("causal")(SPECIAL)
+OBJECTIVE = Causal(SpecialTokens(bos=1, eos=2, pad=0))
 
 
 @pytest.mark.parametrize("document", [[], [7], [7, 8, 9]])
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64])
-def test_every_token_is_predicted_once(document: list[int], dtype: type) -> None:
+def test_every_token_is_predicted_once(document: list[int], dtype: type, build_one: Any) -> None:
     tokens = np.array(document, dtype)
-    built = OBJECTIVE.build(tokens, (0, 0, 0))
+    built = build_one(OBJECTIVE, tokens)
     assert built["tokens"].tolist() == [1, *document]
     assert built["targets"].tolist() == [*document, 2]
-    assert OBJECTIVE.lengths(np.array([len(document)])).tolist() == [len(built["tokens"])]
-    again = OBJECTIVE.build(tokens, (5, 6, 7))
+    again = build_one(OBJECTIVE, tokens, sample=6, epoch=7)
     assert {k: v.tolist() for k, v in again.items()} == {k: v.tolist() for k, v in built.items()}
 
 
-def test_the_term_is_a_sum_over_counted_targets_and_knows_documents() -> None:
+def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: Any) -> None:
     model = build(ModelConfig(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=8)).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
-    first, second = OBJECTIVE.build(np.array([7, 8]), (0, 0, 0)), OBJECTIVE.build(np.array([9]), (0, 0, 1))
+    first, second = build_one(OBJECTIVE, np.array([7, 8])), build_one(OBJECTIVE, np.array([9]))
     batch = {
         "tokens": torch.tensor([[1, 7, 8, 1, 9, 0]]),
         "targets": torch.tensor([[7, 8, 2, 9, 2, -100]]),
@@ -44,3 +44,24 @@ def test_the_term_is_a_sum_over_counted_targets_and_knows_documents() -> None:
     assert terms.keys() == OBJECTIVE.weights.keys() == OBJECTIVE.counts(batch).keys() == {"causal"}
     assert float(terms["causal"].detach()) == pytest.approx(nats, rel=1e-12)
     assert int(OBJECTIVE.counts(batch)["causal"]) == 5
+
+
+def test_tokens_further_ahead_are_counted_in_their_documents(make_objective: Any, make_model: Any) -> None:
+    ahead = make_objective("causal", model_config=make_model("decoder", future_tokens=2), future_weight=0.3)
+    assert dict(ahead.weights) == {"causal": 1.0, "future_1": 0.3, "future_2": 0.3}
+    batch = {
+        "targets": torch.tensor([[7, 8, 2, 9, 2, -100]]),
+        "documents": torch.tensor([[0, 0, 0, 1, 1, -1]]),
+    }
+    assert {name: int(n) for name, n in ahead.counts(batch).items()} == {
+        "causal": 5,
+        "future_1": 3,
+        "future_2": 1,
+    }
+
+
+def test_an_encoder_decoder_models_the_text_alone(make_objective: Any, build_one: Any) -> None:
+    made = make_objective("causal", family="encoder_decoder", rows=(64, 32))
+    assert (made.max_tokens, made.likelihood, dict(made.weights)) == (31, "span", {"span": 1.0})
+    fields = {name: field.tolist() for name, field in build_one(made, np.array([7, 8, 9])).items()}
+    assert fields == {"encoder_tokens": [2], "tokens": [0, 7, 8, 9], "targets": [7, 8, 9, 2]}

@@ -1,0 +1,106 @@
+"""Which tokens are masked, and what is shown in their place: shared by the objectives of encoders."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm import keyed
+from megatfm.config import MaskedObjective, ReplacedTokenObjective
+from megatfm.keyed import PieceKey
+from megatfm.objectives.registry import Fields, SpecialTokens, Tokens
+from megatfm.ops.cross_entropy import IGNORE
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+
+def key_of(key: PieceKey, name: str, static: bool = False) -> tuple[int | str, ...]:
+    """What is drawn from for a piece; `static`: the same in every epoch."""
+    return (key.seed, key.sample, key.piece, name) if static else (*key, name)
+
+
+def random_round(expected: float, u: float) -> int:
+    """A whole number whose mean is `expected`, for uniform u in [0, 1)."""
+    return int(np.floor(expected + u))
+
+
+@dataclass(frozen=True)
+class Masking:
+    """BERT's masking (Devlin et al. 2019, section 3.1), of tokens or of whole words."""
+
+    special: SpecialTokens
+    mask: int
+    rate: float
+    mask_share: float
+    random_share: float
+    whole_words: bool = False
+
+    @classmethod
+    def of(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
+        """As a config's section asks. Raises UsageError if the tokenizer has no mask token."""
+        mask = special.need("mask", config.name)
+        if isinstance(config, ReplacedTokenObjective):
+            return cls(special, mask, config.rate, config.mask_share, 0.0)
+        return cls(special, mask, config.rate, config.mask_share, config.random_share, config.whole_words)
+
+    def __call__(self, tokens: Tokens, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
+        """What is shown of a text's tokens [n], and the targets [n]."""
+        n = len(tokens)
+        random = keyed.uniform(3 * n + 1, *key)
+        chosen = self._chosen(tokens, random[: n + 1])
+        shown, targets = tokens.astype(np.int64), np.full(n, IGNORE, np.int64)
+        targets[chosen] = shown[chosen]
+        shown[chosen] = replaced(
+            shown[chosen], random[n + 1 : 2 * n + 1][chosen], random[2 * n + 1 :][chosen], self
+        )
+        return shown, targets
+
+    def _chosen(self, tokens: Tokens, random: Floats) -> Ints:
+        """Numbers of the chosen tokens. Their number is rate · n, rounded up or down at random so that the mean is
+        exact for texts of any length."""
+        budget = random_round(self.rate * len(tokens), float(random[-1]))
+        if not self.whole_words:
+            return np.argsort(random[:-1], kind="stable")[:budget]
+        starts = self.special.words(tokens)
+        return chosen_words(starts, len(tokens), budget, random[: len(starts)])
+
+
+def chosen_words(starts: Ints, n: int, budget: int, random: Floats) -> Ints:
+    """Numbers of the tokens of words in random order, those left out that would exceed the budget of tokens (as in
+    BERT's code for whole words). starts [words]: where words begin among the n tokens."""
+    lengths = np.diff(starts, append=n)
+    order = np.argsort(random, kind="stable")
+    total = np.cumsum(lengths[order])
+    first = int(np.searchsorted(total, budget, side="right"))
+    chosen, left = order[:first].tolist(), budget - int(total[first - 1] if first else 0)
+    for word in order[first:]:
+        if left == 0:
+            break
+        if lengths[word] <= left:
+            chosen.append(word)
+            left -= int(lengths[word])
+    taken = np.zeros(len(starts), bool)
+    taken[chosen] = True
+    return np.flatnonzero(np.repeat(taken, lengths))
+
+
+def replaced(original: Ints, which: Floats, draw: Floats, masking: Masking) -> Ints:
+    """What stands in place of chosen tokens: the mask token, a random one, or the token itself, decided by `which`,
+    uniform in [0, 1); `draw`, as well, chooses the random ones."""
+    ordinary = masking.special.ordinary
+    shown = original.copy()
+    shown[which < masking.mask_share] = masking.mask
+    random = (which >= masking.mask_share) & (which < masking.mask_share + masking.random_share)
+    if random.any():
+        shown[random] = ordinary[(draw[random] * len(ordinary)).astype(np.int64)]
+    return shown
+
+
+def single(shown: Ints, targets: Ints, cls: int, sep: int) -> Fields:
+    """[CLS] text [SEP] with the text's targets."""
+    tokens, wanted = np.empty(len(shown) + 2, np.int64), np.full(len(shown) + 2, IGNORE, np.int64)
+    tokens[0], tokens[1:-1], tokens[-1] = cls, shown, sep
+    wanted[1:-1] = targets
+    return {"tokens": tokens, "targets": wanted}

@@ -1,0 +1,114 @@
+"""A vocabulary, documents of it, and what objectives are made with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.config import Config, ModelConfig, load_config
+from megatfm.keyed import PieceKey, piece_keys
+from megatfm.objectives import Fields, Objective, SpecialTokens, make
+
+VOCABULARY = 1000
+RESERVED = 200
+"""Ids below are no text."""
+WORD_STARTS = np.arange(VOCABULARY) % 5 < 3
+SPECIAL = SpecialTokens(
+    bos=1,
+    eos=2,
+    pad=0,
+    vocab_size=VOCABULARY,
+    mask=3,
+    cls=4,
+    sep=5,
+    sentinels=range(199, 39, -1),
+    modes={"R": 6, "S": 7, "X": 8},
+    others=range(9, 40),
+    word_starts=WORD_STARTS,
+)
+FAMILIES = {
+    "masked": "encoder",
+    "next_sentence": "encoder",
+    "sentence_order": "encoder",
+    "span_boundary": "encoder",
+}
+FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra"}
+PARTS: dict[str, Any] = {"encoder": {"sentence_classes": 2, "boundary_head": True, "n_segments": 2}}
+PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
+
+
+class Alone:
+    """No other documents."""
+
+    lengths = np.zeros(0, np.int64)
+
+    def tokens(self, number: int) -> np.ndarray:
+        raise IndexError(number)
+
+
+def model(family: str, **options: Any) -> ModelConfig:
+    options = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8, "vocab_size": VOCABULARY} | options
+    return ModelConfig(family=family, **(PARTS.get(family, {}) | options))
+
+
+def section(name: str, **options: Any) -> Any:
+    values = load_config("quickstart").model_dump() | {"objective": {"name": name, **options}}
+    return Config.model_validate(values).objective
+
+
+def objective(
+    name: str,
+    family: str | None = None,
+    rows: tuple[int, ...] = (512, 256),
+    special: SpecialTokens = SPECIAL,
+    model_config: ModelConfig | None = None,
+    **options: Any,
+) -> Objective:
+    chosen = model_config or model(family or FAMILIES.get(name, "encoder_decoder"))
+    return make(section(name, **options), chosen, special, rows)
+
+
+def text(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(RESERVED, VOCABULARY, n).astype(np.uint16)
+
+
+def built(
+    made: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
+) -> Fields:
+    """A sequence, after checking that it has the planned lengths."""
+    key = PieceKey(7, epoch, sample, 0)
+    fields = made.build(tokens, partners or Alone(), key)
+    planned = made.lengths(np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))).reshape(
+        -1
+    )
+    for name, field in fields.items():
+        side = next(i for i, prefix in enumerate(made.sides) if name.startswith(prefix))
+        assert len(field) == planned[side], name
+        assert field.dtype.kind in "iu"
+    return fields
+
+
+@pytest.fixture(scope="session")
+def special() -> SpecialTokens:
+    return SPECIAL
+
+
+@pytest.fixture(scope="session")
+def make_objective() -> Callable[..., Objective]:
+    return objective
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., ModelConfig]:
+    return model
+
+
+@pytest.fixture(scope="session")
+def make_text() -> Callable[..., np.ndarray]:
+    return text
+
+
+@pytest.fixture(scope="session")
+def build_one() -> Callable[..., Fields]:
+    return built

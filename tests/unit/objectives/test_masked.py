@@ -1,0 +1,119 @@
+"""Masked tokens: rates over a million tokens, whole words, static and dynamic masks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.errors import UsageError
+from megatfm.objectives import SpecialTokens
+
+MASK, CLS, SEP, IGNORE = 3, 4, 5, -100
+TEXTS = 2000
+LENGTH = 500
+
+
+def within(count: float, n: float, share: float) -> bool:
+    """Five standard deviations of a binomial."""
+    return abs(count - n * share) < 5 * (n * share * (1 - share)) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def million(make_objective: Any, make_text: Any, build_one: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Texts, what is shown, and targets, without marks: each [TEXTS, LENGTH]."""
+    made = make_objective("masked")
+    texts = np.stack([make_text(LENGTH, seed) for seed in range(TEXTS)]).astype(np.int64)
+    fields = [build_one(made, tokens, sample=i) for i, tokens in enumerate(texts)]
+    for name, ends in (("tokens", (CLS, SEP)), ("targets", (IGNORE, IGNORE))):
+        assert {(int(f[name][0]), int(f[name][-1])) for f in fields} == {ends}
+    return (
+        texts,
+        np.stack([f["tokens"][1:-1] for f in fields]),
+        np.stack([f["targets"][1:-1] for f in fields]),
+    )
+
+
+def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> None:
+    texts, shown, targets = million
+    chosen = targets != IGNORE
+    assert (targets[chosen] == texts[chosen]).all(), "the original token is the target"
+    assert (shown[~chosen] == texts[~chosen]).all(), "nothing else is changed"
+    assert within(chosen.sum(), texts.size, 0.15)
+    assert within((chosen.sum(0) - 0.15 * TEXTS).max() + 0.15 * TEXTS, TEXTS, 0.15), "any place is as likely"
+    masked = shown[chosen] == MASK
+    kept = shown[chosen] == texts[chosen]
+    random = ~masked & ~kept
+    n = chosen.sum()
+    # A random token is the original one now and then.
+    same = 0.1 / len(special.ordinary)
+    assert within(masked.sum(), n, 0.8)
+    assert within(kept.sum(), n, 0.1 + same)
+    assert within(random.sum(), n, 0.1 - same)
+
+
+def test_random_tokens_are_uniform_over_ordinary_ones(million: Any, special: SpecialTokens) -> None:
+    texts, shown, targets = million
+    random = shown[(targets != IGNORE) & (shown != MASK) & (shown != texts)]
+    counts = np.bincount(random, minlength=1000)
+    assert counts[:200].sum() == 0, "reserved ids are never shown"
+    assert special.ordinary.tolist() == list(range(200, 1000))
+    expected = counts.sum() / 800
+    chi2 = float(((counts[200:] - expected) ** 2 / expected).sum())
+    assert abs(chi2 - 799) < 5 * (2 * 799) ** 0.5
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_short_texts_have_the_same_rate(make_objective: Any, make_text: Any, build_one: Any, n: int) -> None:
+    made = make_objective("masked")
+    chosen = sum((build_one(made, make_text(n), sample=i)["targets"] != IGNORE).sum() for i in range(3000))
+    assert within(chosen, 3000 * n, 0.15)
+
+
+def test_whole_words_are_masked_as_a_whole(
+    make_objective: Any, make_text: Any, build_one: Any, special: SpecialTokens
+) -> None:
+    made = make_objective("masked", whole_words=True)
+    chosen, n = 0, 0
+    for sample in range(600):
+        tokens = make_text(LENGTH, sample)
+        taken = build_one(made, tokens, sample=sample)["targets"][1:-1] != IGNORE
+        assert special.word_starts is not None
+        starts = special.word_starts[tokens].copy()
+        starts[0] = True
+        word = np.cumsum(starts) - 1
+        share = np.bincount(word, taken) / np.bincount(word)
+        assert set(share.tolist()) <= {0.0, 1.0}
+        chosen, n = chosen + int(taken.sum()), n + LENGTH
+    assert within(chosen, n, 0.15)
+
+
+def test_static_masks_are_the_same_in_every_epoch(
+    make_objective: Any, make_text: Any, build_one: Any
+) -> None:
+    tokens = make_text(200)
+    for static in (False, True):
+        made = make_objective("masked", static=static)
+        masks = {build_one(made, tokens, epoch=epoch)["tokens"].tobytes() for epoch in range(5)}
+        assert len(masks) == (1 if static else 5)
+        others = {build_one(made, tokens, sample=sample)["tokens"].tobytes() for sample in range(5)}
+        assert len(others) == 5
+
+
+def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
+    made = make_objective("masked", rows=(64,))
+    assert made.max_tokens == 62
+    assert made.lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
+    with pytest.raises(
+        UsageError, match=r"data\.sequence_length = 2 is too short for objective\.name = 'masked'"
+    ):
+        make_objective("masked", rows=(2,))
+
+
+def test_what_is_missing_is_named(make_objective: Any, make_model: Any) -> None:
+    bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
+    with pytest.raises(
+        UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none: p"
+    ):
+        make_objective("masked", special=bare)
+    with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
+        make_objective("masked", family="decoder")

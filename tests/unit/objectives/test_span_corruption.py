@@ -1,0 +1,138 @@
+"""Span corruption against T5's algorithm, written out anew from its description."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.errors import UsageError
+from megatfm.objectives import SpecialTokens
+
+EOS, PAD = 2, 0
+
+
+def t5_counts(length: int, density: float, mean: float) -> tuple[int, int]:
+    """Python's round is half to even, as TensorFlow's."""
+    noise = min(max(round(length * density), 1), length - 1)
+    return noise, max(round(noise / mean), 1)
+
+
+def t5_inputs_and_targets(
+    tokens: list[int], is_noise: list[bool], sentinels: list[int]
+) -> tuple[list[int], list[int]]:
+    """One token after the other: a run of noise becomes the next sentinel in the input, a run of what stays becomes
+    it in the target."""
+
+    def one(drop: bool) -> list[int]:
+        out: list[int] = []
+        used = 0
+        for i, token in enumerate(tokens):
+            if is_noise[i] != drop:
+                out.append(token)
+            elif i == 0 or is_noise[i - 1] != drop:
+                out.append(sentinels[used])
+                used += 1
+        return [*out, EOS]
+
+    return one(True), one(False)
+
+
+def noise_of(tokens: np.ndarray, given: np.ndarray, sentinels: set[int]) -> list[bool]:
+    """Which tokens are missing in the input; every token of the text is another one, so there is no doubt."""
+    present = set(given.tolist()) - sentinels
+    return [token not in present for token in tokens.tolist()]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 30, 99, 100, 400, 568])
+@pytest.mark.parametrize(("rate", "mean"), [(0.15, 3.0), (0.5, 3.0), (0.15, 64.0), (0.3, 1.0)])
+def test_inputs_and_targets_are_t5s(
+    make_objective: Any, build_one: Any, n: int, rate: float, mean: float
+) -> None:
+    special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
+    made = make_objective("span_corruption", rows=(600, 600), special=special, rate=rate, mean_span=mean)
+    tokens = np.random.default_rng(n).permutation(np.arange(10, 4000))[:n].astype(np.uint16)
+    fields = build_one(made, tokens, sample=n)
+    noise = noise_of(tokens, fields["encoder_tokens"], set(special.sentinels))
+    inputs, targets = t5_inputs_and_targets(tokens.tolist(), noise, list(special.sentinels))
+    assert fields["encoder_tokens"].tolist() == inputs
+    assert fields["targets"].tolist() == targets
+    assert fields["tokens"].tolist() == [PAD, *targets[:-1]], "the decoder reads the targets shifted right"
+    spans = sum(here and not before for here, before in zip(noise, [False, *noise], strict=False))
+    wanted_noise, wanted_spans = t5_counts(n, rate, mean)
+    assert sum(noise) == wanted_noise
+    assert spans == min(wanted_spans, n - wanted_noise)
+    assert not noise[0], "what stays comes first"
+    assert noise[-1]
+
+
+def test_rows_of_512_take_the_568_tokens_of_the_paper(make_objective: Any) -> None:
+    """T5's `compute_input_and_target_lengths(512, 0.15, 3)` is (568, 114)."""
+    special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=500, sentinels=range(100))
+    made = make_objective("span_corruption", rows=(512, 114), special=special)
+    assert made.max_tokens == 568
+    assert made.lengths(np.array([568, 1, 0]), np.zeros(3, np.uint64)).tolist() == [
+        [512, 114],
+        [0, 0],
+        [0, 0],
+    ]
+    assert make_objective("span_corruption", rows=(512, 60), special=special).max_tokens < 568
+
+
+def t5_segmentation(rng: np.random.Generator, n_items: int, n_segments: int) -> list[int]:
+    """T5's `_random_segmentation`: shuffle the starts of segments, the first item always starts one."""
+    starts = np.arange(n_items - 1) < n_segments - 1
+    rng.shuffle(starts)
+    return np.bincount(np.cumsum(np.concatenate([[0], starts]))).tolist()
+
+
+def test_spans_are_distributed_as_t5s(
+    make_objective: Any, make_text: Any, build_one: Any, special: Any
+) -> None:
+    """Lengths of spans over a million tokens, against its segmentation drawn from another generator (χ², two samples;
+    the bound is six standard deviations)."""
+    made, rng = make_objective("span_corruption", rows=(512, 128)), np.random.default_rng(0)
+    noise, spans = t5_counts(500, 0.15, 3.0)
+    ours, theirs = np.zeros(60), np.zeros(60)
+    tokens = np.arange(200, 700).astype(np.uint16)
+    first = np.zeros(500)
+    for sample in range(2000):
+        targets = build_one(made, tokens, sample=sample)["targets"]
+        at = np.flatnonzero((targets < 200) & (targets >= 40))
+        lengths = np.diff(np.append(at, len(targets) - 1)) - 1
+        assert lengths.sum() == noise
+        ours += np.bincount(lengths, minlength=60)[:60]
+        theirs += np.bincount(t5_segmentation(rng, noise, spans), minlength=60)[:60]
+        first[targets[targets >= 200] - 200] += 1
+    keep = ours + theirs > 20
+    chi2 = float(((ours - theirs)[keep] ** 2 / (ours + theirs)[keep]).sum())
+    free = int(keep.sum()) - 1
+    assert chi2 < free + 6 * (2 * free) ** 0.5
+    assert ours @ np.arange(60) == 2000 * noise
+    middle = first[50:450] / 2000  # the ends differ: the first token stays and the last goes
+    assert abs(middle.mean() - 0.15) < 0.005
+
+
+def test_a_decoder_reads_the_input_as_its_prefix(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    two = make_objective("span_corruption", rows=(512, 128))
+    one = make_objective("span_corruption", family="decoder", rows=(640,))
+    tokens = make_text(300)
+    pair, joined = build_one(two, tokens), build_one(one, tokens)
+    given, wanted = pair["encoder_tokens"][:-1], pair["targets"]
+    whole = np.concatenate([given, wanted])
+    assert joined["tokens"].tolist() == whole[:-1].tolist()
+    assert joined["prefix"].tolist() == [1] * len(given) + [0] * (len(wanted) - 1)
+    assert joined["targets"].tolist() == [-100] * (len(given) - 1) + wanted.tolist()
+    assert (one.weights.keys(), two.weights.keys()) == ({"causal"}, {"span"})
+
+
+def test_too_few_sentinels_name_the_number_that_is_needed(make_objective: Any) -> None:
+    few = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=500, sentinels=range(10))
+    with pytest.raises(UsageError, match=r"up to 28 spans .* has 10 sentinels: .*tokenizer\.sentinels=28"):
+        make_objective("span_corruption", rows=(512, 114), special=few)
+
+
+def test_the_decoders_row_must_have_a_length(make_objective: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"fills two rows: set data\.target_length, .* data\.target_length=128"
+    ):
+        make_objective("span_corruption", rows=(512,))
