@@ -1,0 +1,20 @@
+"""To and from the Hugging Face format: safetensors, config.json and tokenizer, tensor by tensor.
+
+An architecture (`architectures/`, one file each) says how one class of transformers stores a model of ours: their
+config.json as our `ModelConfig` and back, and a table of rules between their tensors and ours.
+"""
+
+from megatfm.convert import architectures
+from megatfm.convert.registry import ARCHITECTURES, Architecture, architecture_for, architecture_of
+from megatfm.convert.table import Rule, to_ours, to_theirs
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Rule",
+    "architecture_for",
+    "architecture_of",
+    "architectures",
+    "to_ours",
+    "to_theirs",
+]

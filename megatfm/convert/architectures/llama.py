@@ -1,0 +1,76 @@
+"""Llama 1 to 3: LlamaForCausalLM. Rotary channels are halves there as here."""
+
+from megatfm.config import ModelConfig
+from megatfm.convert.keys import Json, activation, rope, their_activation, their_rope
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, layers, linear, same
+
+
+def read(theirs: Json) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=theirs["vocab_size"],
+        d_model=theirs["hidden_size"],
+        n_layers=theirs["num_hidden_layers"],
+        n_heads=theirs["num_attention_heads"],
+        n_kv_heads=theirs.get("num_key_value_heads"),
+        head_dim=theirs.get("head_dim"),
+        d_ff=theirs["intermediate_size"],
+        norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        activation=activation(theirs.get("hidden_act", "silu"), gated=True),
+        attention_bias=theirs.get("attention_bias", False),
+        ffn_bias=theirs.get("mlp_bias", False),
+        tie_embeddings=theirs.get("tie_word_embeddings", False),
+        attention_dropout=theirs.get("attention_dropout", 0.0),
+        init="normal",
+        init_std=theirs.get("initializer_range", 0.02),
+        **rope(theirs),
+    )
+
+
+def write(ours: ModelConfig) -> Json:
+    return {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.d_model,
+        "num_hidden_layers": ours.n_layers,
+        "num_attention_heads": ours.n_heads,
+        "num_key_value_heads": ours.kv_heads,
+        "head_dim": ours.head_width,
+        "intermediate_size": ours.d_ff,
+        "rms_norm_eps": ours.norm_eps,
+        "hidden_act": their_activation(ours.activation, gated=True),
+        "attention_bias": ours.attention_bias,
+        "mlp_bias": ours.ffn_bias,
+        "tie_word_embeddings": ours.tie_embeddings,
+        "attention_dropout": ours.attention_dropout,
+        "initializer_range": ours.init_std,
+        **their_rope(ours.rope_theta, ours.rope_scaling),
+    }
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    block = [
+        *linear("attn_residual.norm", "input_layernorm"),
+        *(
+            rule
+            for part in "qkvo"
+            for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=config.attention_bias)
+        ),
+        *linear("ffn_residual.norm", "post_attention_layernorm"),
+        *(
+            rule
+            for part in ("gate", "up", "down")
+            for rule in linear(f"ffn.w_{part}", f"mlp.{part}_proj", bias=config.ffn_bias)
+        ),
+    ]
+    copies = ["lm_head.weight"] if config.tie_embeddings else []
+    return [
+        same("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
+        *layers(config.n_layers, "decoder.layers.", "model.layers.", block),
+        *linear("decoder.norm", "model.norm"),
+        *([] if config.tie_embeddings else [same("head.weight", "lm_head.weight")]),
+    ]
+
+
+ARCHITECTURES.register("LlamaForCausalLM")(
+    Architecture("llama", read, write, rules, prefix="model.", ignored=(r"rotary_emb\.inv_freq$",))
+)

@@ -1,0 +1,125 @@
+"""Which class of transformers stores which models of ours."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatfm.config import ModelConfig
+from megatfm.convert.table import Rule
+from megatfm.errors import UsageError
+from megatfm.registry import Registry
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
+
+    model_type: as in config.json. read: their config.json as our config; raises UsageError for what we lack.
+    write: our config as their config.json, without `architectures` and `model_type`; it need not look at what they
+    lack, see `architecture_for`. rules: the table for a config. prefix: files of the bare model lack it before every
+    name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
+    regular expressions and what stands in their place.
+    """
+
+    model_type: str
+    read: Callable[[Json], ModelConfig]
+    write: Callable[[ModelConfig], Json]
+    rules: Callable[[ModelConfig], Sequence[Rule]]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+
+
+ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
+
+TRAINING_ONLY = {
+    "init", "init_std", "dropout", "attention_dropout", "ffn_dropout", "drop_path", "label_smoothing",
+}  # fmt: skip
+"""Keys of ModelConfig that don't change what a trained model computes."""
+ONLY_WITH = {
+    "rope_theta": ("rope",),
+    "rope_scaling": ("rope",),
+    "position_offset": ("learned",),
+    "relative_buckets": ("t5",),
+    "relative_distance": ("t5", "shaw", "disentangled"),
+}
+"""Keys that mean something with some position encodings only."""
+
+
+def architecture_of(config_json: Json) -> tuple[str, Architecture]:
+    """The one that a config.json names, under its name. Raises UsageError for one that we don't read."""
+    named = list(config_json.get("architectures") or ())
+    if not named:
+        named = [
+            n
+            for n in ARCHITECTURES.names()
+            if ARCHITECTURES.get(n).model_type == config_json.get("model_type")
+        ]
+    if not named:
+        raise UsageError(
+            f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
+            f"{', '.join(ARCHITECTURES.names())}"
+        )
+    return named[0], ARCHITECTURES.get(named[0])
+
+
+def architecture_for(config: ModelConfig) -> tuple[str, Architecture, Json]:
+    """One that stores a model of this config, its name, and the config.json.
+
+    It does if their config.json, read again, is the same model. Raises UsageError, naming the nearest one and what it
+    lacks.
+    """
+    nearest: tuple[int, str] | None = None
+    for name in ARCHITECTURES.names():
+        architecture = ARCHITECTURES.get(name)
+        try:
+            theirs = {
+                "architectures": [name],
+                "model_type": architecture.model_type,
+                **architecture.write(config),
+            }
+            lost = differences(config, architecture.read(theirs))
+        except (UsageError, ValueError):
+            continue
+        if not lost:
+            return name, architecture, theirs
+        if nearest is None or len(lost) < nearest[0]:
+            nearest = len(lost), f"the nearest, {name}, lacks {', '.join(lost)}"
+    raise UsageError(
+        f"no architecture of transformers that megatfm writes stores this model: {nearest[1] if nearest else 'none'}"
+    )
+
+
+def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
+    """What of our config did not come back, as `key = value`."""
+    wanted, found = essence(ours), essence(back)
+    return [f"model.{key} = {value!r}" for key, value in wanted.items() if not _alike(value, found[key])]
+
+
+def essence(config: ModelConfig) -> dict[str, Any]:
+    """What a trained model computes depends on these, defaults filled in."""
+    values = config.model_dump(exclude=TRAINING_ONLY)
+    values |= {
+        "n_kv_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "embedding_dim": config.embedding_width,
+        "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
+        "distinct_layers": config.distinct_layers or config.n_layers,
+        "final_norm": config.has_final_norm,
+        "attention_scale": config.attention_scale or config.head_width**-0.5,
+    }
+    for key, positions in ONLY_WITH.items():
+        if config.position not in positions:
+            values[key] = None
+    return values
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
