@@ -245,6 +245,10 @@ class ModelConfig(Section):
                 raise ValueError(f"{key} is a head of encoders: set family = 'encoder', or leave it out")
         if self.future_tokens and self.family != "decoder":
             raise ValueError("future_tokens is a head of decoders: set family = 'decoder', or leave it out")
+        if self.mup and (self.embedding_dim or self.family == "electra"):
+            raise ValueError(
+                "mup is for models of one width: leave out embedding_dim, and take another family than electra"
+            )
         if (self.init == "deepnorm") != (self.norm_position == "deepnorm"):
             raise ValueError(
                 "norm_position = 'deepnorm' and init = 'deepnorm' belong together: set both, or neither"
@@ -267,6 +271,12 @@ class ModelConfig(Section):
     def encoder_layers(self) -> int:
         """Blocks of the encoder."""
         return self.n_encoder_layers or self.n_layers
+
+    @property
+    def drops(self) -> list[str]:
+        """The fields that drop something in training."""
+        rates = ("dropout", "attention_dropout", "ffn_dropout", "drop_path")
+        return [name for name in rates if getattr(self, name)]
 
     @property
     def has_final_norm(self) -> bool:

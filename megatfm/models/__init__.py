@@ -9,6 +9,7 @@ from megatfm.models.encoder import Encoder
 from megatfm.models.encoder_decoder import EncoderDecoder
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
+from megatfm.models.scales import lr_scales
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -16,4 +17,4 @@ def build(config: ModelConfig) -> nn.Module:
     return MODELS.get(config.family)(config)
 
 
-__all__ = ["MODELS", "Decoder", "Electra", "Encoder", "EncoderDecoder", "Output", "build"]
+__all__ = ["MODELS", "Decoder", "Electra", "Encoder", "EncoderDecoder", "Output", "build", "lr_scales"]

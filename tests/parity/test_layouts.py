@@ -82,7 +82,7 @@ def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: Optimi
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=parallel.sequence_parallel)
+    layout = lay(model, PLANS.get(config.family), mesh, sequence_parallel=parallel.sequence_parallel)
     return NativeEngine(
         model,
         layout,

@@ -1,0 +1,148 @@
+"""Every model family under sharded data parallelism: the gradients of one device, with dropout on.
+
+Dropout is keyed by row, so that it is part of what must agree. The batch goes through the engine in micro-batches and
+through the plain model all at once.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.models import build
+from megatfm.ops.initial import initialise
+from tests.parity.test_layouts import (
+    ADAMW,
+    LENGTH,
+    ROWS,
+    block,
+    global_batch,
+    gradient_errors,
+    make_engine,
+    microbatches,
+)
+from tests.workers import Workers
+
+SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48}
+DROPPED = {"dropout": 0.2, "attention_dropout": 0.1, "ffn_dropout": 0.1, "drop_path": 0.3}
+BERT = {
+    "norm": "layer_norm", "norm_position": "post", "activation": "gelu", "attention_bias": True, "ffn_bias": True,
+    "embedding_norm": True, "position": "learned", "max_positions": LENGTH, "n_segments": 2, "head": "transform",
+    "head_bias": True, "init": "bert",
+}  # fmt: skip
+MODELS = {
+    "gpt": ModelConfig(
+        **SMALL, **DROPPED, norm="layer_norm", activation="gelu_tanh", position="learned", max_positions=LENGTH,
+        attention_bias=True, ffn_bias=True, future_tokens=1, label_smoothing=0.1, logit_softcap=5.0,
+    ),
+    "alibi, sandwich norm": ModelConfig(**SMALL, **DROPPED, position="alibi", norm_position="sandwich", qk_norm=True),
+    "shaw, deepnorm": ModelConfig(
+        **SMALL, **DROPPED, position="shaw", norm_position="deepnorm", init="deepnorm", relative_distance=3
+    ),
+    "latent attention": ModelConfig(**SMALL, attention="latent", latent={"kv_rank": 8, "q_rank": 6, "rope_dim": 4}),
+    "bert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", sentence_classes=2, boundary_head=True),
+    "albert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", embedding_dim=16, distinct_layers=1),
+    "deberta": ModelConfig(
+        **SMALL, **DROPPED, family="encoder", attention="disentangled", position="disentangled", relative_distance=4
+    ),
+    "t5": ModelConfig(
+        **SMALL, **DROPPED, family="encoder_decoder", position="t5", init="t5", attention_scale=1.0, head_scale=0.2,
+        n_encoder_layers=1,
+    ),
+    "electra": ModelConfig(
+        **SMALL, **DROPPED, **BERT, family="electra", embedding_dim=16,
+        generator={"d_model": 16, "n_heads": 2, "d_ff": 24},
+    ),
+}  # fmt: skip
+LAYOUTS = {
+    "zero3 on 2": (2, ParallelConfig(dp_shard=2)),
+    "hsdp 2 × 2": (4, ParallelConfig(dp_replicate=2, dp_shard=2)),
+}
+
+
+class PassOn:
+    """Gives the model all that the batch holds and counts what has a target."""
+
+    fields: ClassVar = {
+        "causal": "targets",
+        "future_1": "ahead",
+        "masked": "targets",
+        "span": "targets",
+        "generator": "targets",
+        "sentence": "sentence_targets",
+        "boundary": "span_left",
+        "discriminator": "documents",
+    }
+
+    def __init__(self, terms: list[str]) -> None:
+        self.weights = {name: 1.0 + i for i, name in enumerate(sorted(terms))}
+
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._counted(name, batch).sum() for name in self.weights}
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(model(**{name: value for name, value in batch.items() if name != "ahead"}).losses)
+
+    def _counted(self, name: str, batch: Mapping[str, Tensor]) -> Tensor:
+        values = batch[self.fields[name]]
+        return values > 0 if name == "boundary" else values >= 0
+
+
+def batch_for(config: ModelConfig) -> dict[str, Tensor]:
+    batch = global_batch(seed=3)
+    batch["keys"] = torch.arange(ROWS) * 7919 + 3
+    if config.family == "decoder":
+        if config.future_tokens:
+            same = batch["documents"][:, 1:] == batch["documents"][:, :-1]
+            batch["ahead"] = torch.full_like(batch["targets"], -100)
+            batch["ahead"][:, :-1] = batch["targets"][:, 1:].where(same, -100)
+        return batch
+    if config.family == "encoder_decoder":
+        other = global_batch(seed=4)
+        for name in ("tokens", "positions", "documents"):
+            batch[f"encoder_{name}"] = other[name]
+        return batch
+    masked = torch.arange(LENGTH).remainder(5) == torch.arange(ROWS)[:, None].remainder(4)
+    original, masked = batch["tokens"].clone(), masked & (batch["documents"] >= 0)
+    batch["targets"] = original.where(masked, -100)
+    batch["tokens"] = original.where(~masked, 4)
+    if config.n_segments:
+        batch["segments"] = batch["positions"].remainder(2)
+    if config.family == "electra":
+        batch["original"] = original
+    if config.sentence_classes:
+        first = batch["positions"] == 0
+        batch["sentence_targets"] = (original % 2).where(first & (batch["documents"] >= 0), -100)
+    if config.boundary_head:
+        inside = torch.arange(LENGTH).clamp(1, LENGTH - 2) == torch.arange(LENGTH)
+        batch["span_left"] = batch["span_right"] = (masked & inside).long()
+    return batch
+
+
+def compare(name: str, parallel: ParallelConfig) -> None:
+    config = MODELS[name]
+    engine, reference = make_engine(config, parallel, ADAMW), build(config).double().train()
+    initialise(reference, 7)
+    batch = batch_for(config)
+    terms = PassOn([]).__call__(reference, batch)
+    objective = PassOn(list(terms))
+    counts = objective.counts(batch)
+    assert min(counts.values()) > 0
+    losses = [objective.weights[term] * terms[term] / counts[term] for term in terms]
+    torch.stack(losses).sum().backward()
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    for n, parameter in reference.named_parameters():
+        assert torch.equal(block(engine, n, parameter.detach()), engine.local[n]), f"initial {n} differs"
+    stats = engine.forward_backward(microbatches(engine, batch), objective)
+    assert stats.loss == pytest.approx(float(torch.stack(losses).sum().detach()), rel=1e-12)
+    assert gradient_errors(engine, expected) == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_one_device(workers: Workers, name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    workers.run(compare, ranks, name, parallel)
