@@ -1,0 +1,281 @@
+"""Each optimizer over fifteen steps in float64 against code that shares nothing with it: a library's or the paper's."""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from megatfm.config import OptimizerConfig
+from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
+from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo
+from megatfm.train.optimizers.parameters import Role
+
+STEPS, RATE = 15, 0.05
+SECTION: TypeAdapter[Any] = TypeAdapter(OptimizerConfig)
+SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
+    "tall": ((6, 4), "matrix"),
+    "wide": ((3, 7), "matrix"),
+    "table": ((9, 2), "embedding"),
+    "gain": ((5,), "vector"),
+    "stacked": ((2, 3), "vector"),
+}
+SCALES = {"wide": 0.5}
+Weights = dict[str, Tensor]
+
+
+def start() -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, (shape, _) in SHAPES.items()
+    }
+
+
+def gradients(weights: Weights, step: int) -> Weights:
+    """They depend on the weights, so that an error in one step shows in all that follow."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: 0.3 * weight + torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        for name, weight in weights.items()
+    }
+
+
+def rate(step: int) -> float:
+    """A warm-up of five steps."""
+    return RATE * min(1.0, step / 5)
+
+
+def parameters() -> dict[str, ParameterInfo]:
+    return {
+        name: ParameterInfo(shape, role, role != "vector", True, SCALES.get(name, 1.0))
+        for name, (shape, role) in SHAPES.items()
+    }
+
+
+def ours(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
+    """The weights after all steps of the registered optimizer, as an engine takes them."""
+    config = SECTION.validate_python({"name": name, "lr": RATE, **options})
+    weights = start()
+    groups = [group for group in OPTIMIZERS.get(name)(config, parameters()) if group.names]
+    made = [TorchOptimizer(group, {n: weights[n] for n in group.names}) for group in groups]
+    for step in range(1, STEPS + 1):
+        towards = gradients(weights, step)
+        for optimizer in made:
+            optimizer.step(towards, rate(step))
+    return weights, made
+
+
+def theirs(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
+    """The weights after as many in-place updates (name, weight, gradient, step, rate) of each."""
+    weights = start()
+    for step in range(1, STEPS + 1):
+        for name, gradient in gradients(weights, step).items():
+            update(name, weights[name], gradient, step, rate(step) * SCALES.get(name, 1.0))
+    return weights
+
+
+def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weights:
+    """An optimizer of somebody else for each weight."""
+    made: dict[str, torch.optim.Optimizer] = {}
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        optimizer = made.setdefault(name, make(name, weight))
+        weight.grad = gradient
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+    return theirs(update)
+
+
+def decay_of(name: str, weight_decay: float) -> float:
+    return 0.0 if SHAPES[name][1] == "vector" else weight_decay
+
+
+def assert_same(got: Weights, wanted: Weights, tolerance: float = 1e-12) -> None:
+    first = start()
+    for name, weight in wanted.items():
+        assert (weight - first[name]).norm() > 0.05 * first[name].norm(), f"{name} hardly moved"
+        assert (got[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+class Adam:
+    """Kingma & Ba 2015, algorithm 1: the direction, in float64."""
+
+    def __init__(self, beta1: float, beta2: float, eps: float) -> None:
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, name: str, gradient: Tensor, step: int) -> Tensor:
+        m, v = self.moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
+        m = self.beta1 * m + (1 - self.beta1) * gradient
+        v = self.beta2 * v + (1 - self.beta2) * gradient**2
+        self.moments[name] = m, v
+        return m / (1 - self.beta1**step) / ((v / (1 - self.beta2**step)) ** 0.5 + self.eps)
+
+
+def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callable[..., None]:
+    """Loshchilov & Hutter 2019, algorithm 2."""
+    adam = Adam(*betas, eps)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        weight -= lr * (adam(name, gradient, step) + decay_of(name, weight_decay) * weight)
+
+    return update
+
+
+def test_adamw() -> None:
+    wanted = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
+    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], wanted)
+
+
+def test_muon() -> None:
+    """Jordan et al. 2024 with its quintic iteration in bfloat16, and AdamW for what isn't a matrix."""
+    momentum: Weights = {}
+    rest = adamw((0.9, 0.95), 1e-8, 0.2)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        if SHAPES[name][1] != "matrix":
+            return rest(name, weight, gradient, step, lr)
+        lr = lr * 0.02 / RATE
+        buffer = momentum.setdefault(name, torch.zeros_like(gradient))
+        buffer.lerp_(gradient, 0.05)
+        x = gradient.lerp(buffer, 0.95).bfloat16()
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = (x.T if tall else x).double()
+        weight *= 1 - lr * 0.2
+        weight -= lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * x
+        return None
+
+    # A rounding of bfloat16 here or there, of updates that sum up to a tenth of the weights.
+    assert_same(ours("muon", weight_decay=0.2)[0], theirs(update), tolerance=2e-3)
+
+
+def test_adafactor() -> None:
+    optimization = importlib.import_module("transformers.optimization")
+
+    def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
+        return optimization.Adafactor(
+            [weight],
+            lr=RATE,
+            eps=(1e-30, 0.02),
+            clip_threshold=1.2,
+            decay_rate=-0.7,
+            relative_step=False,
+        )
+
+    options = {"decay_power": 0.7, "smallest_scale": 0.02, "clip_update": 1.2}
+    assert_same(ours("adafactor", **options)[0], with_library(make))
+
+
+def test_adafactor_s_decay_is_that_of_the_rate() -> None:
+    """transformers multiplies it by each tensor's scale, too; torch does not."""
+    for name, (shape, role) in SHAPES.items():
+        moved = []
+        for weight_decay in (0.0, 0.5):
+            config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
+            info = ParameterInfo(shape, role, role != "vector", True)
+            (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
+            weights = {name: start()[name]}
+            TorchOptimizer(group, weights).step(gradients(weights, 1), RATE)
+            moved.append(weights[name])
+        torch.testing.assert_close(moved[0] - moved[1], RATE * decay_of(name, 0.5) * start()[name])
+
+
+def test_lamb() -> None:
+    """You et al. 2020, algorithm 2, φ the identity; what doesn't decay is left to Adam."""
+    adam = Adam(0.9, 0.99, 1e-6)
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        direction = adam(name, gradient, step) + decay_of(name, 0.2) * weight
+        ratio = weight.norm() / direction.norm() if SHAPES[name][1] != "vector" else 1.0
+        weight -= lr * ratio * direction
+
+    assert_same(ours("lamb", betas=(0.9, 0.99), weight_decay=0.2)[0], theirs(update))
+
+
+@pytest.mark.parametrize("zero", ["weight", "gradient"])
+def test_lamb_with_a_norm_of_zero(zero: str) -> None:
+    config = SECTION.validate_python({"name": "lamb", "lr": RATE, "weight_decay": 0.0})
+    (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
+    weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
+    before = weight.clone()
+    TorchOptimizer(group, {"w": weight}).step(
+        {"w": torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)}, 0.1
+    )
+    assert torch.allclose(before - weight, torch.full((2, 2), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
+
+
+def test_lion(library: ModuleType) -> None:
+    def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
+        decay = decay_of(name, 0.4)
+        return library.lion.Lion([weight], lr=RATE, betas=(0.8, 0.95), weight_decay=decay, foreach=False)
+
+    assert_same(ours("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], with_library(make))
+
+
+@pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_soap(library: ModuleType, every: int, max_dim: int) -> None:
+    rest = adamw((0.9, 0.95), 1e-8, 0.2)
+    made: dict[str, Any] = {}
+
+    def update(name: str, weight: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        if SHAPES[name][1] != "matrix":
+            return rest(name, weight, gradient, step, lr)
+        options = {"betas": (0.9, 0.95), "precondition_frequency": every, "max_precondition_dim": max_dim}
+        soap = made.setdefault(name, library.soap.SOAP([weight], weight_decay=0.2, **options))
+        soap.param_groups[0]["lr"], weight.grad = lr, gradient
+        soap.step()
+        return None
+
+    options = {"betas": (0.9, 0.95), "every": every, "max_dim": max_dim, "weight_decay": 0.2}
+    assert_same(ours("soap", **options)[0], theirs(update), tolerance=1e-9)
+
+
+def test_schedule_free() -> None:
+    """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
+    beta, sum_of, x, z, squares = (
+        0.9,
+        [0.0],
+        start(),
+        start(),
+        {n: torch.zeros_like(w) for n, w in start().items()},
+    )
+    y = start()
+    for step in range(1, STEPS + 1):
+        weight = rate(step) ** 2
+        sum_of[0] += weight
+        for name, gradient in gradients(y, step).items():
+            lr = rate(step) * SCALES.get(name, 1.0)
+            squares[name] = 0.99 * squares[name] + 0.01 * gradient**2
+            direction = gradient / ((squares[name] / (1 - 0.99**step)) ** 0.5 + 1e-8)
+            z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
+            x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
+            y[name] = (1 - beta) * z[name] + beta * x[name]
+    got, (made,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    assert_same(got, y)
+    config = SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
+    (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
+    again = ElementwiseOptimizer(group, got)
+    again._torch = made
+    assert_same(again.averaged(), x)
+    assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """pytorch-optimizer, whose SOAP rounds its bases to float32: here it doesn't."""
+    library = importlib.import_module("pytorch_optimizer.optimizer")
+    in_double = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+    monkeypatch.setattr(importlib.import_module("pytorch_optimizer.optimizer.soap"), "torch", in_double)
+    return library
