@@ -111,7 +111,7 @@ def describe(config: Config) -> Description:
 def _with_vocabulary(config: Config) -> Config:
     if config.model.vocab_size is not None:
         return config
-    if not Path(config.data.tokenizer).is_file():
+    if not Path(config.data.tokenizer).exists():
         raise UsageError(
             f"model.vocab_size is not set, and there is no tokenizer at {config.data.tokenizer} to take it from: "
             "run `megatfm prep` first, or give e.g. model.vocab_size=4096"

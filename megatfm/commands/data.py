@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="read every sample again and compare every hash")
     show = actions.add_parser("show", help="print what a corpus holds, or one sample of it")
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
-    show.add_argument("--tokenizer", metavar="FILE", help="decode with this (DIR/../tokenizer.model)")
+    show.add_argument("--tokenizer", metavar="FILE", help="decode with this (the one in DIR/..)")
     for action in (check, show):
         action.add_argument("dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train")
 
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     if args.action == "check":
         print(check(args.dir))
         return 0
-    path = Path(args.tokenizer or Path(args.dir).resolve().parent / "tokenizer.model")
-    decode = tokenizers.load(path).decode if args.tokenizer or path.is_file() else None
+    path = args.tokenizer or tokenizers.find(Path(args.dir).resolve().parent)
+    decode = tokenizers.load(path).decode if path else None
     print(show(args.dir, args.sample, decode))
     return 0

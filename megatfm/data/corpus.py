@@ -79,7 +79,7 @@ class Corpus:
         if tokenizer_hash != self.tokenizer_hash:
             raise UsageError(
                 f"{self.folder}: was written with tokenizer {self.tokenizer_hash[:16]}, but the one given is "
-                f"{tokenizer_hash[:16]}: use the tokenizer.model beside the corpus, or prepare it again"
+                f"{tokenizer_hash[:16]}: use the tokenizer beside the corpus, or prepare it again"
             )
 
     def block(self, number: int) -> list[tuple[int, NDArray[Any]]]:

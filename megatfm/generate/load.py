@@ -39,10 +39,9 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
     state, config = _state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
-    kept = run / "tokenizer.model"
-    tokenizer = tokenizers.load(kept if kept.is_file() else config.data.tokenizer)
+    where = tokenizers.find(run) or config.data.tokenizer
+    tokenizer = tokenizers.load(where)
     if tokenizer.hash != state.get("tokenizer"):
-        where = kept if kept.is_file() else config.data.tokenizer
         raise UsageError(
             f"{where}: not the tokenizer that {source.name} was trained with: put that one into {run}"
         )

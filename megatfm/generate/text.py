@@ -1,37 +1,67 @@
 """Ids to text while they are made, without ever showing half a character."""
 
 import codecs
-import re
 from collections.abc import Iterable
 
 from megatfm.tokenizers import Tokenizer
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE_MARK, _UNKNOWN = "\u2581", "\ufffd"
+_BROKEN = "\ufffd"
 
 
 class TextStream:
     """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._lengths = tokenizer.byte_lengths()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        spelled = tokenizer.token_bytes()
+        self._stream = _InContext(tokenizer) if spelled is None else _ByBytes(tokenizer, spelled)
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that is certain now. Bytes that are no UTF-8 become U+FFFD, and reserved ids nothing."""
-        return "".join(self._decoder.decode(self._bytes(int(token))) for token in ids)
+        return "".join(self._stream.add(int(token)) for token in ids)
 
     def end(self) -> str:
         """The rest: U+FFFD where a character is cut off, else nothing."""
+        return self._stream.end()
+
+
+class _ByBytes:
+    """For tokenizers whose ids stand for the same bytes wherever they stand."""
+
+    def __init__(self, tokenizer: Tokenizer, spelled: list[bytes]) -> None:
+        self._spelled = spelled
+        if tokenizer.unk is not None:
+            spelled[tokenizer.unk] = tokenizer.decode([tokenizer.unk]).encode()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(self._spelled[token])
+
+    def end(self) -> str:
         return self._decoder.decode(b"", final=True)
 
-    def _bytes(self, token: int) -> bytes:
-        if token == self._tokenizer.unk:
-            return _UNKNOWN.encode()
-        if self._lengths[token] == 0:  # reserved
-            return b""
-        piece = self._tokenizer.piece(token)
-        if byte := _BYTE.fullmatch(piece):
-            return bytes([int(byte[1], 16)])
-        return piece.replace(_SPACE_MARK, " ").encode()
+
+class _InContext:
+    """For all others, where the space before an id depends on what stands before it.
+
+    What a new id adds is what `decode` gives more with it, decoded from the ids on that made the text before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []  # the last ids that gave text
+        self._held: list[int] = []  # ids since then
+
+    def add(self, token: int) -> str:
+        self._held.append(token)
+        text = self._more()
+        if not text or text.endswith(_BROKEN):
+            return ""
+        self._shown, self._held = self._held, []
+        return text
+
+    def end(self) -> str:
+        return self._more()
+
+    def _more(self) -> str:
+        decode = self._tokenizer.decode
+        return decode([*self._shown, *self._held])[len(decode(self._shown)) :]

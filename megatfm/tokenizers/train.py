@@ -1,13 +1,15 @@
-"""Train a SentencePiece BPE model: lossless, deterministic and silent."""
+"""Train a SentencePiece model, BPE or unigram: lossless, deterministic and silent."""
 
 import io
 import re
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import sentencepiece
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers.tokenizer import CLASS, MASK, SENTINEL, SEPARATOR
+from megatfm.tokenizers.proto import as_varint, read_varint
+from megatfm.tokenizers.special import names
 
 # No piece is learnt across these: line breaks with the indentation after them, a word or a run of punctuation with
 # the space before it. Longer pieces give fewer tokens but are harder to predict; docs/LOG.md has the comparison.
@@ -26,34 +28,46 @@ _TEXT_TO_MARKS = str.maketrans(
 )
 # Longer sentences would be skipped too; a text is one sentence.
 _MAX_SENTENCE_BYTES = 2**30
+# For a unigram model a text is one sentence a line, as the probabilities of longer ones underflow. A line begins
+# with its break, so that a break and the indentation after it stay together.
+_LINE = re.compile(r"(?:\n[\n\t ]*)?[^\n]{0,1000}")
 _FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
 
-def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, sentinels: int = 32) -> bytes:
-    """The BPE model (the bytes of a `tokenizer.model`) of `vocab_size` pieces for `texts`.
+def train_sentencepiece(
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    sentinels: int = 32,
+    modes: bool = False,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+) -> bytes:
+    """The model (the bytes of a `tokenizer.model`) of `vocab_size` pieces for `texts`.
 
-    The vocabulary holds <unk>, <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, 256 bytes and the
-    pieces learnt. The same texts in the same order give the same bytes. Raises UsageError if the texts are too
-    few for the vocabulary.
+    The vocabulary holds <unk>, <s>, </s>, <pad>, <mask>, <cls>, <sep>, `sentinels` sentinels, UL2's mode tokens if
+    `modes`, 256 bytes and the pieces learnt. The same texts in the same order give the same bytes. Raises UsageError
+    if the texts are too few for the vocabulary.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
+    if model_type == "unigram":
+        texts = (line for text in texts for line in _LINE.findall(text) if line)
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(texts, failures),
             pretokenizer=_segments,
             allow_inconsistent_pretokenization=True,  # pieces respect the segments, encoding needn't know them
             model_writer=model,
-            model_type="bpe",
+            model_type=model_type,
             vocab_size=vocab_size,
             unk_id=0,
             bos_id=1,
             eos_id=2,
             pad_id=3,
             unk_surface="\ufffd",
-            control_symbols=[MASK, CLASS, SEPARATOR, *(SENTINEL.format(n) for n in range(sentinels))],
+            control_symbols=names(sentinels, modes, without=("bos", "eos", "pad")),
             byte_fallback=True,
             character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
             normalization_rule_name="identity",
@@ -84,34 +98,17 @@ def _with_spaces(model: bytes) -> bytes:
     changed, at = bytearray(), 0
     while at < len(model):
         tag = model[at]
-        size, start = _varint(model, at + 1)
+        size, start = read_varint(model, at + 1)
         at = start + size
         payload = model[start:at]
         if tag == _FIELD_1:
-            text_size, text_start = _varint(payload, 1)
+            text_size, text_start = read_varint(payload, 1)
             text = payload[text_start : text_start + text_size]
             for mark, spelled in _MARKS_TO_PIECE:
                 text = text.replace(mark, spelled)
-            payload = bytes([_FIELD_1, *_as_varint(len(text)), *text, *payload[text_start + text_size :]])
-        changed += bytes([tag, *_as_varint(len(payload))]) + payload
+            payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
+        changed += bytes([tag, *as_varint(len(payload))]) + payload
     return bytes(changed)
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The protobuf integer at `at`, seven bits to a byte, and where it ends."""
-    value, shift = 0, 0
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1
-
-
-def _as_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
 
 
 def _segments(sentence: str) -> list[str]:

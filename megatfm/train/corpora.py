@@ -51,7 +51,9 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
         cls=tokenizer.cls,
         sep=tokenizer.sep,
         sentinels=tokenizer.sentinels,
-        others=[] if tokenizer.unk is None else [tokenizer.unk],
+        modes=tokenizer.modes,
+        others=sorted(tokenizer.special.reserved),
+        word_starts=tokenizer.word_starts(),
     )
 
 

@@ -12,7 +12,7 @@ from typing import IO, Self
 
 import torch
 
-from megatfm import __version__
+from megatfm import __version__, tokenizers
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError
 
@@ -94,5 +94,6 @@ class Run:
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        if not (self.folder / "tokenizer.model").exists():
-            self.write("tokenizer.model", Path(config.data.tokenizer).read_bytes())
+        if tokenizers.find(self.folder) is None:
+            for name, content in tokenizers.files(config.data.tokenizer).items():
+                self.write(name, content)

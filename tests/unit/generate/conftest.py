@@ -10,7 +10,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, TrainConfig, to_toml
 from megatfm.models import Decoder, build
-from megatfm.tokenizers import Tokenizer, train_sentencepiece
+from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 MODEL = ModelConfig(
     vocab_size=400, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, tie_embeddings=False
@@ -61,7 +61,7 @@ def write_run(folder: Path, tokenizer_model: bytes, model: Decoder) -> Path:
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state = {
         "step": 30,
-        "tokenizer": Tokenizer(tokenizer_model).hash,
+        "tokenizer": SentencePieceTokenizer(tokenizer_model).hash,
         "config": config.model_dump(mode="json"),
     }
     checkpoint.save(folder / "checkpoints", 30, tensors, state)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.generate.text import TextStream
-from megatfm.tokenizers import Tokenizer
+from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
 TEXTS = [
     "def f(x):\n\treturn x  # Größe",
@@ -16,7 +16,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_model: bytes) -> Tokenizer:
-    return Tokenizer(tokenizer_model)
+    return SentencePieceTokenizer(tokenizer_model)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from megatfm.tokenizers import Tokenizer, train_sentencepiece
+from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 
 @pytest.fixture(scope="session")
@@ -23,5 +23,5 @@ def model(texts: list[str]) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(model: bytes) -> Tokenizer:
-    return Tokenizer(model)
+def tokenizer(model: bytes) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(model)

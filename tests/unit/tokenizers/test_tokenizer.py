@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers import Tokenizer, load
+from megatfm.tokenizers import SentencePieceTokenizer, load
 
 # What SentencePiece treats in a special way: its space, unknown and boundary marks, its names of special pieces.
 SPECIAL = [
@@ -36,7 +36,7 @@ any_text = st.lists(st.text(characters) | st.sampled_from(SPECIAL)).map("".join)
 
 @settings(max_examples=400, deadline=None)
 @given(text=any_text)
-def test_decoding_gives_back_any_text(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_gives_back_any_text(tokenizer: SentencePieceTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not set(ids.tolist()) & reserved(tokenizer)
@@ -44,19 +44,21 @@ def test_decoding_gives_back_any_text(tokenizer: Tokenizer, text: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(characters.filter(lambda character: character != "\u2581")))
-def test_ids_are_those_of_sentencepiece(tokenizer: Tokenizer, model: bytes, text: str) -> None:
+def test_ids_are_those_of_sentencepiece(tokenizer: SentencePieceTokenizer, model: bytes, text: str) -> None:
     assert tokenizer.encode(text).tolist() == sentencepiece.SentencePieceProcessor(model_proto=model).encode(
         text
     )
 
 
-def test_every_assigned_character_alone(tokenizer: Tokenizer) -> None:
+def test_every_assigned_character_alone(tokenizer: SentencePieceTokenizer) -> None:
     everything = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     assert tokenizer.decode(tokenizer.encode(everything)) == everything
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_batch_gives_the_ids_of_each_text(tokenizer: Tokenizer, texts: list[str], threads: int) -> None:
+def test_a_batch_gives_the_ids_of_each_text(
+    tokenizer: SentencePieceTokenizer, texts: list[str], threads: int
+) -> None:
     batch = [*texts, "", "\u2581", "a\u2581\u2581b\u2581", "end"]
     encoded = tokenizer.encode_batch(batch, threads)
     assert len(encoded) == len(batch)
@@ -65,39 +67,39 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizer: Tokenizer, texts: list[st
     assert tokenizer.encode_batch([], threads) == []
 
 
-def test_ids_can_be_written_to(tokenizer: Tokenizer) -> None:
+def test_ids_can_be_written_to(tokenizer: SentencePieceTokenizer) -> None:
     assert tokenizer.encode("some text").flags.writeable
 
 
-def test_reserved_ids_decode_to_nothing(tokenizer: Tokenizer) -> None:
+def test_reserved_ids_decode_to_nothing(tokenizer: SentencePieceTokenizer) -> None:
     ids = tokenizer.encode("text").tolist()
     silent = sorted(reserved(tokenizer) - {tokenizer.unk})
     assert tokenizer.decode([*silent, *ids, *silent]) == "text"
     assert tokenizer.decode([tokenizer.unk]) == "\ufffd"
 
 
-def test_half_a_character_becomes_a_replacement_character(tokenizer: Tokenizer) -> None:
+def test_half_a_character_becomes_a_replacement_character(tokenizer: SentencePieceTokenizer) -> None:
     ids = tokenizer.encode("\U0010ffff")
     assert set(tokenizer.decode(ids[:2])) == {"\ufffd"}
 
 
-def test_what_it_says_of_itself(tokenizer: Tokenizer) -> None:
+def test_what_it_says_of_itself(tokenizer: SentencePieceTokenizer) -> None:
     assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2, 3)
     assert (tokenizer.mask, tokenizer.cls, tokenizer.sep) == (4, 5, 6)
-    assert tokenizer.sentinels == range(7, 15)
+    assert tokenizer.sentinels == tuple(range(7, 15))
     assert [tokenizer.piece(token) for token in (4, 7, 14)] == ["<mask>", "<extra_0>", "<extra_7>"]
     assert tokenizer.vocab_size == 900
     assert tokenizer.token_dtype == "uint16"
     assert tokenizer.describe()["blake3"] == tokenizer.hash
 
 
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+def test_half_a_surrogate_pair_is_refused(tokenizer: SentencePieceTokenizer) -> None:
     with pytest.raises(MegatfmError, match="character 3: it is not Unicode"):
         tokenizer.encode("abc\ud800")
 
 
 @pytest.mark.parametrize("token", [-1, 900])
-def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer, token: int) -> None:
+def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: SentencePieceTokenizer, token: int) -> None:
     with pytest.raises(MegatfmError, match=f"id {token} is not in this tokenizer's vocabulary of 900"):
         tokenizer.decode([20, token])
 
@@ -105,7 +107,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer, token: int
 def test_load_reads_the_model(tmp_path: Path, model: bytes) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(model)
-    assert load(path).hash == Tokenizer(model).hash
+    assert load(path).hash == SentencePieceTokenizer(model).hash
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no model", b"\x0a\x03abc"])
@@ -117,5 +119,5 @@ def test_load_refuses_what_is_no_model(tmp_path: Path, content: bytes | None) ->
         load(path)
 
 
-def reserved(tokenizer: Tokenizer) -> set[int]:
+def reserved(tokenizer: SentencePieceTokenizer) -> set[int]:
     return set(range(7)) | set(tokenizer.sentinels)

@@ -4,7 +4,7 @@ import pytest
 import sentencepiece
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers import Tokenizer, train_sentencepiece
+from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 
 def test_the_same_texts_give_the_same_bytes(texts: list[str], model: bytes) -> None:
@@ -12,8 +12,9 @@ def test_the_same_texts_give_the_same_bytes(texts: list[str], model: bytes) -> N
 
 
 def test_other_sentinels_leave_the_learnt_pieces(texts: list[str], model: bytes) -> None:
-    fewer, more = Tokenizer(train_sentencepiece(texts, vocab_size=892, sentinels=0)), Tokenizer(model)
-    assert fewer.sentinels == range(0)
+    fewer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size=892, sentinels=0))
+    more = SentencePieceTokenizer(model)
+    assert fewer.sentinels == ()
     assert pieces(fewer)[7:] == pieces(more)[15:]
 
 
@@ -22,7 +23,7 @@ def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr() == ("", "")
 
 
-def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: Tokenizer) -> None:
+def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: SentencePieceTokenizer) -> None:
     learnt = pieces(tokenizer)
     assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
     assert any("\t" in piece and len(piece) > 1 for piece in learnt)
@@ -31,12 +32,14 @@ def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("mark", ["\u2585", "\u2581", "\t", "\0", "\u2047", "\ue009", "\ue020"])
 def test_no_line_is_skipped_for_a_special_character(mark: str) -> None:
     line = f"unmistakable {mark} word\n"
-    learnt = pieces(Tokenizer(train_sentencepiece([line * 50], vocab_size=310, sentinels=0)))
+    learnt = pieces(SentencePieceTokenizer(train_sentencepiece([line * 50], vocab_size=310, sentinels=0)))
     assert any("unmistakable" in piece for piece in learnt)
 
 
 def test_a_text_without_breaks_is_not_skipped() -> None:
-    learnt = pieces(Tokenizer(train_sentencepiece(["unmistakable " * 30_000], vocab_size=290, sentinels=0)))
+    learnt = pieces(
+        SentencePieceTokenizer(train_sentencepiece(["unmistakable " * 30_000], vocab_size=290, sentinels=0))
+    )
     assert any("unmistakable" in piece for piece in learnt)
 
 
@@ -62,7 +65,7 @@ def test_a_vocabulary_too_large_names_one_that_fits() -> None:
     with pytest.raises(UsageError, match="too large for this little text") as caught:
         train_sentencepiece([text], vocab_size=5000)
     fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert Tokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
+    assert SentencePieceTokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
     with pytest.raises(UsageError):
         train_sentencepiece([text], vocab_size=fitting + 1)
 
@@ -72,7 +75,7 @@ def test_a_vocabulary_too_small_names_one_that_fits() -> None:
     with pytest.raises(UsageError, match="too small for the characters") as caught:
         train_sentencepiece([text], vocab_size=100)
     fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
-    assert Tokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
+    assert SentencePieceTokenizer(train_sentencepiece([text], vocab_size=fitting)).vocab_size == fitting
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["\n\n"]])
@@ -92,5 +95,5 @@ def test_what_goes_wrong_while_reading_is_raised_as_it_is(failure: BaseException
     assert caught.value is failure
 
 
-def pieces(tokenizer: Tokenizer) -> list[str]:
+def pieces(tokenizer: SentencePieceTokenizer) -> list[str]:
     return [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [inspect.getsource(json.decoder), *TEXTS], vocab_size=400, sentinels=2
     )
     (folder / "tokenizer.model").write_bytes(model)
-    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer = tokenizers.SentencePieceTokenizer(model)
     with ShardWriter(
         folder / "validation", tokenizer_hash=tokenizer.hash, token_dtype="uint16", frame_bytes=4096
     ) as writer:

@@ -1,0 +1,90 @@
+"""Where a tokenizer lies, and which class reads it."""
+
+import json
+from pathlib import Path
+
+from megatfm.errors import UsageError
+from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer
+from megatfm.tokenizers.interface import Tokenizer
+from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
+
+MODEL, JSON = "tokenizer.model", "tokenizer.json"
+NAMES = (MODEL, JSON, CONFIG)
+"""What the files of a tokenizer are called, where megatfm leaves them."""
+
+_MODELS = (MODEL, "spiece.model", "sentencepiece.bpe.model")
+
+
+def load(path: str | Path) -> Tokenizer:
+    """The tokenizer in a file, a `tokenizer.json` or a SentencePiece model, or in a folder that holds one.
+
+    Raises UsageError if there is none or it is something else.
+    """
+    place = Path(path)
+    if place.is_dir():
+        found = find(place)
+        if found is None:
+            raise UsageError(f"{path}: {_nothing_in(place)}")
+        place = found
+    data = _read(place)
+    if data[:1] != b"{":
+        return SentencePieceTokenizer(data, str(place))
+    if not _is_hugging_face(data):
+        raise UsageError(f"{place}: no tokenizer, but what {MODEL} beside it says of itself: give {MODEL}")
+    return HuggingFaceTokenizer(data, _config_beside(place), str(place))
+
+
+def find(folder: str | Path) -> Path | None:
+    """The tokenizer's file in a prepared corpus, a run or a Hugging Face folder, or None.
+
+    A `tokenizer.json` comes first if it is one of the tokenizers library: beside a `.model` it has more special tokens.
+    """
+    whole = Path(folder, JSON)
+    if whole.is_file() and _is_hugging_face(_read(whole)):
+        return whole
+    models = [path for path in (Path(folder, name) for name in _MODELS) if path.is_file()]
+    # A configuration without tokenizer.json adds tokens that the model alone has not.
+    return models[0] if models and not Path(folder, CONFIG).is_file() else None
+
+
+def files(path: str | Path) -> dict[str, bytes]:
+    """Name → content of all that has to lie together for `load` to give the same tokenizer elsewhere."""
+    place = Path(path)
+    place = (find(place) or place) if place.is_dir() else place
+    data = _read(place)
+    if data[:1] != b"{":
+        return {MODEL: data}
+    config = _config_beside(place)
+    return {JSON: data} if config is None else {JSON: data, CONFIG: config}
+
+
+def _config_beside(place: Path) -> bytes | None:
+    config = place.with_name(CONFIG)
+    return _read(config) if place.name == JSON and config.is_file() else None
+
+
+def _is_hugging_face(data: bytes) -> bool:
+    """Whether this is the tokenizers library's tokenizer.json, not the facts that prep leaves beside a model."""
+    try:
+        values = json.loads(data)
+    except ValueError:
+        return True  # the library's reader says best what is wrong
+    return not (isinstance(values, dict) and "blake3" in values and "model" not in values)
+
+
+def _nothing_in(folder: Path) -> str:
+    if any(Path(folder, name).is_file() for name in (*_MODELS, "vocab.json", "vocab.txt")):
+        return (
+            f"no {JSON} here: transformers makes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); "
+            "or give a .model file itself"
+        )
+    return f"no {MODEL} or {JSON} here: make a tokenizer with `megatfm prep`"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path}: can't read the tokenizer ({error.strerror}): make one with `megatfm prep`"
+        ) from error

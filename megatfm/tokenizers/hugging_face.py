@@ -1,0 +1,240 @@
+"""A tokenizer.json of the `tokenizers` library: byte-level BPE, WordPiece, unigram and what else it can hold."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tokenizers
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.errors import UsageError
+from megatfm.tokenizers.interface import Tokenizer, check_unicode
+from megatfm.tokenizers.special import ROLES, Special, find
+from megatfm.tokenizers.spelled import Spelled
+
+# The library's own threads can't be told how many they are, and warn whenever a process forks. They are therefore
+# left off, unless the user wants them, and texts are shared among threads of ours.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+CONFIG = "tokenizer_config.json"
+_KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word-level"}
+_SPACE_MARK = "\u2581"
+# Processors of BERT's and RoBERTa's files name the tokens around a text by their role.
+_FRAMES = ("BertProcessing", "RobertaProcessing")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, with the roles that a `tokenizer_config.json` beside it gives to its special tokens.
+
+    Byte-level BPE that neither normalises its text nor puts a space before it is lossless; all else is not.
+    """
+
+    def __init__(self, data: bytes, config: bytes | None = None, name: str = "tokenizer") -> None:
+        self._tokenizer = _read(data, name)
+        self._file = json.loads(self._tokenizer.to_str())  # spelled out, whatever version wrote it
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.special, told = self._find_special(_named(config, name), name)
+        self.hash = blake3(data + told).hexdigest()
+        self._is_bytes = any(part["type"] == "ByteLevel" for part in self._parts("pre_tokenizer"))
+        self.kind = _KINDS.get(self._file["model"]["type"], "byte-bpe" if self._is_bytes else "bpe")
+        self._bytes = self._all_bytes()
+        self.lossless = self._bytes is not None
+        self._silent = self.special.reserved - {self.special.unk}
+        # A unigram model may hold </s> among its pieces, and would find it in HTML.
+        found = {token: self._tokenizer.model.id_to_token(token) for token in self._silent}
+        self._spelled = Spelled(
+            {token: self._spell(piece) for token, piece in found.items() if piece}, self.vocab_size
+        )
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
+        share = max(1, min(threads, len(texts)))
+        parts = [texts[number::share] for number in range(share)]
+        try:
+            if share == 1:
+                encoded = [self._encode(texts)]
+            else:
+                with ThreadPoolExecutor(share) as pool:
+                    encoded = list(pool.map(self._encode, parts))
+        except (TypeError, UnicodeEncodeError):
+            check_unicode(texts)
+            raise
+        return [encoded[number % share][number // share] for number in range(len(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        shown = [token for token in self.checked(ids) if token not in self._silent]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+
+    def piece(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
+
+    def token_bytes(self) -> list[bytes] | None:
+        return None if self._bytes is None else list(self._bytes)
+
+    def word_starts(self) -> NDArray[np.bool_] | None:
+        begins = self._word_start()
+        if begins is None:
+            return None
+        pieces = [self.piece(token) for token in range(self.vocab_size)]
+        starts = np.array(list(map(begins, pieces)), np.bool_)
+        for token, each in self._added().items():
+            starts[token] = each.content[:1].isspace() or begins(each.content)
+        starts[list(self.special.reserved)] = True
+        return starts
+
+    def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self._spelled(np.array(each.ids, np.int32)) for each in encodings]
+
+    def _find_special(self, named: Mapping[str, str], name: str) -> tuple[Special, bytes]:
+        """The reserved ids, and what of them is known from elsewhere than the file, to be hashed with it."""
+        frame = self._frame()
+        try:
+            alone = find(self._special_tokens(), frame, name)
+        except UsageError:
+            alone = None
+            if not named:
+                raise
+        for role, piece in named.items():
+            if self._tokenizer.token_to_id(piece) is None:
+                raise UsageError(
+                    f"{name}: has no {piece!r}, which {CONFIG} beside it calls its {role}_token: load both with "
+                    "transformers' AutoTokenizer and save them again"
+                )
+        self._tokenizer.add_special_tokens(list(named.values()))
+        special = find(self._special_tokens(), {**frame, **named}, name)
+        return special, b"" if special == alone else json.dumps(vars(special), sort_keys=True).encode()
+
+    def _special_tokens(self) -> dict[str, int]:
+        return {each.content: token for token, each in self._added().items() if each.special}
+
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        """Tokens that are no pieces of the model, and pieces that are found in text before all else."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def _frame(self) -> dict[str, str]:
+        """The roles that are known from what the file puts around a text."""
+        parts = (part for part in self._parts("post_processor") if part["type"] in _FRAMES)
+        return {role: part[role][0] for part in parts for role in ("cls", "sep")}
+
+    def _parts(self, section: str) -> list[dict[str, Any]]:
+        """The steps of a section of the file, nested sequences laid flat."""
+        return list(_flat(self._file[section]))
+
+    def _spell(self, piece: str) -> list[int]:
+        """The ids of a piece's characters, one by one."""
+        characters = "".join(_BYTE_CHARACTERS[byte] for byte in piece.encode()) if self._is_bytes else piece
+        return [token.id for each in characters for token in self._tokenizer.model.tokenize(each)]
+
+    def _all_bytes(self) -> list[bytes] | None:
+        """The bytes of each id, if the whole way from text to ids and back keeps every byte; else None."""
+        model = self._file["model"]
+        has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        steps = self._parts("pre_tokenizer")
+        added = {token: each for token, each in self._added().items() if token not in self.special.reserved}
+        if (
+            model["type"] != "BPE"
+            or has_affixes
+            or self._parts("normalizer")
+            or not all(map(_keeps_text, steps))
+            or [step["type"] for step in steps].count("ByteLevel") != 1
+            or [step["type"] for step in self._parts("decoder")] != ["ByteLevel"]
+            or any(self._tokenizer.model.token_to_id(each) is None for each in _BYTE_CHARACTERS)
+            or any(each.lstrip or each.rstrip for each in added.values())
+            or any(self._tokenizer.decode([token]) != each.content for token, each in added.items())
+        ):
+            return None
+        result = []
+        for token in range(self.vocab_size):
+            if token in self.special.reserved:
+                result.append(b"")
+            elif token in added:
+                result.append(added[token].content.encode())
+            else:
+                result.append(_to_bytes(self.piece(token)))
+        return result
+
+    def _word_start(self) -> Callable[[str], bool] | None:
+        """Tells of a piece whether it begins a word; None if pieces don't show it."""
+        model = self._file["model"]
+        if model["type"] == "WordLevel":
+            return lambda piece: True
+        if prefix := model.get("continuing_subword_prefix"):
+            return lambda piece: not piece.startswith(prefix)
+        if self._is_bytes:
+            return lambda piece: piece.startswith(_SPACES)
+        marks = [*self._parts("pre_tokenizer"), *self._parts("normalizer"), *self._parts("decoder")]
+        if any(_SPACE_MARK in json.dumps(mark, ensure_ascii=False) for mark in marks):
+            return lambda piece: piece.startswith((_SPACE_MARK, *" \t\n\r\f\v"))
+        return None
+
+
+def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer, with all switched off that makes more or less of a text than its ids."""
+    try:
+        found = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises nothing more special
+        raise UsageError(
+            f"{name}: not a tokenizer.json of the tokenizers library ({error}): give one, or a tokenizer.model"
+        ) from None
+    found.no_truncation()
+    found.no_padding()
+    found.encode_special_tokens = True  # a text that spells </s> does not end there
+    if getattr(found.model, "dropout", None):
+        found.model.dropout = None
+    return found
+
+
+def _named(config: bytes | None, name: str) -> dict[str, str]:
+    """Role → text of its token, as a `tokenizer_config.json` has them."""
+    try:
+        values = json.loads(config) if config else {}
+        tokens = {role: values.get(f"{role}_token") for role in ROLES}
+    except (ValueError, AttributeError):
+        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
+    texts = {
+        role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
+    }
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _flat(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for steps in part.values():
+        if isinstance(steps, list):
+            for step in steps:
+                yield from _flat(step)
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Whether a step of cutting text into words leaves every byte of it."""
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    return step["type"] in ("Split", "Digits", "Punctuation") and step.get("behavior") != "Removed"
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte: itself if it can be seen in Latin-1, else one from 256 on
+    (Radford et al. 2019, section 2.2; the table is that of their code)."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]
+
+
+_BYTE_CHARACTERS = _byte_characters()
+_BYTES = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
+_SPACES = tuple(_BYTE_CHARACTERS[byte] for byte in b" \t\n\r\f\v")
+
+
+def _to_bytes(piece: str) -> bytes:
+    """The reverse; a piece with any other character is taken literally, as the library does."""
+    if all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return piece.encode()

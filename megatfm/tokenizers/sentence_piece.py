@@ -1,0 +1,149 @@
+"""A SentencePiece model: our own as a lossless map between text and ids, others as they are."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import sentencepiece
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.errors import UsageError
+from megatfm.tokenizers.interface import Tokenizer, check_unicode
+from megatfm.tokenizers.proto import fields
+from megatfm.tokenizers.special import candidates, find
+from megatfm.tokenizers.spelled import Spelled
+
+# SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. Such a
+# character is therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
+SPACE_MARK = "\u2581"
+_BYTE = "<0x{:02X}>"
+# Kinds by the model_type of sentencepiece_model.proto. The first says no more because it was the only one once.
+_KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
+_TRAINER, _NORMALIZER = 2, 3  # numbers of the messages that tell how a model was made
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A `tokenizer.model`. Those that were trained here are lossless; one that normalises its text, adds a space in
+    front of it or lacks byte pieces is not."""
+
+    def __init__(self, model: bytes, name: str = "tokenizer") -> None:
+        self._sp = sentencepiece.SentencePieceProcessor()
+        try:
+            self._sp.LoadFromSerializedProto(model)
+        except RuntimeError:
+            raise UsageError(
+                f"{name}: not a SentencePiece model: give the tokenizer.model of a prepared corpus"
+            ) from None
+        if not model:
+            raise UsageError(f"{name}: is empty: give the tokenizer.model of a prepared corpus")
+        settings = _settings(model)
+        self._word_start_is_marked = not settings["treat_whitespace_as_suffix"]
+        self.kind = _KINDS.get(settings["model_type"], "sentencepiece")
+        self.hash = blake3(model).hexdigest()
+        self.vocab_size = self._sp.vocab_size()
+        ids = {role: getattr(self._sp, f"{role}_id")() for role in ("unk", "bos", "eos", "pad")}
+        named = {role: self.piece(token) for role, token in ids.items() if token >= 0}
+        special = {self.piece(token): token for token in range(self.vocab_size) if self._is_silent(token)}
+        special |= {piece: ids[role] for role, piece in named.items()}
+        defined = self._user_defined(settings["user_defined_symbols"])
+        self.special = find({**special, **defined}, named, name)
+        bytes_ = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
+        self.lossless = all(map(self._sp.is_byte, bytes_)) and not settings["changes_text"]
+        self._space_mark = np.array([bytes_[byte] for byte in SPACE_MARK.encode()], np.int32)
+        self._spelled = Spelled(
+            {token: self._spell(piece) for piece, token in defined.items()}, self.vocab_size
+        )
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
+        if not self.lossless:
+            return [self._spelled(ids) for ids in self._encode(texts, threads)]
+        encoded = iter(self._encode([part for text in texts for part in text.split(SPACE_MARK)], threads))
+        result = []
+        for text in texts:
+            ids = [next(encoded)]
+            for _ in range(text.count(SPACE_MARK)):
+                ids += [self._space_mark, next(encoded)]
+            result.append(self._spelled(np.concatenate(ids)))
+        return result
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._sp.decode(self.checked(ids)))
+
+    def piece(self, token: int) -> str:
+        return str(self._sp.id_to_piece(token))
+
+    def token_bytes(self) -> list[bytes] | None:
+        if not self.lossless:
+            return None
+        return [self._bytes(token) for token in range(self.vocab_size)]
+
+    def word_starts(self) -> NDArray[np.bool_] | None:
+        if not self._word_start_is_marked:
+            return None
+        pieces = (self.piece(token) for token in range(self.vocab_size))
+        starts = np.array([piece.startswith((SPACE_MARK, *" \t\n\r\f\v")) for piece in pieces], np.bool_)
+        starts[list(self.special.reserved)] = True
+        return starts
+
+    def _encode(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
+        """Copies, as SentencePiece's arrays can't be written to."""
+        try:
+            encoded = [text.encode() for text in texts]
+        except UnicodeEncodeError:
+            check_unicode(texts)
+            raise
+        return [ids.copy() for ids in self._sp.encode(encoded, return_type="numpy", num_threads=threads)]
+
+    def _bytes(self, token: int) -> bytes:
+        piece = self.piece(token)
+        if self._sp.is_byte(token):
+            return bytes([int(piece[3:5], 16)])
+        return b"" if token in self.special.reserved else piece.replace(SPACE_MARK, " ").encode()
+
+    def _is_silent(self, token: int) -> bool:
+        return bool(self._sp.is_control(token) or self._sp.is_unknown(token))
+
+    def _user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
+        """Reserved names that SentencePiece would find in text: ids of pieces that it was told to keep whole."""
+        return {
+            piece: token
+            for piece in candidates(list(symbols))
+            if not self._is_silent(token := self._sp.piece_to_id(piece))
+        }
+
+    def _spell(self, piece: str) -> list[int]:
+        """The ids of a piece's characters, one by one."""
+        ids: list[int] = []
+        for character in piece:
+            token = self._sp.piece_to_id(character)
+            spelled = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in character.encode()]
+            ids += [token] if token != self._sp.unk_id() else spelled
+        return ids
+
+
+def _settings(model: bytes) -> dict[str, Any]:
+    """What decides how text is treated, out of sentencepiece_model.proto, whose defaults these are."""
+    messages = {number: dict[int, Any]() for number in (_TRAINER, _NORMALIZER)}
+    symbols = []
+    for number, value in fields(model):
+        if number in messages and isinstance(value, bytes):
+            for key, item in fields(value):
+                messages[number][key] = item
+                if (number, key) == (_TRAINER, 31) and isinstance(item, bytes):
+                    symbols.append(item.decode())
+    trainer, normalizer = messages[_TRAINER], messages[_NORMALIZER]
+    suffix = bool(trainer.get(24, False))
+    keeps_text = (
+        not normalizer.get(2, b"")  # precompiled_charsmap
+        and not normalizer.get(3, True)  # add_dummy_prefix
+        and not normalizer.get(4, True)  # remove_extra_whitespaces
+        and normalizer.get(5, True)  # escape_whitespaces
+        and not suffix
+    )
+    return {
+        "model_type": trainer.get(3, 1),
+        "treat_whitespace_as_suffix": suffix,
+        "user_defined_symbols": symbols,
+        "changes_text": not keeps_text,
+    }
