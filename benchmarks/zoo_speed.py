@@ -1,0 +1,154 @@
+"""Forward and backward of GPT-2 124M and BERT-base against transformers' (its sdpa path), on this CPU.
+
+    python benchmarks/zoo_speed.py --rounds 10 --threads 2 --out benchmarks/results/DATE-zoo-speed.json
+
+Both sides have the same dtype, threads, batch, targets and compile state, and random weights. Rounds are interleaved
+and alternate who goes first; the figure is the median over rounds of (their seconds / our seconds): above 1, megatfm
+is faster. Times themselves are those of a noisy machine and mean nothing apart.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from platform import processor, python_version
+
+import torch
+import transformers
+from torch import nn
+
+from megatfm.config import load_config
+from megatfm.models import build
+from megatfm.ops.initial import initialise
+
+Step = Callable[[], torch.Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Step, Step]:
+    """Next-token loss of all tokens; theirs shifts the targets by itself."""
+    config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    theirs = _ready(
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), dtype, compiled
+    )
+    ours = _ready(_ours("gpt2-124m"), dtype, compiled)
+    tokens = torch.randint(0, 50257, (rows, length + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return (
+        lambda: ours(inputs, targets=targets).losses["causal"] / targets.numel(),
+        lambda: theirs(input_ids=inputs, labels=inputs).loss,
+    )
+
+
+def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Step, Step]:
+    """Masked language model on 15 % of the tokens, and next-sentence prediction."""
+    config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    theirs = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
+    theirs = _ready(theirs, dtype, compiled)
+    ours = _ready(_ours("bert-base"), dtype, compiled)
+    tokens = torch.randint(0, 30522, (rows, length))
+    targets = tokens.where(torch.rand(rows, length) < 0.15, -100)
+    sentence = torch.full_like(tokens, -100)
+    sentence[:, 0] = torch.arange(rows) % 2
+
+    def step_of_ours() -> torch.Tensor:
+        losses = ours(tokens, targets=targets, sentence_targets=sentence).losses
+        return losses["masked"] / (targets >= 0).sum() + losses["sentence"] / rows
+
+    return (
+        step_of_ours,
+        lambda: theirs(input_ids=tokens, labels=targets, next_sentence_label=torch.arange(rows) % 2).loss,
+    )
+
+
+MODELS = {"gpt2-124m": gpt2, "bert-base": bert}
+
+
+def _ours(preset: str) -> nn.Module:
+    overrides = [f"model.{rate}=0" for rate in ("dropout", "attention_dropout", "ffn_dropout")]
+    model = build(load_config(preset, overrides).model)
+    initialise(model, 0)
+    return model
+
+
+def _ready(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
+    model = model.to(dtype).train()
+    return torch.compile(model) if compiled else model  # type: ignore[return-value]
+
+
+def seconds(step: Step) -> float:
+    """Of one forward and backward pass."""
+    start = time.perf_counter()
+    step().backward()
+    return time.perf_counter() - start
+
+
+def compare(ours: Step, theirs: Step, rounds: int) -> list[float]:
+    """Their seconds over ours, round by round, after one round to warm up (and compile)."""
+    sides = {"ours": ours, "theirs": theirs}
+    for step in sides.values():
+        seconds(step)
+    ratios = []
+    for number in range(rounds):
+        order = list(sides) if number % 2 else list(sides)[::-1]
+        taken = {side: seconds(sides[side]) for side in order}
+        ratios.append(taken["theirs"] / taken["ours"])
+    return ratios
+
+
+def main() -> None:
+    """Run what the arguments ask for; print a table and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    results = []
+    for name in args.models:
+        for dtype in args.dtypes:
+            for state in args.states:
+                torch.manual_seed(0)
+                torch._dynamo.reset()
+                steps = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+                ratios = compare(*steps, args.rounds)
+                row = {
+                    "model": name,
+                    "dtype": dtype,
+                    "state": state,
+                    "median": statistics.median(ratios),
+                    "lowest": min(ratios),
+                    "highest": max(ratios),
+                }
+                results.append(row)
+                print(
+                    "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
+                    flush=True,
+                )
+    if args.out:
+        facts = {
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": python_version(),
+            "processor": processor(),
+            "threads": args.threads,
+            "rows": args.rows,
+            "length": args.length,
+            "rounds": args.rounds,
+        }
+        args.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
