@@ -1,0 +1,222 @@
+"""Every optimizer through the engine: layouts, the checkpoint store, resumes, and averaged weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerSection,
+    ParallelConfig,
+    ScheduleFreeConfig,
+    SoapConfig,
+)
+from megatfm.engines import NativeEngine, OptimizerGroup
+from megatfm.engines.optimizers import ElementwiseOptimizer
+from megatfm.errors import MegatfmError
+from tests.parity.test_layouts import (
+    CAUSAL,
+    MODEL,
+    block,
+    global_batch,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.unit.engines.test_native import load_and_train, steps, tensor_of, train_and_save
+from tests.workers import Workers
+
+SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
+OPTIMIZERS: dict[str, OptimizerSection] = {
+    "adamw": AdamWConfig(**SHARED),
+    "muon": MuonConfig(**SHARED),
+    "soap": SoapConfig(**SHARED, every=2, max_dim=32),
+    "adafactor": AdafactorConfig(**SHARED),
+    "lamb": LambConfig(**SHARED),
+    "lion": LionConfig(**SHARED),
+    "schedule_free_adamw": ScheduleFreeConfig(**SHARED),
+}
+# SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
+# rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
+SQUARE = MODEL.model_copy(update={"n_kv_heads": 4})
+FREE = OPTIMIZERS["schedule_free_adamw"]
+KEYS = {
+    "adamw": {"step", "exp_avg", "exp_avg_sq"},
+    "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "soap": {"step", "exp_avg", "exp_avg_sq", "left", "left_basis", "right", "right_basis"},
+    "adafactor": {"step", "row_var", "col_var", "variance"},
+    "lamb": {"step", "exp_avg", "exp_avg_sq"},
+    "lion": {"exp_avg"},
+    "schedule_free_adamw": {"k", "weight_sum", "lr_max", "z", "exp_avg_sq", "trained"},
+}
+
+
+def train_ten_steps(parallel: ParallelConfig, optimizer: OptimizerSection) -> dict[str, Tensor]:
+    """Weights after ten steps, whole."""
+    engine = make_engine(SQUARE, parallel, optimizer)
+    steps(engine, 0, 10)
+    return {name: engine.local[name].clone() for name in engine.local}
+
+
+def distance(
+    parallel: ParallelConfig, optimizer: OptimizerSection, wanted: dict[str, Tensor]
+) -> tuple[float, float]:
+    """The largest difference of a weight from those given, and how far the one that moved least has moved."""
+    engine = make_engine(SQUARE, parallel, optimizer)
+    before = {name: tensor.clone() for name, tensor in engine.local.items()}
+    steps(engine, 0, 10)
+    differences = [
+        float((block(engine, name, wanted[name]) - tensor).abs().max())
+        for name, tensor in engine.local.items()
+        if tensor.numel()
+    ]
+    moved = [float((tensor - before[n]).abs().max()) for n, tensor in engine.local.items() if tensor.numel()]
+    return max(differences), min(moved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_ranks_do_what_one_does(workers: Workers, name: str) -> None:
+    (wanted,) = workers.run(train_ten_steps, 1, ParallelConfig(), OPTIMIZERS[name])
+    for layout in (ParallelConfig(dp_shard=2), ParallelConfig(tp=2)):
+        for difference, moved in workers.run(distance, 2, layout, OPTIMIZERS[name], wanted):
+            assert difference <= 1e-7
+            assert moved > 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_goes_through_the_store_and_training_goes_on(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    """From two ranks to one bit for bit, and on two as if there had been no load."""
+    optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
+    straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
+    path = straight[0][0]
+    again = workers.run(load_and_train, 1, path, ParallelConfig(), optimizer, tmp_path / "b")[0][0]
+    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(again)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    assert {key.rpartition(".")[2] for key in before if key.startswith("optimizer.")} == KEYS[name]
+    resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "c")
+    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
+        for key, tensor in wanted.items():
+            assert torch.equal(tensor, got[key]), key
+
+
+def weights(engine: NativeEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.local.items()}
+
+
+def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
+    """x = (y − (1 − β₁)z) / β₁, from the state that is saved."""
+    state = {key: tensor_of(part) for key, part in engine.state_dict().items()}
+    names = engine.local
+    return {n: (state[f"optimizer.{n}.trained"] - 0.1 * state[f"optimizer.{n}.z"]) / 0.9 for n in names}
+
+
+def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
+    engine = make_engine(MODEL, parallel, FREE)
+    steps(engine, 0, 4)
+    trained = weights(engine)
+    x = averaged_by_hand(engine)
+    for name, tensor in x.items():
+        stored = tensor_of(engine.state_dict()[f"model.{name}"])
+        assert torch.allclose(stored, tensor, rtol=1e-12, atol=1e-14), name
+        assert not torch.allclose(stored, trained[name], rtol=1e-4) or not tensor.numel(), name
+
+    def whole(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = engine.mesh.gather_objects(
+            {n: (engine.boxes[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
+        )
+        made = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
+        for rank in parts:
+            for n, ((offsets, sizes), values) in rank.items():
+                made[n][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = values
+        return made
+
+    batch, losses = global_batch(seed=50), {}
+    for kind, blocks in (("average", x), ("trained", trained)):
+        model = one_device(MODEL)
+        model.load_state_dict(whole(blocks))
+        losses[kind], _ = one_device_gradients(model, batch)
+    assert abs(losses["average"] - losses["trained"]) > 1e-3, "they would not be told apart"
+    for _ in range(2):
+        evaluated = engine.evaluate(microbatches(engine, batch), CAUSAL)
+        assert evaluated.loss == pytest.approx(losses["average"], rel=1e-12)
+        training = engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        assert training.loss == pytest.approx(losses["trained"], rel=1e-12)
+        engine.model.zero_grad()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in engine.local.items())
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(tp=2)])
+def test_averaged_weights_are_evaluated_and_saved_and_the_others_trained(
+    workers: Workers, layout: ParallelConfig
+) -> None:
+    workers.run(evaluates_and_saves_the_average, 1 if layout == ParallelConfig() else 2, layout)
+
+
+def evaluate_in_between(every: bool) -> dict[str, Tensor]:
+    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), FREE)
+    for step in range(5):
+        steps(engine, step, step + 1)
+        if every:
+            engine.evaluate(microbatches(engine, global_batch(seed=90 + step)), CAUSAL)
+            engine.state_dict()
+    return weights(engine)
+
+
+def test_evaluating_and_saving_leave_no_trace(workers: Workers) -> None:
+    for often, never in zip(
+        *(workers.run(evaluate_in_between, 2, every) for every in (True, False)), strict=True
+    ):
+        assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
+
+
+class Rows(torch.optim.Optimizer):
+    """Looks at whole rows, and says that it doesn't."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["rows"] = weight.grad.norm(dim=1)
+
+
+def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
+    weight = torch.ones(3, 2)
+    optimizer = ElementwiseOptimizer(OptimizerGroup(["w"], "elementwise", Rows), {"w": weight})
+    optimizer.step({"w": weight.clone()}, 0.1)
+    with pytest.raises(
+        MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*needs='whole_tensor'"
+    ):
+        optimizer.state()
+    with pytest.raises(ValueError, match="must be 'elementwise'"):
+        OptimizerGroup(["w"], "whole_tensor", Rows, averaged=lambda block, state, options: block)
+
+
+def test_names_that_share_options_share_torch_s_group() -> None:
+    group = OptimizerGroup(
+        ["a", "b", "c"],
+        "elementwise",
+        Rows,
+        options={"a": {"weight_decay": 0.0}, "b": {"weight_decay": 0.0}, "c": {"weight_decay": 0.1}},
+        lr_ratios={"b": 0.5},
+    )
+    tensors = {name: torch.zeros(1) for name in "abc"}
+    made = group.parameter_groups({**tensors, "d": torch.zeros(1)})
+    assert [names for names, _ in made] == [["a"], ["b"], ["c"], ["d"]]
+    same = OptimizerGroup(list("abc"), "elementwise", Rows).parameter_groups(tensors)
+    assert [names for names, _ in same] == [["a", "b", "c"]]
+    assert same[0][1]["lr_ratio"] == 1.0
