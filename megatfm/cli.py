@@ -17,6 +17,7 @@ COMMANDS = {
     ),
     "launch": ("megatfm.commands.launch", "start training on this machine, under MPI or as a SLURM job"),
     "generate": ("megatfm.generate.command", "sample text from a run"),
+    "convert": ("megatfm.convert.command", "to and from the Hugging Face format"),
     "evaluate": ("megatfm.evaluate.command", "loss and bits per byte of a run, beside gzip and xz"),
     "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
     "verify": ("megatfm.verify.command", "compare a layout's gradients with one process's"),

@@ -11,5 +11,17 @@ folder under its final name finds all of it.
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import clean, latest, verify
 from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
+from megatfm.checkpoint.stream import save_stream
 
-__all__ = ["Box", "clean", "latest", "load", "names", "read_state", "read_tensors", "save", "verify"]
+__all__ = [
+    "Box",
+    "clean",
+    "latest",
+    "load",
+    "names",
+    "read_state",
+    "read_tensors",
+    "save",
+    "save_stream",
+    "verify",
+]

@@ -1,6 +1,6 @@
 """Save and load checkpoints: the collective half of the store."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -77,13 +77,13 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
     return content.state
 
 
-def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors whose names start with `prefix`, whole, on the CPU of this process alone."""
+def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix`, or `only` some, whole, on the CPU of this process alone."""
     content = metadata.read(path)
     tensors = {
         name: torch.empty(entry.shape, dtype=entry.torch_dtype)
         for name, entry in content.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and (only is None or name in only)
     }
     _fill(path, content, _boxes(tensors), f"checkpoint {path} not read", alone=True)
     return tensors

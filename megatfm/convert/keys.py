@@ -93,10 +93,10 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling
     kind = given.get("rope_type") or given.get("type") or "default"
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
-    original = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if kind == "default":
+        return None
+    original = int(given.get("original_max_position_embeddings") or config["max_position_embeddings"])
     match kind:
-        case "default":
-            return None
         case "linear":
             return LinearScaling(factor=given["factor"])
         case "yarn":

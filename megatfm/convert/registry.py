@@ -21,7 +21,8 @@ class Architecture:
     write: our config as their config.json, without `architectures` and `model_type`; it need not look at what they
     lack, see `architecture_for`. rules: the table for a config. prefix: files of the bare model lack it before every
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
-    regular expressions and what stands in their place.
+    regular expressions and what stands in their place. length_key: the key of config.json for the longest sequence,
+    where `write` doesn't give it since our config doesn't.
     """
 
     model_type: str
@@ -31,6 +32,7 @@ class Architecture:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
+    length_key: str = ""
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")

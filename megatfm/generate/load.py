@@ -12,7 +12,7 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
-from megatfm.ops.initial import draw, initials
+from megatfm.ops.initial import set_buffers
 from megatfm.registry import import_plugins
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.init import find_checkpoint
@@ -64,10 +64,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
     _, config = _state(source)
     import_plugins(config.plugins)
     model = build(config.model)
-    for _, tensor, initial in initials(model):
-        if not isinstance(tensor, nn.Parameter):  # buffers are not stored: they follow from the config
-            shape = tuple(tensor.shape)
-            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
+    set_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     if stored.keys() != parameters.keys():

@@ -82,6 +82,15 @@ def initialise(model: nn.Module, seed: int) -> None:
         tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
 
 
+@torch.no_grad()
+def set_buffers(model: nn.Module) -> None:
+    """Set the buffers of a whole model. They are not stored with it: they follow from the config."""
+    for _, tensor, initial in initials(model):
+        if not isinstance(tensor, nn.Parameter):
+            shape = tuple(tensor.shape)
+            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
+
+
 def initials(model: nn.Module) -> Iterator[tuple[str, Tensor, Initial]]:
     """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
     for path, module in model.named_modules():

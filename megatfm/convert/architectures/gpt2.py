@@ -37,7 +37,7 @@ def write(ours: ModelConfig) -> Json:
         "n_embd": ours.d_model,
         "n_layer": ours.n_layers,
         "n_head": ours.n_heads,
-        "n_inner": ours.d_ff,
+        "n_inner": None if ours.d_ff == 4 * ours.d_model else ours.d_ff,
         "activation_function": their_activation(ours.activation),
         "layer_norm_epsilon": ours.norm_eps,
         "tie_word_embeddings": ours.tie_embeddings,

@@ -72,5 +72,13 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 
 ARCHITECTURES.register("LlamaForCausalLM")(
-    Architecture("llama", read, write, rules, prefix="model.", ignored=(r"rotary_emb\.inv_freq$",))
+    Architecture(
+        "llama",
+        read,
+        write,
+        rules,
+        prefix="model.",
+        ignored=(r"rotary_emb\.inv_freq$",),
+        length_key="max_position_embeddings",
+    )
 )

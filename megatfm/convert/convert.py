@@ -1,0 +1,166 @@
+"""A folder to the Hugging Face format and back, with one tensor, or one file of a checkpoint, in memory at a time."""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megatfm import __version__, checkpoint, tokenizers
+from megatfm.checkpoint import disk
+from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.convert import template, tokenizer_files
+from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
+from megatfm.convert.registry import architecture_for
+from megatfm.convert.write import write_json, write_weights
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import build
+from megatfm.registry import import_plugins
+from megatfm.train.init import find_checkpoint
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file by default, as in transformers."""
+READ_BYTES = 2**29
+"""So much of a checkpoint is read at once: its files are checked against their hashes whole."""
+
+
+def convert(
+    source: str | Path, target: str | Path, to: Literal["hf", "megatfm"], *, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """Write the model at `source` to the new or empty folder `target`; returns what is to be said about it.
+
+    It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target}: is there already: give a new folder")
+    if is_hf_folder(source) == (to == "hf"):
+        other = "megatfm" if to == "hf" else "hf"
+        raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
+    with _new_folder(target) as partial:
+        return _to_hf(source, partial, shard_bytes) if to == "hf" else _to_megatfm(source, partial, target)
+
+
+def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
+    found = find_checkpoint(source)
+    config = Config.model_validate(checkpoint.read_state(found).get("config"))
+    import_plugins(config.plugins)
+    name, architecture, theirs = architecture_for(config.model)
+    rules = architecture.rules(config.model)
+    stored = checkpoint.names(found)
+    ours = {
+        key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
+        for key, (dtype, shape) in stored.items()
+        if key.startswith("model.")
+    }
+    _check_names(found, ours, config.model)
+    reader = _Reader(found, [key for rule in rules for key in rule.ours], ours)
+    size = write_weights(folder, rules, ours, reader.read, shard_bytes)
+    if architecture.length_key and architecture.length_key not in theirs:
+        theirs[architecture.length_key] = config.data.sequence_length
+    notes, ids = tokenizer_files.to_hf(found, config, folder)
+    dtypes = {tensor.dtype for tensor in ours.values()}
+    theirs |= {"dtype": str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch."), **ids}
+    write_json(folder / CONFIG, theirs)
+    return [f"{name}, {len(ours)} tensors, {size / 1e6:,.1f} MB", *notes]
+
+
+def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
+    opened = HfFolder(source)
+    shapes = meta_shapes(opened.config)
+    kept, notes = tokenizer_files.to_megatfm(source, folder)
+    length = opened.json.get(opened.architecture.length_key) or opened.config.max_positions
+    config = template.config(target, opened.config, kept, length)
+    state: dict[str, JsonValue] = {
+        "step": 0,
+        "megatfm": __version__,
+        "converted_from": opened.name,
+        "config": config.model_dump(mode="json"),
+        "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
+    }
+    checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
+    header = template.header(opened.name).encode()
+    disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
+    return [f"{opened.name}, {len(shapes)} tensors", *notes]
+
+
+def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's parameters."""
+    with torch.device("meta"):
+        model = build(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def ours_of(opened: HfFolder, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors of a folder, one after the other. Raises MegatfmError where a shape is not the model's."""
+    missing = set(shapes)
+    for rule in opened.rules:
+        for name, tensor in opened.ours(rule).items():
+            if shapes.get(name) != tuple(tensor.shape):
+                raise MegatfmError(
+                    f"{opened.path}: {', '.join(rule.theirs)} would make {name} {list(tensor.shape)}, but the model of "
+                    f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
+                )
+            missing.discard(name)
+            yield name, tensor
+    if missing:
+        raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
+
+
+def _renamed(opened: HfFolder, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in ours_of(opened, shapes):
+        yield f"model.{name}", tensor
+
+
+def _check_names(found: Path, ours: Iterable[str], config: ModelConfig) -> None:
+    wanted = meta_shapes(config)
+    if differing := set(ours) ^ wanted.keys():
+        name = min(differing)
+        raise MegatfmError(
+            f"{found}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
+            "the model that its config describes: open it with the version and plugins that wrote it"
+        )
+
+
+class _Reader:
+    """Tensors of a checkpoint, read some at a time in the order in which they will be asked for."""
+
+    def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
+        self.path, self.order, self.ours = path, list(order), ours
+        self.held: dict[str, Tensor] = {}
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Each name can be asked for once."""
+        while any(name not in self.held for name in names):
+            self._read_more()
+        return {name: self.held.pop(name) for name in names}
+
+    def _read_more(self) -> None:
+        batch = [self.order.pop(0)]
+        size = self.ours[batch[0]].nbytes
+        while self.order and (size := size + self.ours[self.order[0]].nbytes) <= READ_BYTES:
+            batch.append(self.order.pop(0))
+        read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
+        self.held |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` when all is well, and goes otherwise."""
+    target = target.absolute()
+    disk.make_folder(target.parent)
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    with disk.naming("create", partial):
+        partial.mkdir()
+    try:
+        yield partial
+        disk.sync_folder(partial)
+        disk.rename(partial, target)
+    except BaseException:
+        if partial.exists():
+            disk.remove_tree(partial)
+        raise

@@ -1,0 +1,22 @@
+"""A folder in the Hugging Face format as a model of ours."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatfm.convert.convert import meta_shapes, ours_of
+from megatfm.convert.folder import HfFolder
+from megatfm.models import build
+from megatfm.ops.initial import set_buffers
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+    """The model, in float32 and in evaluation mode. Raises UsageError, MegatfmError."""
+    opened = HfFolder(path)
+    model = build(opened.config)
+    set_buffers(model)
+    for name, tensor in ours_of(opened, meta_shapes(opened.config)):
+        # In place, so that tied modules keep sharing it.
+        model.get_parameter(name).data = tensor.float().contiguous()
+    return model.eval().to(device)

@@ -1,0 +1,42 @@
+"""The config of a converted model: its architecture is known, the rest is a place to start from."""
+
+import re
+from pathlib import Path
+
+from megatfm.config import Config, ModelConfig
+
+OBJECTIVES = {
+    "decoder": "causal",
+    "encoder": "masked",
+    "encoder_decoder": "span_corruption",
+    "electra": "replaced_token",
+}
+"""What each family is usually trained for."""
+LENGTH = 512
+"""Tokens a row where config.json doesn't say how long the model's sequences are."""
+
+
+def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
+    """tokenizer: its file in `target`. length: tokens a row."""
+    target = target.absolute()
+    values = {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")[:100] or "converted",
+        "model": model,
+        "objective": {"name": OBJECTIVES.get(model.family, "causal")},
+        "data": {
+            "train": str(target / "corpus" / "train"),
+            "tokenizer": str(target / (tokenizer or "tokenizer.model")),
+            "sequence_length": length or LENGTH,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1},
+    }
+    return Config.model_validate(values)
+
+
+def header(name: str) -> str:
+    """What stands at the top of config.toml."""
+    return (
+        f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: to\n"
+        "# train on, write a config with a corpus of your own, and name this folder as its train.init_from.\n\n"
+    )
