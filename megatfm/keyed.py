@@ -39,7 +39,12 @@ def raw(n: int, *key: Part) -> NDArray[np.uint64]:
 
 def uniform(n: int, *key: Part) -> NDArray[np.float64]:
     """`n` uniform numbers [n] in [0, 1) of a key, from the upper 53 bits."""
-    return (raw(n, *key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions(raw(n, *key))
+
+
+def fractions(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1) from uniform 64-bit integers, by their upper 53 bits."""
+    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(n: int, *key: Part) -> NDArray[np.int64]:

@@ -1,7 +1,9 @@
 """What is predicted. An objective makes the model's inputs from documents, and names the terms of the loss."""
 
-from megatfm.objectives.causal import Causal
+from megatfm.objectives.causal import Causal, LanguageModel
+from megatfm.objectives.denoisers import Denoisers
 from megatfm.objectives.masked import Masked
+from megatfm.objectives.prefix import PrefixDecoder, PrefixPair
 from megatfm.objectives.registry import (
     OBJECTIVES,
     ONE_SIDE,
@@ -16,6 +18,9 @@ from megatfm.objectives.registry import (
     make,
     run,
 )
+from megatfm.objectives.replaced_token import ReplacedToken
+from megatfm.objectives.segments import NextSentence, SentenceOrder
+from megatfm.objectives.span_boundary import SpanBoundary
 from megatfm.objectives.span_corruption import SpanCorruption
 
 __all__ = [
@@ -24,10 +29,18 @@ __all__ = [
     "TWO_SIDES",
     "Batch",
     "Causal",
+    "Denoisers",
     "Fields",
+    "LanguageModel",
     "Masked",
+    "NextSentence",
     "Objective",
     "Partners",
+    "PrefixDecoder",
+    "PrefixPair",
+    "ReplacedToken",
+    "SentenceOrder",
+    "SpanBoundary",
     "SpanCorruption",
     "SpecialTokens",
     "Terms",

@@ -26,6 +26,11 @@ def random_round(expected: float, u: float) -> int:
     return int(np.floor(expected + u))
 
 
+def below(n: int | Ints, u: float | Floats) -> Ints:
+    """Uniform whole numbers in [0, n), from uniform u in [0, 1)."""
+    return np.minimum((np.asarray(u) * n).astype(np.int64), np.asarray(n) - 1)
+
+
 @dataclass(frozen=True)
 class Masking:
     """BERT's masking (Devlin et al. 2019, section 3.1), of tokens or of whole words."""
@@ -39,10 +44,12 @@ class Masking:
 
     @classmethod
     def of(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
-        """As a config's section asks. Raises UsageError if the tokenizer has no mask token."""
+        """As a config's section asks. Raises UsageError if the tokenizer lacks what it needs."""
         mask = special.need("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):
             return cls(special, mask, config.rate, config.mask_share, 0.0)
+        if config.whole_words:
+            special.need_words("objective.whole_words = true")
         return cls(special, mask, config.rate, config.mask_share, config.random_share, config.whole_words)
 
     def __call__(self, tokens: Tokens, key: tuple[int | str, ...]) -> tuple[Ints, Ints]:
@@ -94,7 +101,7 @@ def replaced(original: Ints, which: Floats, draw: Floats, masking: Masking) -> I
     shown[which < masking.mask_share] = masking.mask
     random = (which >= masking.mask_share) & (which < masking.mask_share + masking.random_share)
     if random.any():
-        shown[random] = ordinary[(draw[random] * len(ordinary)).astype(np.int64)]
+        shown[random] = ordinary[below(len(ordinary), draw[random])]
     return shown
 
 

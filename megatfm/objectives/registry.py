@@ -49,7 +49,7 @@ class SpecialTokens:
     others: Sequence[int] = ()
     """More ids that no text has."""
     word_starts: NDArray[np.bool_] | None = None
-    """Which ids begin a word, [vocab_size]; None: each token is a word."""
+    """Which ids begin a word, [vocab_size]; None: no id tells."""
 
     def need(self, token: str, objective: str) -> int:
         """The id of a token that an objective can't do without. Raises UsageError if there is none."""
@@ -69,10 +69,18 @@ class SpecialTokens:
         reserved += [*self.sentinels, *self.modes.values(), *self.others]
         return np.setdiff1d(np.arange(self.vocab_size), np.array(reserved, np.int64))
 
+    def need_words(self, key: str) -> NDArray[np.bool_]:
+        """`word_starts`, for a setting that needs it. Raises UsageError if no id tells where words begin."""
+        if self.word_starts is None:
+            raise UsageError(
+                f"{key} needs to know where words begin, and the tokenizer does not tell: prepare the corpus with one "
+                "that `megatfm prep` trains, or choose another objective"
+            )
+        return self.word_starts
+
     def words(self, tokens: Tokens) -> NDArray[np.int64]:
         """Where words begin in a piece [words]; its first token always begins one."""
-        if self.word_starts is None:
-            return np.arange(len(tokens))
+        assert self.word_starts is not None
         starts = self.word_starts[tokens]
         starts[:1] = True
         return np.flatnonzero(starts)

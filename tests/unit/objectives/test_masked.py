@@ -1,5 +1,6 @@
 """Masked tokens: rates over a million tokens, whole words, static and dynamic masks."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
         make_objective("masked", rows=(2,))
 
 
-def test_what_is_missing_is_named(make_objective: Any, make_model: Any) -> None:
+def test_what_is_missing_is_named(make_objective: Any, special: SpecialTokens) -> None:
     bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
     with pytest.raises(
         UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none: p"
@@ -117,3 +118,10 @@ def test_what_is_missing_is_named(make_objective: Any, make_model: Any) -> None:
         make_objective("masked", special=bare)
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
+    wordless = replace(special, word_starts=None)
+    with pytest.raises(UsageError, match=r"objective\.whole_words = true needs to know where words begin"):
+        make_objective("masked", special=wordless, whole_words=True)
+    with pytest.raises(
+        UsageError, match=r"objective\.name = 'span_boundary' needs to know where words begin"
+    ):
+        make_objective("span_boundary", special=wordless)

@@ -1,0 +1,105 @@
+"""Prefix language modelling (Liu et al. 2018; Raffel et al. 2020, 3.2.1): the rest of a text after its start."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatfm import keyed
+from megatfm.config import ModelConfig, PrefixObjective
+from megatfm.keyed import PieceKey
+from megatfm.objectives.masking import below
+from megatfm.objectives.registry import (
+    OBJECTIVES,
+    TWO_SIDES,
+    Batch,
+    Fields,
+    Objective,
+    Partners,
+    SpecialTokens,
+    Tokens,
+    longest,
+)
+from megatfm.objectives.two_sides import pair, prefixed
+from megatfm.ops.cross_entropy import IGNORE
+
+
+class PrefixDecoder(Objective):
+    """[BOS, d…] → [d…, EOS] by a decoder; BOS and a uniform number of tokens, 0 to all, are the prefix that all see."""
+
+    families = ("decoder",)
+    weights: Mapping[str, float]
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: PrefixObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        self.special, self.weights = special, {"causal": 1.0}
+        self.max_tokens = longest(lambda n: n + 1, row_lengths[:1], config.name)
+
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        return np.where(n_tokens > 0, n_tokens + 1, 0)
+
+    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+        cut = below(len(tokens) + 1, keyed.uniform(1, *key, "prefix"))[0]
+        return prefixed(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"causal": (batch["targets"] != IGNORE).sum()}
+
+
+class PrefixPair(Objective):
+    """The start of a text for the encoder, the rest for the decoder, each of at least one token and with EOS.
+
+    The cut is uniform among those with which both sides fit their rows, and the same in every epoch, since it decides
+    the lengths. A piece is no longer than the longer row, so that a good part of all cuts fits.
+    """
+
+    families = ("encoder_decoder",)
+    weights: Mapping[str, float]
+    sides = TWO_SIDES
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        config: PrefixObjective,
+        model: ModelConfig,
+        row_lengths: tuple[int, ...],
+    ) -> None:
+        self.special, self.weights = special, {"span": 1.0}
+        self.most_given, self.most_wanted = max(row_lengths[0] - 1, 1), max(row_lengths[-1] - 1, 1)
+        self.max_tokens = longest(
+            lambda n: np.where(n > 1, np.maximum(n, 2), 0),
+            [max(self.most_given, self.most_wanted)],
+            config.name,
+        )
+
+    def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        cuts = self._cuts(n_tokens, keys)
+        return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
+
+    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+        planned = keyed.piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
+        cut = int(self._cuts(np.array([len(tokens)]), planned)[0])
+        return pair(tokens[:cut], tokens[cut:], self.special)
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {"span": (batch["targets"] != IGNORE).sum()}
+
+    def _cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        least = np.maximum(n_tokens - self.most_wanted, 1)
+        most = np.minimum(n_tokens - 1, self.most_given)
+        return least + below(np.maximum(most - least + 1, 1), keyed.fractions(keys))
+
+
+@OBJECTIVES.register("prefix")
+def prefix(
+    special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+) -> Objective:
+    """A prefix, as the model's family reads it."""
+    chosen = PrefixPair if model.family == "encoder_decoder" else PrefixDecoder
+    return chosen(special, config, model, row_lengths)

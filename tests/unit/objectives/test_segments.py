@@ -1,0 +1,124 @@
+"""Next sentence and sentence order: balance, true cross-document negatives, and lengths that tell no label."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.errors import UsageError
+
+CLS, SEP, IGNORE = 4, 5, -100
+NO_MASK = {"mask_share": 0.0, "random_share": 0.0}
+"""Masked tokens are all kept, so that segments can be read."""
+
+
+class Block:
+    """Documents of a block other than the piece's; the tokens of each are its own."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.documents = [np.arange(300 + 50 * i, 300 + 50 * i + n) for i, n in enumerate(lengths)]
+        self.lengths = np.array(lengths, np.int64)
+
+    def tokens(self, number: int) -> np.ndarray:
+        return self.documents[number]
+
+
+def parts(fields: dict[str, np.ndarray]) -> tuple[list[int], list[int], int]:
+    """Segments A and B and the label, after checking the marks."""
+    tokens = fields["tokens"].tolist()
+    first, last = (i for i, token in enumerate(tokens) if token == SEP)
+    assert (tokens[0], last) == (CLS, len(tokens) - 1)
+    assert fields["segments"].tolist() == [0] * (first + 1) + [1] * (last - first)
+    assert (fields["targets"][[0, first, last]] == IGNORE).all()
+    assert (fields["sentence_targets"][1:] == IGNORE).all()
+    return tokens[1:first], tokens[first + 1 : last], int(fields["sentence_targets"][0])
+
+
+def test_next_sentences_are_next_and_random_ones_from_another_document(
+    make_objective: Any, build_one: Any
+) -> None:
+    made, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
+    others = Block([50, 45, 30, 50])
+    labels, partners, cuts = [], [], ([], [])
+    for sample in range(4000):
+        a, b, label = parts(build_one(made, text, sample=sample, partners=others))
+        assert a == text[: len(a)].tolist()
+        assert len(a) + len(b) == len(text), "the planned length"
+        assert a
+        assert b
+        if label == 0:
+            assert b == text[len(a) :].tolist()
+        else:
+            number = (b[0] - 300) // 50
+            assert b == list(range(b[0], b[0] + len(b))), "consecutive tokens"
+            assert set(b) <= set(others.documents[number].tolist()), "of one other document"
+            partners.append(number)
+        labels.append(label)
+        cuts[label].append(len(a))
+    assert abs(sum(labels) - 2000) < 5 * 1000**0.5
+    counts = np.bincount(partners, minlength=4)
+    assert np.abs(counts - len(partners) / 4).max() < 5 * len(partners) ** 0.5
+    # Kolmogorov and Smirnov: lengths of positives and negatives are of one distribution.
+    grid = np.arange(41)
+    one, two = (np.searchsorted(np.sort(c), grid, side="right") / len(c) for c in cuts)
+    assert np.abs(one - two).max() < 2.2 * (1 / len(cuts[0]) + 1 / len(cuts[1])) ** 0.5
+
+
+@pytest.mark.parametrize("lengths", [[3], [1, 2], [40, 3], [1000]])
+@pytest.mark.parametrize("n", [2, 3, 30])
+def test_short_partners_decide_the_cut(
+    make_objective: Any, build_one: Any, lengths: list[int], n: int
+) -> None:
+    made, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
+    seen = {parts(build_one(made, text, sample=i, partners=Block(lengths)))[2] for i in range(200)}
+    assert seen == {0, 1}
+
+
+def test_alone_in_a_block_there_are_only_positives(
+    make_objective: Any, make_text: Any, build_one: Any
+) -> None:
+    made = make_objective("next_sentence")
+    labels = {parts(build_one(made, make_text(30), sample=i))[2] for i in range(200)}
+    assert labels == {0}
+    assert made.needs_partners
+    assert not make_objective("sentence_order").needs_partners
+
+
+def test_segments_are_swapped_half_of_the_time(make_objective: Any, build_one: Any) -> None:
+    made, text = make_objective("sentence_order", **NO_MASK), np.arange(200, 260)
+    labels, cuts = [], ([], [])
+    for sample in range(4000):
+        a, b, label = parts(build_one(made, text, sample=sample))
+        assert a
+        assert b
+        assert (b + a if label else a + b) == text.tolist()
+        labels.append(label)
+        cuts[label].append(len(b if label else a))
+    assert abs(sum(labels) - 2000) < 5 * 1000**0.5
+    counts = np.bincount(cuts[0] + cuts[1], minlength=60)[1:]
+    chi2 = float(((counts - 4000 / 59) ** 2 / (4000 / 59)).sum())
+    assert abs(chi2 - 58) < 5 * (2 * 58) ** 0.5, "any place of the cut is as likely"
+
+
+@pytest.mark.parametrize("name", ["next_sentence", "sentence_order"])
+def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_one: Any, name: str) -> None:
+    made, chosen = make_objective(name), 0
+    for sample in range(400):
+        fields = build_one(made, make_text(400, sample), sample=sample, partners=Block([500]))
+        chosen += int((fields["targets"] != IGNORE).sum())
+    n = 400 * 400
+    assert abs(chosen - 0.15 * n) < 5 * (n * 0.15 * 0.85) ** 0.5
+    static = make_objective(name, static=True)
+    tokens = make_text(50)
+    epochs = {build_one(static, tokens, epoch=e, partners=Block([60]))["tokens"].tobytes() for e in range(4)}
+    assert len(epochs) == 1
+
+
+def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
+    plain = make_model("encoder", sentence_classes=0)
+    with pytest.raises(
+        UsageError, match=r"'next_sentence' needs a model with sentence_classes: set model\.sent.* = 2"
+    ):
+        make_objective("next_sentence", model_config=plain)
+    without = make_objective("sentence_order", model_config=make_model("encoder", n_segments=0))
+    assert "segments" not in without.build(np.arange(200, 210), None, (0, 0, 0, 0))
