@@ -11,6 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from data_prep import tokenizer
 from data_prep.counts import Counts
 from data_prep.documents import Document, DocumentWriter, read_documents
 from data_prep.files import Listing
@@ -20,15 +21,15 @@ from data_prep.split import NearDuplicates, choose, plan_split
 from data_prep.steps import ExactDuplicates, FixUnicode, Step, pass_through
 from data_prep.summary import PrepSummary
 from data_prep.work import Workspace, identity
+from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data import ShardWriter
-from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
 from megatfm.errors import UsageError
-from megatfm.tokenizers import load, train_sentencepiece
 
 BATCH_BYTES = 2**22
 LIBRARIES = ("blake3", "ftfy", "rensa", "sentencepiece", "zstandard")
+LOSSY = "this tokenizer does not keep every text as it is, so there will be no bits per byte"
 
 
 def run(config: PrepConfig, reporter: Reporter | None = None) -> PrepSummary:
@@ -70,19 +71,21 @@ class _Prep:
         basis["near_duplicates"] = config["near_duplicates"]
         split = self._stage("split", basis, lambda: self._split(clean["bytes"]))
         basis["tokenizer"] = config["tokenizer"]
-        tokenizer = self._stage("tokenizer", basis, lambda: self._train_tokenizer(split["train_bytes"]))
+        facts = self._stage("tokenizer", basis, lambda: self._make_tokenizer(split["train_bytes"]))
+        used = LIBRARIES if facts["kind"].startswith("sentencepiece") else (*LIBRARIES, "tokenizers")
         provenance = {
             "config": config,
             "input_blake3": clean["blake3"],
-            "libraries": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+            "libraries": {"python": platform.python_version(), **{name: version(name) for name in used}},
         }
+        lossy = [] if facts.get("lossless", True) else [LOSSY]
         result = {
             **provenance,
-            "notes": clean["notes"] + split["notes"],
+            "notes": clean["notes"] + split["notes"] + lossy,
             "skipped_files": clean["skipped_files"],
             "steps": clean["steps"] + split["steps"],
             "held_out": split["held_out"],
-            "tokenizer": tokenizer,
+            "tokenizer": facts,
         }
         for name in self._splits:
             result[name] = self._stage(
@@ -173,33 +176,30 @@ class _Prep:
             "steps": [near.counts.as_json()],
         }
 
-    def _train_tokenizer(self, total: int) -> dict[str, Any]:
+    def _make_tokenizer(self, total: int) -> dict[str, Any]:
         config = self._config.tokenizer
         share = min(1.0, config.train_bytes / total)
-        with self._reporter.stage("train the tokenizer", total) as advance:
+        work = "train the tokenizer" if config.file is None else "copy the tokenizer"
+        with self._reporter.stage(work, total) as advance:
             documents = _advancing(read_documents(self._splits["train"]), advance)
             texts = (document.text for document in documents if _in_sample(document, share))
-            model = train_sentencepiece(texts, vocab_size=config.vocab_size, sentinels=config.sentinels)
-        path = self._workspace.out / "tokenizer.model"
-        write_whole(path, model)
-        facts = load(path).describe()
-        write_whole(path.with_suffix(".json"), f"{json.dumps(facts, indent=2)}\n".encode())
-        return facts
+            files = tokenizer.make(config, texts)
+        return tokenizer.write(self._workspace.out, files).describe()
 
     def _tokenize(self, name: str, total: int, provenance: dict[str, Any]) -> dict[str, Any]:
-        tokenizer = load(self._workspace.out / "tokenizer.model")
+        encoder = tokenizers.load(self._workspace.out)
         folder = self._workspace.out / name
         # There can be a manifest only if a run was killed between writing it and committing this stage.
         (folder / MANIFEST).unlink(missing_ok=True)
         threads = self._config.workers or len(os.sched_getaffinity(0))
         with (
             self._reporter.stage(f"tokenize {name}", total) as advance,
-            ShardWriter(folder, tokenizer_hash=tokenizer.hash, token_dtype=tokenizer.token_dtype) as writer,
+            ShardWriter(folder, tokenizer_hash=encoder.hash, token_dtype=encoder.token_dtype) as writer,
         ):
             number = 0
             for batch in _batches(read_documents(self._splits[name])):
                 for document, ids in zip(
-                    batch, tokenizer.encode_batch([each.text for each in batch], threads), strict=True
+                    batch, encoder.encode_batch([each.text for each in batch], threads), strict=True
                 ):
                     writer.add(f"{number:09d}", ids, document.source, document.text_bytes)
                     advance(document.text_bytes)

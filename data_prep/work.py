@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.errors import MegatfmError, UsageError
@@ -18,12 +19,24 @@ VERSION = 1
 
 RESULT = "prep.json"
 WORK = ".work"
-MADE = ("tokenizer.model", "tokenizer.json", "train", "validation")
+SPLITS = ("train", "validation")
+MADE = (*tokenizers.NAMES, *SPLITS)
+
+# Settings that came later count only where they are set, so that what was prepared before stays what it is.
+LATER = {"tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
 
 
 def identity(config: PrepConfig) -> dict[str, Any]:
     """What of a config determines the result."""
-    return {"version": VERSION, **config.model_dump(mode="json", exclude={"out", "overwrite", "workers"})}
+    values = config.model_dump(mode="json", exclude={"out", "overwrite", "workers"})
+    for name, later in LATER.items():
+        section = getattr(config, name)
+        for key in later:
+            if getattr(section, key) == type(section).model_fields[key].default:
+                del values[name][key]
+    if config.tokenizer.file is not None:
+        values["tokenizer"]["file"] = tokenizers.load(config.tokenizer.file).hash
+    return {"version": VERSION, **values}
 
 
 class Workspace:
@@ -54,7 +67,7 @@ class Workspace:
                 "choose another out, or replace it with overwrite=true"
             )
         else:
-            self._check_complete()
+            self._check_complete(result)
             shutil.rmtree(self.folder, ignore_errors=True)
             return result
         self.folder.mkdir(exist_ok=True)
@@ -100,11 +113,15 @@ class Workspace:
                 f"{self.out}: holds {strangers[0]!r}, which no prep made: choose a new or an empty folder as out"
             )
 
-    def _check_complete(self) -> None:
-        needed = [
-            path / "manifest.json" if path.suffix == "" else path for path in map(self.out.joinpath, MADE)
+    def _check_complete(self, result: Mapping[str, Any]) -> None:
+        model, tokenizer_json, _ = tokenizers.NAMES
+        is_model = str(result["tokenizer"]["kind"]).startswith("sentencepiece")
+        names = [
+            *([model] if is_model else []),
+            tokenizer_json,
+            *(f"{name}/manifest.json" for name in SPLITS),
         ]
-        missing = [path for path in needed if not path.exists()]
+        missing = [path for path in map(self.out.joinpath, names) if not path.exists()]
         if missing:
             raise MegatfmError(
                 f"{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
@@ -153,4 +170,5 @@ def _difference(found: Any, wanted: Any, key: str = "") -> str:
         for name in [*wanted, *(name for name in found if name not in wanted)]:
             if found.get(name) != wanted.get(name):
                 return _difference(found.get(name), wanted.get(name), f"{key}.{name}" if key else name)
-    return f"{key} was {found!r}, is {wanted!r}"
+    was, now = ("not set" if value is None else repr(value) for value in (found, wanted))
+    return f"{key} was {was}, is {now}"

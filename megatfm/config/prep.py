@@ -53,21 +53,50 @@ class NearDuplicatesConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The SentencePiece BPE tokenizer, trained on the training split."""
+    """The tokenizer, trained on the training split, or one that there is already."""
 
+    kind: Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe", "wordpiece"] = "sentencepiece-bpe"
+    """What to train. All are lossless but wordpiece, which keeps no white space."""
+    file: PathStr | None = Field(default=None, examples=["gpt2/tokenizer.json"])
+    """Train none, but use this one: a tokenizer.json, a SentencePiece model, or a folder that holds one."""
     vocab_size: Annotated[int, Field(ge=1, le=2**20)] = 4096
     """Number of pieces, with the 256 bytes and the reserved ids."""
     sentinels: Annotated[int, Field(ge=0, le=1024)] = 32
     """Ids reserved for objectives that mark spans, so that adding one does not change the tokenizer."""
+    modes: bool | None = None
+    """Reserve ids for UL2's modes, too; left out, all kinds do but sentencepiece-bpe."""
+    pattern: Literal["gpt2", "llama3"] = "gpt2"
+    """How byte-bpe cuts words: as GPT-2, or as Llama 3, which also splits numbers into groups of three digits."""
+    lowercase: bool = True
+    """Whether wordpiece, as BERT's uncased models, ignores case and accents."""
     train_bytes: PositiveInt = 2**27
     """Train on at most about this much text: of a larger corpus, on a fixed random sample of documents."""
+
+    @property
+    def reserves_modes(self) -> bool:
+        return self.kind != "sentencepiece-bpe" if self.modes is None else self.modes
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        changed = [
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
+        ]
+        if self.file is not None and len(changed) > 1:
+            other = next(name for name in changed if name != "file")
+            raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{other}, or file")
+        for option, kind in (("pattern", "byte-bpe"), ("lowercase", "wordpiece")):
+            if option in changed and self.kind != kind:
+                raise ValueError(
+                    f"{option} is an option of kind = {kind!r}, not of {self.kind!r}: leave it out"
+                )
+        return self
 
 
 class PrepConfig(Section):
     """Everything about `megatfm prep`."""
 
     out: PathStr = Field(examples=["corpora/mine"])
-    """Folder to make: tokenizer.model, tokenizer.json, train/, validation/ and prep.json."""
+    """Folder to make: the tokenizer, train/, validation/ and prep.json."""
     overwrite: bool = False
     """Replace what an earlier prep with another config left in `out`."""
     workers: PositiveInt | None = None

@@ -74,6 +74,11 @@ def evaluate_run(
     data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
     parallel = config.parallel.model_copy(update={"dp_replicate": 1, "dp_shard": -1, "tp": 1})
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
+    if with_compressors and not tokenizer.lossless:
+        raise UsageError(
+            f"--compressors: {config.data.tokenizer} does not keep every text as it is, so there is nothing to compare: "
+            "leave it out"
+        )
     source = find_checkpoint(run_dir)
     state = checkpoint.read_state(source)
     with bootstrap.joined(device=config.train.device) as rank:

@@ -48,14 +48,17 @@ def find(folder: str | Path) -> Path | None:
 
 
 def files(path: str | Path) -> dict[str, bytes]:
-    """Name → content of all that has to lie together for `load` to give the same tokenizer elsewhere."""
+    """Name → content of all that has to lie together for `load` to give the same tokenizer elsewhere.
+
+    To be written in this order: while the last is missing, `find` finds nothing.
+    """
     place = Path(path)
     place = (find(place) or place) if place.is_dir() else place
     data = _read(place)
     if data[:1] != b"{":
         return {MODEL: data}
     config = _config_beside(place)
-    return {JSON: data} if config is None else {JSON: data, CONFIG: config}
+    return {JSON: data} if config is None else {CONFIG: config, JSON: data}
 
 
 def _config_beside(place: Path) -> bytes | None:

@@ -25,7 +25,8 @@ def run_folder(config: Config) -> Path:
 def environment() -> dict[str, str]:
     """Versions and machine of this process, for whoever reads the run later."""
     versions = {
-        package: metadata.version(package) for package in ("torch", "numpy", "safetensors", "sentencepiece")
+        package: metadata.version(package)
+        for package in ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers")
     }
     return {
         "megatfm": __version__,
