@@ -99,7 +99,7 @@ class ModelConfig(Section):
     """The architecture. Parts are named by their registry names."""
 
     family: str = "decoder"
-    """decoder, encoder, encoder_decoder or electra."""
+    """decoder, encoder, encoder_decoder, electra or discriminator (ELECTRA's, alone)."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256])

@@ -76,11 +76,13 @@ class Electra(nn.Module):
         return Output(judged.hidden, losses=losses)
 
 
+@MODELS.register("discriminator")
 class Discriminator(nn.Module):
-    """An encoder and, for each token, the log-odds that it was replaced."""
+    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.encoder = Stack(config, "encoder", "full")
         initial, d = initialiser(config, "encoder"), config.d_model
         self.dense = Linear(d, d, initial("dense", d, d), bias=True)

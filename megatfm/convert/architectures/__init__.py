@@ -1,5 +1,5 @@
 """One file for each family of architectures, registered under the names of transformers' classes."""
 
-from megatfm.convert.architectures import gpt2, llama
+from megatfm.convert.architectures import albert, bert, deberta, electra, gpt2, llama, roberta
 
-__all__ = ["gpt2", "llama"]
+__all__ = ["albert", "bert", "deberta", "electra", "gpt2", "llama", "roberta"]

@@ -56,11 +56,13 @@ ELECTRA: Plan = (
     ("discriminator.dense", WHOLE_ONLY),
     ("discriminator.verdict", WHOLE_ONLY),
 )
+DISCRIMINATOR: Plan = (*STACK, ("dense", WHOLE_ONLY), ("verdict", WHOLE_ONLY))
 
 for family, plan in {
     "decoder": DECODER,
     "encoder": ENCODER,
     "encoder_decoder": ENCODER_DECODER,
     "electra": ELECTRA,
+    "discriminator": DISCRIMINATOR,
 }.items():
     PLANS.register(family)(plan)

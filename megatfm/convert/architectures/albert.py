@@ -1,0 +1,87 @@
+"""ALBERT: AlbertForPreTraining with the sentence head, AlbertForMaskedLM without. Groups of layers share weights."""
+
+from megatfm.config import ModelConfig
+from megatfm.convert.encoder import POSITION_IDS, embedding, head
+from megatfm.convert.encoder import read as read_encoder
+from megatfm.convert.encoder import write as write_encoder
+from megatfm.convert.keys import Json, only
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, linear, under
+from megatfm.errors import UsageError
+
+BLOCK = [
+    *linear("attn.wq", "attention.query", bias=True),
+    *linear("attn.wk", "attention.key", bias=True),
+    *linear("attn.wv", "attention.value", bias=True),
+    *linear("attn.wo", "attention.dense", bias=True),
+    *linear("attn_residual.norm", "attention.LayerNorm", bias=True),
+    *linear("ffn.w_up", "ffn", bias=True),
+    *linear("ffn.w_down", "ffn_output", bias=True),
+    *linear("ffn_residual.norm", "full_layer_layer_norm", bias=True),
+]
+
+
+def read(theirs: Json) -> ModelConfig:
+    only(theirs, inner_group_num=1)
+    if theirs.get("embedding_size", 128) == theirs["hidden_size"]:
+        raise UsageError(
+            "config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not"
+        )
+    return read_encoder(
+        {"hidden_act": "gelu_new", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | theirs,
+        embedding_dim=theirs.get("embedding_size", 128),
+        distinct_layers=theirs.get("num_hidden_groups", 1),
+    )
+
+
+def read_pretraining(theirs: Json) -> ModelConfig:
+    return read(theirs).model_copy(update={"sentence_classes": 2})
+
+
+def write(ours: ModelConfig) -> Json:
+    if ours.distinct_layers is None:
+        raise UsageError("without model.distinct_layers this is an ELECTRA generator's architecture")
+    return write_encoder(
+        ours,
+        embedding_size=ours.embedding_width,
+        num_hidden_groups=ours.distinct_layers,
+        inner_group_num=1,
+    )
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    sentence = [
+        *linear("sentence.pooler", "albert.pooler", bias=True),
+        *linear("sentence.classifier", "sop_classifier.classifier", bias=True),
+    ]
+    groups = (
+        under(f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", BLOCK)
+        for i in range(config.distinct_layers or config.n_layers)
+    )
+    return [
+        *embedding("albert.embeddings.", copies=["predictions.decoder.weight"]),
+        *linear("encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True),
+        *(rule for group in groups for rule in group),
+        *head(
+            "predictions.dense",
+            "predictions.LayerNorm",
+            "predictions.bias",
+            copies=["predictions.decoder.bias"],
+        ),
+        *(sentence if config.sentence_classes else []),
+    ]
+
+
+ARCHITECTURES.register("AlbertForPreTraining")(
+    Architecture("albert", read_pretraining, write, rules, prefix="albert.", ignored=(POSITION_IDS,))
+)
+ARCHITECTURES.register("AlbertForMaskedLM")(
+    Architecture(
+        "albert",
+        read,
+        write,
+        rules,
+        prefix="albert.",
+        ignored=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
+    )
+)

@@ -1,0 +1,43 @@
+"""BERT: BertForPreTraining with the sentence head, BertForMaskedLM without."""
+
+from megatfm.config import ModelConfig
+from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, embedding, head, read, write
+from megatfm.convert.keys import Json
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, layers, linear
+
+
+def read_pretraining(theirs: Json) -> ModelConfig:
+    return read(theirs, sentence_classes=2)
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    sentence = [
+        *linear("sentence.pooler", "bert.pooler.dense", bias=True),
+        *linear("sentence.classifier", "cls.seq_relationship", bias=True),
+    ]
+    return [
+        *embedding("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
+        *layers(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
+        *head(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.bias",
+            copies=["cls.predictions.decoder.bias"],
+        ),
+        *(sentence if config.sentence_classes else []),
+    ]
+
+
+ARCHITECTURES.register("BertForPreTraining")(
+    Architecture(
+        "bert", read_pretraining, write, rules, prefix="bert.", ignored=(POSITION_IDS,), spellings=OLD_NORMS
+    )
+)
+# Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
+OTHER_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
+ARCHITECTURES.register("BertForMaskedLM")(
+    Architecture(
+        "bert", read, write, rules, prefix="bert.", ignored=(POSITION_IDS, *OTHER_HEAD), spellings=OLD_NORMS
+    )
+)

@@ -1,0 +1,105 @@
+"""DeBERTa: DebertaForMaskedLM. Queries, keys and values are one matrix, head by head."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
+from megatfm.convert.encoder import read as read_encoder
+from megatfm.convert.encoder import write as write_encoder
+from megatfm.convert.keys import Json, only
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.errors import UsageError
+
+
+def read(theirs: Json) -> ModelConfig:
+    only(theirs, relative_attention=True, position_biased_input=False, talking_head=False)
+    only(theirs, embedding_size=theirs["hidden_size"])
+    kinds = theirs.get("pos_att_type") or []
+    if sorted(kinds.split("|") if isinstance(kinds, str) else kinds) != ["c2p", "p2c"]:
+        raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
+    farthest = theirs.get("max_relative_positions", -1)
+    return read_encoder(
+        {"type_vocab_size": 0, "layer_norm_eps": 1e-7} | theirs,
+        attention="disentangled",
+        attention_bias=False,
+        position="disentangled",
+        max_positions=None,
+        relative_distance=farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
+        init="normal",
+    )
+
+
+def write(ours: ModelConfig) -> Json:
+    return write_encoder(
+        ours,
+        max_position_embeddings=ours.relative_distance,
+        max_relative_positions=-1,
+        type_vocab_size=ours.n_segments,
+        relative_attention=True,
+        position_biased_input=False,
+        pos_att_type=["c2p", "p2c"],
+    )
+
+
+def by_head(n_heads: int) -> Rule:
+    """For each head its queries, keys and values, below one another."""
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.stack([x.unflatten(0, (n_heads, -1)) for x in tensors], dim=1).flatten(0, 2)]
+
+    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [x.flatten(0, 1) for x in tensors[0].unflatten(0, (n_heads, 3, -1)).unbind(1)]
+
+    ours = tuple(f"attn.w{part}.weight" for part in "qkv")
+    return Rule(ours, ("attention.self.in_proj.weight",), forth, back)
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    block = [
+        by_head(config.n_heads),
+        same("attn.wq.bias", "attention.self.q_bias"),
+        same("attn.wv.bias", "attention.self.v_bias"),
+        *linear("attn.wk_position", "attention.self.pos_proj"),
+        *linear("attn.wq_position", "attention.self.pos_q_proj", bias=True),
+        *AFTER_ATTENTION,
+    ]
+    segments = same("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
+    return [
+        same(
+            "encoder.embedding.tokens.weight",
+            "deberta.embeddings.word_embeddings.weight",
+            copies=["cls.predictions.decoder.weight"],
+        ),
+        *([segments] if config.n_segments else []),
+        *linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
+        same("encoder.position.weight", "deberta.encoder.rel_embeddings.weight"),
+        *layers(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
+        *head(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.bias",
+            copies=["cls.predictions.decoder.bias"],
+        ),
+    ]
+
+
+ARCHITECTURES.register("DebertaForMaskedLM")(
+    Architecture(
+        "deberta",
+        read,
+        write,
+        rules,
+        prefix="deberta.",
+        # Absolute positions are read by the enhanced mask decoder only, which transformers lacks as well.
+        ignored=(POSITION_IDS, r"^deberta\.embeddings\.position_embeddings\."),
+        # Microsoft's own names of the head, which transformers takes with legacy=false.
+        spellings=(
+            (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
+            (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
+        ),
+    )
+)

@@ -1,0 +1,102 @@
+"""What the encoders of transformers have in common: keys of their config.json, and names as BERT has them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatfm.config import ModelConfig
+from megatfm.convert.keys import Json, activation, only, their_activation
+from megatfm.convert.table import Rule, linear, same
+
+OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+"""As the checkpoints that came from TensorFlow call a norm's weight and bias."""
+POSITION_IDS = r"embeddings\.position_ids$"
+"""A buffer that older files hold."""
+
+
+def read(theirs: Json, **others: Any) -> ModelConfig:
+    """Our config of a post-norm encoder with learned positions and BERT's head; `others`: what differs.
+
+    Raises UsageError for what we lack.
+    """
+    only(theirs, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True)
+    only(theirs, position_embedding_type="absolute")
+    common = {
+        "family": "encoder",
+        "vocab_size": theirs["vocab_size"],
+        "d_model": theirs["hidden_size"],
+        "n_layers": theirs["num_hidden_layers"],
+        "n_heads": theirs["num_attention_heads"],
+        "d_ff": theirs["intermediate_size"],
+        "norm": "layer_norm",
+        "norm_eps": theirs.get("layer_norm_eps", 1e-12),
+        "norm_position": "post",
+        "embedding_norm": True,
+        "activation": activation(theirs.get("hidden_act", "gelu")),
+        "attention_bias": True,
+        "ffn_bias": True,
+        "position": "learned",
+        "max_positions": theirs.get("max_position_embeddings", 512),
+        "n_segments": theirs.get("type_vocab_size", 2),
+        "head": "transform",
+        "head_bias": True,
+        "dropout": theirs.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": theirs.get("attention_probs_dropout_prob", 0.1),
+        "init": "bert",
+        "init_std": theirs.get("initializer_range", 0.02),
+    }
+    return ModelConfig(**(common | others))
+
+
+def write(ours: ModelConfig, **others: Any) -> Json:
+    """The same back. Raises UsageError for an activation that they lack."""
+    common = {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.d_model,
+        "num_hidden_layers": ours.n_layers,
+        "num_attention_heads": ours.n_heads,
+        "intermediate_size": ours.d_ff,
+        "hidden_act": their_activation(ours.activation),
+        "layer_norm_eps": ours.norm_eps,
+        "max_position_embeddings": ours.max_positions,
+        "type_vocab_size": max(ours.n_segments, 1),
+        "hidden_dropout_prob": ours.dropout,
+        "attention_probs_dropout_prob": ours.attention_dropout,
+        "initializer_range": ours.init_std,
+        "tie_word_embeddings": True,
+    }
+    return common | others
+
+
+def embedding(theirs: str, *, copies: Iterable[str] = ()) -> list[Rule]:
+    """Tables and norm under `theirs`, such as "bert.embeddings."; copies: names of the output matrix."""
+    return [
+        same("encoder.embedding.tokens.weight", f"{theirs}word_embeddings.weight", copies=copies),
+        same("encoder.embedding.positions.weight", f"{theirs}position_embeddings.weight"),
+        same("encoder.embedding.segments.weight", f"{theirs}token_type_embeddings.weight"),
+        *linear("encoder.embedding.norm", f"{theirs}LayerNorm", bias=True),
+    ]
+
+
+SELF_ATTENTION = [
+    *linear("attn.wq", "attention.self.query", bias=True),
+    *linear("attn.wk", "attention.self.key", bias=True),
+    *linear("attn.wv", "attention.self.value", bias=True),
+]
+AFTER_ATTENTION = [
+    *linear("attn.wo", "attention.output.dense", bias=True),
+    *linear("attn_residual.norm", "attention.output.LayerNorm", bias=True),
+    *linear("ffn.w_up", "intermediate.dense", bias=True),
+    *linear("ffn.w_down", "output.dense", bias=True),
+    *linear("ffn_residual.norm", "output.LayerNorm", bias=True),
+]
+BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
+"""A block of BERT, RoBERTa and ELECTRA."""
+
+
+def head(transform: str, norm: str, bias: str, copies: Iterable[str] = ()) -> list[Rule]:
+    """Dense layer, norm and bias of the output head; copies: further names of the bias."""
+    return [
+        *linear("head.transform.dense", transform, bias=True),
+        *linear("head.transform.norm", norm, bias=True),
+        same("head.bias", bias, copies=copies),
+    ]

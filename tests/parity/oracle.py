@@ -1,0 +1,142 @@
+"""Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
+
+`pair(config, dtype)` makes ours and theirs; `Figures` holds the largest differences that were seen, which docs/zoo.md
+states and tests hold it to.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.convert import Rule, architecture_for, to_ours, to_theirs
+from megatfm.models import build
+
+ZOO = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+VANISHING = 1e-6
+"""A gradient so far below all gradients together has nothing but rounding in it: keys' biases, which softmax undoes."""
+
+
+class DoubleTorch:
+    """The torch module, but what it calls float and float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def doubled(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
+    """Under float64, transformers' casts to float32 (norms, angles, scales) are to float64."""
+    if dtype != torch.float64:
+        yield
+        return
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        patches = [mock.patch.object(module, "torch", DoubleTorch()) for module in modules]
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def perturb(model: nn.Module, seed: int = 0, scale: float = 0.2) -> None:
+    """Norms around 1, all else around 0: nothing where it starts, and attention neither uniform nor saturated."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        is_norm = re.search(r"norm\d?(_out)?\.weight$", name)
+        parameter.data.copy_(1 + noise if is_norm else noise)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ours and theirs from the same weights, and the table between them."""
+
+    ours: nn.Module
+    theirs: Any
+    rules: list[Rule]
+
+
+def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Pair:
+    """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other."""
+    ours = build(config).to(dtype)
+    perturb(ours, seed)
+    name, architecture, their_config = architecture_for(config)
+    kind = getattr(transformers, name)
+    options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
+    theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
+    rules = list(architecture.rules(config))
+    converted = to_theirs(rules, dict(ours.named_parameters()))
+    named = dict(theirs.named_parameters())
+    assert converted.keys() == named.keys()
+    with torch.no_grad():
+        for key, parameter in named.items():
+            assert parameter.shape == converted[key].shape, key
+            parameter.copy_(converted[key])
+    back = to_ours(rules, named)
+    own = dict(ours.named_parameters())
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[key], own[key]) for key in own)
+    return Pair(ours, theirs, rules)
+
+
+@dataclass
+class Figures:
+    """The largest absolute difference of logits, and the largest relative one of a parameter's gradient."""
+
+    logits: float = 0.0
+    gradient: float = 0.0
+    compared: int = 0
+
+    def see_logits(self, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+        """Raises AssertionError beyond the tolerance, relative to the largest logit."""
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype == dtype
+        difference = float((ours - theirs).detach().abs().max())
+        assert difference <= TOLERANCE[dtype] * max(1.0, float(theirs.detach().abs().max()))
+        self.logits = max(self.logits, difference)
+
+    def see_gradients(self, both: Pair, dtype: torch.dtype) -> None:
+        """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance."""
+        gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
+        assert gradients.keys() == dict(both.ours.named_parameters()).keys()
+        converted = to_theirs(both.rules, gradients)
+        reference = {name: p.grad for name, p in both.theirs.named_parameters()}
+        whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
+        for name, theirs in reference.items():
+            error, norm = float((converted[name] - theirs).norm()), float(theirs.norm())
+            if norm <= VANISHING * whole:
+                assert name.endswith((".key.bias", "k_proj.bias", "key_proj.bias")), (
+                    f"nothing to compare for {name}"
+                )
+                assert error <= TOLERANCE[dtype] * whole, name
+                continue
+            assert error <= TOLERANCE[dtype] * norm, f"{name}: {error / norm:.1e}"
+            self.gradient = max(self.gradient, error / norm)
+            self.compared += 1
+
+
+def documented(model: str) -> Mapping[torch.dtype, tuple[float, float]]:
+    """A row's parity figures in docs/zoo.md: dtype → (logits, gradient)."""
+    for line in ZOO.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 2 and re.search(rf"`{re.escape(model)}`", cells[0]):
+            single, double, gradient = (
+                float(number) for number in re.findall(r"\d(?:\.\d)?e-\d+", cells[-1])
+            )
+            return {torch.float32: (single, gradient), torch.float64: (double, gradient)}
+    raise AssertionError(f"docs/zoo.md has no row for {model}")

@@ -1,0 +1,199 @@
+"""Encoders against transformers, from the same perturbed weights: logits, losses and every gradient."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.deberta import modeling_deberta
+
+from megatfm.config import ModelConfig
+from tests.parity.oracle import Figures, Pair, doubled, pair
+
+VOCABULARY, LENGTHS = 47, (13, 9, 11)
+PAD = 1
+"""Never among the tokens that count: transformers gives a padding token's embedding no gradient."""
+
+BERT = {
+    "family": "encoder", "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "n_heads": 4, "d_ff": 40,
+    "norm": "layer_norm", "norm_eps": 1e-7, "norm_position": "post", "embedding_norm": True, "activation": "gelu",
+    "attention_bias": True, "ffn_bias": True, "position": "learned", "max_positions": 15, "n_segments": 2,
+    "head": "transform", "head_bias": True,
+}  # fmt: skip
+DEBERTA = {
+    "attention": "disentangled",
+    "attention_bias": False,
+    "position": "disentangled",
+    "max_positions": None,
+}
+MODELS = {
+    "bert": ("BertForPreTraining", {"sentence_classes": 2}),
+    "bert-without-sentences": ("BertForMaskedLM", {"activation": "gelu_tanh"}),
+    "roberta": ("RobertaForMaskedLM", {"position_offset": PAD + 1, "n_segments": 1}),
+    "albert": ("AlbertForPreTraining", {
+        "activation": "gelu_tanh", "embedding_dim": 10, "distinct_layers": 1, "sentence_classes": 2,
+    }),
+    "albert-in-groups": ("AlbertForMaskedLM", {"embedding_dim": 10, "distinct_layers": 2, "n_layers": 4}),
+    "deberta": ("DebertaForMaskedLM", {**DEBERTA, "n_segments": 0, "relative_distance": 15}),
+    "deberta-segments": ("DebertaForMaskedLM", {**DEBERTA, "relative_distance": 15, "n_segments": 3}),
+    "electra-generator": ("ElectraForMaskedLM", {"embedding_dim": 10}),
+    "electra-discriminator": ("ElectraForPreTraining", {"family": "discriminator", "embedding_dim": 10}),
+    "electra-discriminator-of-one-width": ("ElectraForPreTraining", {"family": "discriminator"}),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    with doubled(request.param, modeling_deberta):
+        yield request.param
+
+
+def config_of(model: str) -> ModelConfig:
+    return ModelConfig(**(BERT | MODELS[model][1]))
+
+
+def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
+    """Rows of odd lengths, padded to the longest, as transformers takes them."""
+    longest = max(LENGTHS)
+    mask = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).long()
+    tokens = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(mask == 1, PAD)
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    if config.n_segments:
+        batch["token_type_ids"] = draw(config.n_segments, *tokens.shape, seed=1)
+    if config.family == "discriminator":
+        batch["labels"] = draw(2, *tokens.shape, seed=2)
+        return batch
+    chosen = (draw(3, *tokens.shape, seed=2) == 0) & (mask == 1)
+    batch["labels"] = draw(VOCABULARY, *tokens.shape, seed=3).where(chosen, -100)
+    return batch
+
+
+def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
+    """Under transformers' name, which differs."""
+    if not config.sentence_classes:
+        return {}
+    name = "sentence_order_label" if config.embedding_dim else "next_sentence_label"
+    return {name: torch.tensor([0, 1, 1])}
+
+
+def our_inputs(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The same batch as we take it: padding is document −1, a sentence's class stands at its first token."""
+    documents = batch["attention_mask"] - 1
+    inputs = {"documents": documents, "segments": batch.get("token_type_ids")}
+    if family == "discriminator":
+        return inputs | {"replaced": batch["labels"].where(documents == 0, -100)}
+    for labels in sentences.values():
+        inputs["sentence_targets"] = torch.full_like(documents, -100)
+        inputs["sentence_targets"][:, 0] = labels
+    return inputs | {"targets": batch["labels"]}
+
+
+def our_loss(losses: dict[str, Tensor], batch: dict[str, Tensor], family: str) -> Tensor:
+    """Sums to means, as transformers has them."""
+    if family == "discriminator":
+        return losses["discriminator"] / batch["attention_mask"].sum()
+    mean = losses["masked"] / (batch["labels"] != -100).sum()
+    return mean + losses["sentence"] / len(LENGTHS) if "sentence" in losses else mean
+
+
+def their_logits(output: object) -> tuple[Tensor, Tensor | None]:
+    """Of tokens, and of sentences."""
+    first = getattr(output, "logits", None)
+    sentence = getattr(output, "seq_relationship_logits", None)
+    return (
+        output.prediction_logits if first is None else first,
+        getattr(output, "sop_logits", None) if sentence is None else sentence,
+    )
+
+
+def compare(model: str, dtype: torch.dtype) -> Figures:
+    """Logits, loss and gradients over a padded batch."""
+    config, figures = config_of(model), Figures()
+    both = pair(config, dtype)
+    assert type(both.theirs).__name__ == MODELS[model][0]
+    batch, sentences = padded_batch(config), sentence_labels(config)
+    theirs = both.theirs(**batch, **sentences)
+    inputs = our_inputs(batch, sentences, config.family)
+    where = {key: inputs[key] for key in ("documents", "segments")}
+    ours = both.ours(batch["input_ids"], **where)
+    their_tokens, their_sentences = their_logits(theirs)
+    counted = batch["attention_mask"] == 1
+    figures.see_logits(ours.logits[counted], their_tokens[counted], dtype)
+    if their_sentences is not None:
+        figures.see_logits(ours.sentence_logits, their_sentences, dtype)
+    loss = our_loss(both.ours(batch["input_ids"], **inputs).losses, batch, config.family)
+    figures.see_logits(loss, theirs.loss, dtype)
+    loss.backward()
+    theirs.loss.backward()
+    figures.see_gradients(both, dtype)
+    return figures
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_padded_rows(model: str, dtype: torch.dtype) -> None:
+    figures = compare(model, dtype)
+    assert figures.logits > 0, "the same code can't be its own oracle"
+    assert figures.compared > 20
+
+
+def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
+    """transformers on one document by itself."""
+    return their_logits(
+        both.theirs(**{key: values[:, piece] for key, values in row.items() if key != "labels"})
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
+    config, figures = config_of(model), Figures()
+    both, lengths = pair(config, dtype, seed=1), (5, 1, 7)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((2,), -1)])
+    positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(2, dtype=torch.int64)])
+    row = {"input_ids": draw(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
+    if config.n_segments:
+        row["token_type_ids"] = draw(config.n_segments, 1, 15, seed=5)
+    ours = both.ours(
+        row["input_ids"],
+        documents=documents[None],
+        positions=positions[None],
+        segments=row.get("token_type_ids"),
+    )
+    start = 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        figures.see_logits(ours.logits[:, piece], lone(both, row, piece)[0], dtype)
+        start += length
+    assert ours.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("model", ["bert", "albert"])
+def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
+    """A class stands at each document's first token, so that a packed row has several."""
+    both, lengths = pair(config_of(model), dtype, seed=2), (6, 4, 5)
+    row = {
+        "input_ids": draw(VOCABULARY, 1, 15, seed=6, low=PAD + 1),
+        "token_type_ids": draw(2, 1, 15, seed=7),
+    }
+    targets = torch.full((1, 15), -100)
+    starts = [0, 6, 10]
+    targets[0, starts] = torch.tensor([1, 0, 1])
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    losses = both.ours(
+        row["input_ids"],
+        documents=documents,
+        positions=torch.cat([torch.arange(n) for n in lengths])[None],
+        segments=row["token_type_ids"],
+        targets=torch.full((1, 15), -100),
+        sentence_targets=targets,
+    ).losses
+    wanted = torch.zeros((), dtype=dtype)
+    for start, length in zip(starts, lengths, strict=True):
+        logits = lone(both, row, slice(start, start + length))[1]
+        assert logits is not None
+        wanted = wanted - logits.log_softmax(-1)[0, targets[0, start]]
+    Figures().see_logits(losses["sentence"], wanted, dtype)
+    assert losses["masked"] == 0
