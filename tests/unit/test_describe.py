@@ -9,8 +9,10 @@ import torch
 from megatfm.config import Config, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.describe import add_arguments, describe, main
+from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.train.optimizers import optimizer_groups
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "models"
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
@@ -56,15 +58,35 @@ def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     assert found.tokens == found.tokens_per_step * found.config.train.steps
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_state_bytes_are_those_of_the_real_optimizers(name: str) -> None:
-    """4 weight + 4 gradient + 8: two moments, or Muon's momentum and whole copy."""
-    overrides = [*VOCABULARY, f"optimizer.name={name}"]
-    overrides += ["optimizer.matrix_lr=0.02"] * (name == "muon")
-    preset = "quickstart" if name == "muon" else "llama3-8b"
-    found = describe(load_config(preset, overrides))
-    assert found.optimizer_bytes == 8
-    assert found.state_bytes == 16
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [
+        ("adamw", "8: two moments"),
+        ("muon", "8: momentum and a whole copy, or two moments"),
+        ("soap", "30.6: two moments, covariances, bases and a whole copy"),
+        ("adafactor", "4.22: rows, columns and a whole copy"),
+        ("lamb", "12: two moments and a whole copy"),
+        ("lion", "4: a momentum"),
+        ("schedule_free_adamw", "8: second moment and z"),
+    ],
+)
+def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> None:
+    """Counted on the optimizer itself, after a step that moves every weight of a small model."""
+    optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
+    constant = ['schedule={name="constant"}'] if name == "schedule_free_adamw" else []
+    small = ["model.vocab_size=64", "model.d_model=32", "model.d_ff=80"]
+    config = load_config("quickstart", [optimizer, *constant, *small])
+    found = describe(config)
+    n_bytes = 0
+    for group in optimizer_groups(config.optimizer, build(config.model)):
+        tensors = {n: torch.ones(found.shapes[n]) for n in group.names}
+        made = TorchOptimizer(group, tensors)
+        made.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
+        n_bytes += sum(v.nbytes for state in made.state().values() for v in state.values() if v.dim())
+        n_bytes += sum(t.nbytes for t in tensors.values()) * (group.needs == "whole_tensor")
+    assert found.optimizer_bytes * found.parameters == pytest.approx(n_bytes, rel=1e-12)
+    assert f"{found.optimizer_bytes:.3g}" == about.partition(":")[0]
+    assert found.state_bytes == 8 + found.optimizer_bytes
 
 
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
