@@ -24,6 +24,7 @@ def objective_of(config: Config) -> Objective:
         cls=4,
         sep=5,
         sentinels=range(size - 1, size - 1 - size // 3, -1),
+        word_starts=np.arange(size) % 3 > 0,
     )
     return make(config.objective, config.model, special, row_lengths(config))
 
@@ -45,7 +46,7 @@ def random_batch(config: Config) -> Arrays:
         wanted = random.integers(length // 2, length * 3 // 2)
         documents: list[NDArray[np.int64]] = []
         while sum(len(document) + 1 for document in documents) < wanted:
-            n_tokens = random.integers(1, max(2, length // 3))
+            n_tokens = random.integers(2, max(3, length // 3))  # one token is too short for some objectives
             documents.append(random.integers(0, config.model.vocab_size, n_tokens))
         packed = pack(documents, objective, row_lengths=lengths[: len(objective.sides)], seed=seed)
         rows.append(packed.row(0, config.data.attend_across_documents))

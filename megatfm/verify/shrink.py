@@ -29,12 +29,15 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)["dp_shard"]
-    length = _fit(config.data.sequence_length, LENGTH, parallel.tp)
+    lengths = {
+        key: length and _fit(length, LENGTH, parallel.tp)
+        for key, length in config.data.model_dump(include={"sequence_length", "target_length"}).items()
+    }
     small = config.model_copy(
         update={
             "model": _model(config.model, parallel.tp, parallel.tp * parallel.dp_shard),
             "parallel": parallel,
-            "data": config.data.model_copy(update={"sequence_length": length}),
+            "data": config.data.model_copy(update=lengths),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
