@@ -1,0 +1,123 @@
+"""Exact counts of the encoders' presets, and their parameters' names and shapes, which checkpoints depend on.
+
+After a change that is meant: `python tests/unit/models/test_encoder_presets.py` writes the golden files anew.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import Config, load_config
+from megatfm.models import build
+from tests.golden.shapes import compressed
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "models"
+# All parameters; of BERT's tables and blocks with a pooler (what transformers calls its bare model); without any head.
+COUNTS = {
+    "bert-base": (110_106_428, 109_482_240, 108_891_648),
+    "bert-base-cased": (108_932_934, 108_310_272, 107_719_680),
+    "bert-large": (336_226_108, 335_141_888, 334_092_288),
+    "roberta-base": (124_697_433, None, 124_055_040),
+    "roberta-large": (355_412_057, None, 354_310_144),
+    "spanbert-base": (110_310_280, 108_310_272, 107_719_680),
+    "spanbert-large": (337_008_776, 333_579_264, 332_529_664),
+    "albert-base": (11_813_810, 11_683_584, 11_092_992),
+    "deberta-base": (139_244_121, None, 138_601_728),
+}
+ELECTRA = {
+    "electra-small": (14_196_731, 13_549_057, 4_620_026),
+    "electra-base": (119_389_499, 109_483_009, 33_740_602),
+    "electra-large": (354_659_387, 335_142_913, 51_295_290),
+}
+PRESETS = [*COUNTS, *ELECTRA]
+
+
+@cache
+def loaded(preset: str) -> tuple[Config, nn.Module]:
+    """On the meta device: 355 million parameters in no memory."""
+    config = load_config(preset)
+    with torch.device("meta"):
+        return config, build(config.model)
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_counts_of_encoders(preset: str) -> None:
+    _, model = loaded(preset)
+    whole, with_pooler, bare = COUNTS[preset]
+    assert count(model) == whole
+    assert count(model.encoder) == bare
+    if with_pooler:
+        d = model.config.d_model
+        assert with_pooler == bare + d * d + d
+        if model.sentence is not None:
+            assert count(model.sentence.pooler) == d * d + d
+
+
+def test_without_the_sentence_head_it_is_the_masked_language_model() -> None:
+    config = load_config("bert-base", ["model.sentence_classes=0"])
+    with torch.device("meta"):
+        assert count(build(config.model)) == 109_514_298
+
+
+@pytest.mark.parametrize("preset", ELECTRA)
+def test_counts_of_both_halves(preset: str) -> None:
+    _, model = loaded(preset)
+    whole, discriminator, generator = ELECTRA[preset]
+    shared = model.generator.encoder.embedding
+    assert count(model) == whole
+    assert count(model.discriminator) == discriminator
+    assert count(model.generator) == generator
+    assert whole == discriminator + generator - count(shared.tokens) - count(shared.positions)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_header_states_the_count(preset: str) -> None:
+    header = (
+        (ROOT / "megatfm" / "presets" / f"{preset}.toml").read_text(encoding="utf-8").partition("\nname")[0]
+    )
+    stated = re.findall(r"\d+(?:,\d{3}){2}", header)
+    counts = [f"{number:,}" for number in (COUNTS | ELECTRA)[preset] if number]
+    assert counts[0] in stated
+    assert set(stated) <= set(counts)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_names_and_shapes_are_golden(preset: str) -> None:
+    """A change here breaks checkpoints: if it is meant, say so in CHANGELOG.md and write the files anew."""
+    assert lines(preset) == (GOLDEN / f"{preset}.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_batches_divide_over_the_processes_of_the_header(preset: str) -> None:
+    config, _ = loaded(preset)
+    header = (ROOT / "megatfm" / "presets" / f"{preset}.toml").read_text(encoding="utf-8")
+    nodes = int(header.partition("--nodes ")[2].split()[0])
+    assert config.train.global_batch % (nodes * 8 * config.train.micro_batch) == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parameter_says_how_it_starts(preset: str) -> None:
+    _, model = loaded(preset)
+    named = {id(p) for _, p in model.named_parameters()}
+    initial = {
+        id(getattr(module, key)) for module in model.modules() for key in getattr(module, "initial", {})
+    }
+    assert initial == named
+
+
+def lines(preset: str) -> list[str]:
+    return compressed({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
+
+
+if __name__ == "__main__":
+    for name in PRESETS:
+        (GOLDEN / f"{name}.txt").write_text("\n".join(lines(name)) + "\n", encoding="utf-8")
