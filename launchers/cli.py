@@ -1,17 +1,26 @@
 """`megatfm launch`: which launcher, with what resources."""
 
 import argparse
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from launchers.job import Job, Launcher
+from launchers.fit import misfit, most_nodes
+from launchers.job import Job, Kind, Launcher
 from launchers.local import Local
 from launchers.mpi import Mpi
-from launchers.site import load_site
+from launchers.site import Site, load_site
 from launchers.slurm import Slurm
-from megatfm.config import load_config
+from megatfm.config import Config, load, load_config
+from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
-SLURM_ONLY = ("nodes", "gpus_per_node", "time", "partition", "account", "constraint", "job_name", "site")
+SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
+SLURM_ONLY = (
+    *("nodes", "gpus_per_node", "time", "job_name", "chain", "array", "site"),
+    *(flag for flag in SITE_FLAGS if flag != "max_restarts"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,17 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="processes here, or on each node with --slurm")
     parser.add_argument("--mpi", type=int, metavar="N", help="start N processes with mpirun")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="start again after a failure, at most N times in a row without a new checkpoint (0; with --slurm 3)",
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--prep", action="store_true", help="CONFIG is of `megatfm prep`: prepare a corpus")
+    kinds.add_argument("--evaluate", action="store_true", help="CONFIG is a run directory: evaluate it")
     slurm = parser.add_argument_group("SLURM")
     slurm.add_argument("--slurm", action="store_true", help="submit a SLURM job")
-    slurm.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (1)")
+    slurm.add_argument(
+        "--nodes", metavar="N", help="nodes of the job (1); MIN-MAX goes on with fewer when nodes fail"
+    )
     slurm.add_argument(
         "--gpus-per-node", type=int, metavar="G", help="GPUs of each node, one process on each"
     )
     slurm.add_argument("--time", metavar="T", help="time limit, for example 24:00:00")
+    slurm.add_argument("--job-name", metavar="NAME", help="name of the job (the run's name)")
+    slurm.add_argument(
+        "--chain",
+        type=int,
+        metavar="N",
+        help="queue N jobs that follow one another, where jobs aren't requeued",
+    )
+    slurm.add_argument("--array", type=int, metavar="N", help="with --prep: N tasks side by side (8)")
     slurm.add_argument("--partition", metavar="P", help="partition (queue)")
     slurm.add_argument("--account", metavar="A", help="account that is charged")
+    slurm.add_argument("--qos", metavar="Q", help="quality of service")
     slurm.add_argument("--constraint", metavar="C", help="features that nodes must have")
-    slurm.add_argument("--job-name", metavar="NAME", help="name of the job (the run's name)")
+    slurm.add_argument(
+        "--start", metavar="srun|torchrun", help="who starts the processes on the nodes (srun)"
+    )
     slurm.add_argument("--site", type=Path, metavar="FILE", help="description of the site (slurm/site.toml)")
 
 
@@ -47,6 +78,34 @@ def main(args: argparse.Namespace) -> int:
 
 def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
     """The launcher and the job; refuses flags that don't go together."""
+    _check_flags(args)
+    nodes, max_nodes = _nodes(args.nodes)
+    kind, resolved, name = _what(args)
+    gpus = args.gpus_per_node or 0
+    job = Job(
+        config=str(args.config),
+        overrides=tuple(args.overrides),
+        resolved=resolved,
+        name=args.job_name or name,
+        kind=kind,
+        nodes=nodes,
+        max_nodes=max_nodes,
+        processes_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
+        gpus_per_node=gpus,
+        time_limit=args.time,
+        array=(8 if kind == "prep" else 1) if args.array is None else args.array,
+        chain=1 if args.chain is None else args.chain,
+    )
+    if kind == "train" and args.slurm and (problem := _misfit(job)):
+        if not args.dry_run:
+            raise UsageError(problem)
+        print(f"note: this would be refused: {problem}", file=sys.stderr)
+    if args.slurm:
+        return Slurm(_site(args)), job
+    return (Local(args.max_restarts or 0) if args.mpi is None else Mpi(args.max_restarts or 0)), job
+
+
+def _check_flags(args: argparse.Namespace) -> None:
     if args.slurm and args.mpi is not None:
         raise UsageError("--slurm and --mpi: choose one; inside a SLURM job ranks are started by srun")
     if not args.slurm:
@@ -55,20 +114,64 @@ def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
             raise UsageError(f"{', '.join(given)}: only with --slurm")
         if (args.nproc is None) == (args.mpi is None):
             raise UsageError("say where to run: one of --nproc N (this machine), --mpi N (mpirun) or --slurm")
-    overrides = tuple(args.overrides)
-    resolved = load_config(args.config, overrides)
-    gpus = args.gpus_per_node or 0
-    job = Job(
-        config=str(args.config),
-        overrides=overrides,
-        resolved=resolved,
-        name=args.job_name or resolved.name,
-        nodes=1 if args.nodes is None else args.nodes,
-        processes_per_node=next((n for n in (args.nproc, args.mpi) if n is not None), gpus or 1),
-        gpus_per_node=gpus,
-        time_limit=args.time,
+    refused = {
+        "--array": args.array is not None and not args.prep,
+        "--chain": args.chain is not None and (args.prep or args.evaluate),
+        "--nodes": args.nodes is not None and args.prep,
+        "--max-restarts": args.max_restarts is not None and (args.prep or args.evaluate),
+        "key=value": args.evaluate and args.overrides,
+    }
+    if wrong := [flag for flag, is_wrong in refused.items() if is_wrong]:
+        kind = "--prep" if args.prep else "--evaluate" if args.evaluate else "training"
+        raise UsageError(f"{', '.join(wrong)}: not for {kind}")
+    if args.max_restarts is not None and args.max_restarts < 0:
+        raise UsageError(f"--max-restarts {args.max_restarts}: it must be 0 or more")
+
+
+def _what(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
+    """What is to be done, its config, and a name for the job."""
+    if args.prep:
+        prep = load(PrepConfig, args.config, args.overrides)
+        return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
+    if args.evaluate:
+        if not (Path(args.config) / "config.toml").is_file():
+            raise UsageError(f"{args.config}: not a run directory: give the one to evaluate")
+        run = load_config(args.config)
+        return "evaluate", run.model_copy(update={"run_dir": str(Path(args.config).absolute())}), run.name
+    config = load_config(args.config, args.overrides)
+    return "train", config, config.name
+
+
+def _nodes(text: str | None) -> tuple[int, int | None]:
+    """`4` or `2-4`."""
+    match = re.fullmatch(r"(-?\d+)(?:-(\d+))?", text or "1")
+    if not match:
+        raise UsageError(f"--nodes {text!r}: give a number, or the least and the largest, for example 2-4")
+    return int(match[1]), int(match[2]) if match[2] else None
+
+
+def _site(args: argparse.Namespace) -> Site:
+    return load_site(args.site, {name: getattr(args, name) for name in SITE_FLAGS})
+
+
+def _misfit(job: Job) -> str | None:
+    """What would be refused after the wait in the queue; None if the run fits some of its numbers of nodes."""
+    assert isinstance(job.resolved, Config)
+    counts = range(job.nodes, job.most_nodes + 1)
+    if most_nodes(job.resolved, counts, job.processes_per_node) is not None:
+        return None
+    why = misfit(job.resolved, job.processes)
+    where = f"{job.nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.processes} processes"
+    return f"the run does not fit {where}: {why}{_fitting(job, job.resolved)}"
+
+
+def _fitting(job: Job, config: Config) -> str:
+    """Numbers of nodes near the wanted one that would do."""
+    near: Iterator[int] = (
+        count
+        for distance in range(1, 64)
+        for count in (job.most_nodes - distance, job.most_nodes + distance)
+        if count > 0 and misfit(config, count * job.processes_per_node) is None
     )
-    if args.slurm:
-        flags = {name: getattr(args, name) for name in ("partition", "account", "constraint")}
-        return Slurm(load_site(args.site, flags)), job
-    return (Local() if args.mpi is None else Mpi()), job
+    found = next(near, None)
+    return "; change the layout or the batch" if found is None else f"; it would fit on {found} nodes"

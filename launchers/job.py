@@ -4,30 +4,41 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from megatfm.config import Config
+from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
+TRAIN = (sys.executable, "-m", "megatfm.cli", "train")
+
+Kind = Literal["train", "prep", "evaluate"]
+
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: the config as the user named it, what came out of it, and how many processes where.
+    """One run: the config as the user named it, what came out of it, and how many processes where.
 
-    Raises UsageError for a field that is out of range or holds characters that have no business in it.
+    `nodes` is the least number and `max_nodes` the largest (`nodes` if left out). `array`: tasks of a preparation
+    that work side by side. `chain`: jobs that follow one another. Raises UsageError for a field that is out of range
+    or holds characters that have no business in it.
     """
 
     config: str
     overrides: tuple[str, ...]
-    resolved: Config
+    resolved: Config | PrepConfig
     name: str
+    kind: Kind = "train"
     nodes: int = 1
+    max_nodes: int | None = None
     processes_per_node: int = 1
     gpus_per_node: int = 0
     time_limit: str | None = None
+    array: int = 1
+    chain: int = 1
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -36,9 +47,12 @@ class Job:
             )
         if self.gpus_per_node < 0:
             raise UsageError(f"--gpus-per-node {self.gpus_per_node}: it must be 0 (no GPUs) or more")
-        for count, what in ((self.nodes, "nodes"), (self.processes_per_node, "processes")):
+        counts = {"nodes": self.nodes, "processes": self.processes_per_node, "tasks": self.array}
+        for what, count in {**counts, "links of the chain": self.chain}.items():
             if count < 1:
                 raise UsageError(f"number of {what} is {count}: it must be at least 1")
+        if self.max_nodes is not None and self.max_nodes < self.nodes:
+            raise UsageError(f"--nodes {self.nodes}-{self.max_nodes}: the least number comes first")
         if self.gpus_per_node and self.processes_per_node != self.gpus_per_node:
             raise UsageError(
                 f"{self.processes_per_node} processes on {self.gpus_per_node} GPUs of a node: one process drives one "
@@ -51,26 +65,48 @@ class Job:
             )
 
     @property
+    def most_nodes(self) -> int:
+        return self.max_nodes or self.nodes
+
+    @property
     def processes(self) -> int:
-        """Processes of the whole run."""
-        return self.nodes * self.processes_per_node
+        """Processes of the whole run, at most."""
+        return self.most_nodes * self.processes_per_node
 
     @property
     def run_dir(self) -> Path:
-        """The run directory, absolute."""
+        """The run directory, absolute. A preparation has one beside what it makes."""
+        if isinstance(self.resolved, PrepConfig):
+            out = Path(self.resolved.out).absolute()
+            return out.with_name(f"{out.name}.jobs")
         return Path(self.resolved.run_dir or Path("runs") / self.resolved.name).absolute()
 
     @property
     def command(self) -> list[str]:
         """What every process runs."""
-        return [*TRAIN, self.config, *self.overrides]
+        return [*words(self.kind), self.config, *self.overrides]
 
 
-TRAIN = (sys.executable, "-m", "megatfm.cli", "train")
+def words(kind: Kind, python: str | None = None) -> list[str]:
+    """The command line of megatfm for a kind of job."""
+    return [python or TRAIN[0], *TRAIN[1:-1], kind]
+
+
+@dataclass(frozen=True)
+class State:
+    """What the one who runs a job says of it: a word such as RUNNING, more in words, and since when (seconds)."""
+
+    word: str
+    detail: str = ""
+    since: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.word not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
 
 
 class Launcher(Protocol):
-    """A way to run a job."""
+    """A way to run a job, and to look after it. A run directory tells which way it was started."""
 
     def render(self, job: Job) -> dict[str, str]:
         """The files that describe the job, by name. Pure: touches nothing."""
@@ -78,4 +114,16 @@ class Launcher(Protocol):
 
     def submit(self, job: Job) -> int:
         """Run or queue the job. Returns the exit code of the command."""
+        ...
+
+    def status(self, run: Path) -> State:
+        """How the job of a run is."""
+        ...
+
+    def cancel(self, run: Path) -> str:
+        """End the job of a run, and its successors; says what was done. Raises UsageError if there is nothing."""
+        ...
+
+    def logs(self, run: Path) -> list[Path]:
+        """Where the job itself writes, besides the ranks' own logs."""
         ...

@@ -5,6 +5,7 @@ import random
 import shlex
 import socket
 
+from launchers.foreground import Foreground
 from launchers.job import Job
 from launchers.supervise import Child, supervise
 from megatfm.errors import MegatfmError
@@ -13,8 +14,10 @@ from megatfm.errors import MegatfmError
 PORTS = range(12_000, 32_000)
 
 
-class Local:
+class Local(Foreground):
     """Starts the ranks as children. Rank 0 has this terminal, the others write to RUN/logs/rank-K.log."""
+
+    name = "local"
 
     def render(self, job: Job) -> dict[str, str]:
         """One line of shell a rank."""
@@ -27,9 +30,20 @@ class Local:
 
     def submit(self, job: Job) -> int:
         """Run to the end; returns the ranks' common exit code."""
-        return supervise(self._children(job, free_port()))
+        return self.run(job, lambda: supervise(self._children(job, free_port())))
 
     def _children(self, job: Job, port: int) -> list[Child]:
+        ranks = range(job.processes)
+        if job.kind == "prep":  # they take parts of the work from one another, and need no address
+            return [
+                Child(
+                    f"worker {rank + 1}",
+                    [*job.command, "--part", f"{rank + 1}/{job.processes}"],
+                    defaults(job.processes),
+                    job.run_dir / "logs" / f"worker-{rank + 1}.log" if rank else None,
+                )
+                for rank in ranks
+            ]
         shared = {
             "WORLD_SIZE": str(job.processes),
             "LOCAL_WORLD_SIZE": str(job.processes),
@@ -45,7 +59,7 @@ class Local:
                 {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared},
                 job.run_dir / "logs" / f"rank-{rank}.log" if rank else None,
             )
-            for rank in range(job.processes)
+            for rank in ranks
         ]
 
 

@@ -5,14 +5,17 @@ import shlex
 import shutil
 import signal
 
+from launchers.foreground import Foreground
 from launchers.job import Job
 from launchers.local import defaults
 from launchers.supervise import Child, supervise
 from megatfm.errors import UsageError
 
 
-class Mpi:
+class Mpi(Foreground):
     """Hands the ranks to mpirun; all of them write to this terminal."""
+
+    name = "mpi"
 
     def render(self, job: Job) -> dict[str, str]:
         """The mpirun command."""
@@ -27,7 +30,7 @@ class Mpi:
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.processes}"
             )
-        return supervise([self._child(job)])
+        return self.run(job, lambda: supervise([self._child(job)]))
 
     def _child(self, job: Job) -> Child:
         return Child(

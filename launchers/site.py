@@ -3,17 +3,20 @@
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatfm.config import load
 from megatfm.config.base import Section
 
 # Wide enough for every site's names, too narrow for a quote, a space, a newline or a `$`.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
-Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:&|*()\[\]-]+\z", max_length=200)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z")]
+Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]*\z", max_length=200)]
+Nodes = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*\z", max_length=1000)]
+Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?\z", max_length=20)]
+Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:/+@\[\]-]+)?\z", max_length=200)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=200)]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\z")]
 
 
@@ -24,23 +27,47 @@ class Site(Section):
     """Partition (queue) of jobs."""
     account: Word | None = None
     """Account that jobs are charged to."""
+    qos: Word | None = None
+    """Quality of service."""
     constraint: Constraint | None = None
     """Features that nodes must have."""
+    exclude: Nodes | None = None
+    """Nodes never to use."""
     cpus_per_task: PositiveInt | None = None
     """Cores for each process."""
+    memory: Memory | None = None
+    """Memory of each node; left out, what the partition gives."""
+    exclusive: bool = False
+    """Whole nodes, with no other jobs on them."""
+    gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """How GPUs are asked for; sites with old settings know only gres."""
+    sbatch: list[Option] = Field(default_factory=list)
+    """More options of sbatch."""
+    srun: list[Option] = Field(default_factory=list)
+    """More options of srun."""
     modules: list[Word] = Field(default_factory=list)
     """Environment modules to load."""
+    setup: list[list[Line]] = Field(default_factory=list)
+    """Commands before anything else, as lists of words."""
     container: list[Line] = Field(default_factory=list)
     """Command put before every process, one word an item."""
+    python: Line | None = None
+    """Python inside the container; left out, the one that submits."""
+    start: Literal["srun", "torchrun"] = "srun"
+    """Who starts the processes: srun, one task a process, or torchrun, one task a node."""
     interface: Word | None = None
     """Network interface over which processes meet."""
     stop_seconds: PositiveInt = 300
     """Seconds before the time limit at which a run is told to save and requeue."""
+    requeue: bool = True
+    """Whether jobs may be requeued here; where not, use `--chain`."""
+    max_restarts: NonNegativeInt = 3
+    """Failures in a row without a new checkpoint after which a run is still started again."""
     environment: dict[VariableName, Line] = Field(default_factory=dict)
     """Variables for every process."""
 
 
-def load_site(path: Path | None, overrides: dict[str, str | None]) -> Site:
+def load_site(path: Path | None, overrides: dict[str, str | int | None]) -> Site:
     """Read a site: `path`, else `slurm/site.toml` here, else the one that ships with megatfm.
 
     `overrides` replace fields where they are not None. Raises UsageError.

@@ -1,111 +1,199 @@
-"""A SLURM job: one task per rank, told to save ahead of the time limit, requeued until the run is done."""
+"""SLURM jobs: training that saves ahead of the time limit and goes on until it is done; preparation; evaluation."""
 
-import os
 import re
 import shlex
-import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from launchers.job import TRAIN, Job
+from launchers import scheduler, snapshot
+from launchers.files import note_launch, write_whole
+from launchers.job import Job, State, words
+from launchers.queue import job_state, jobs_of, queue_state
 from launchers.site import Site
-from megatfm.config import to_toml
+from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
+
+TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
 
 class Slurm:
-    """Renders `slurm/pretrain.sbatch` for a site and hands it to sbatch."""
+    """Renders a template of `slurm/` for a site and hands it to sbatch."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
 
     def render(self, job: Job) -> dict[str, str]:
-        """The batch script, and the resolved config that it trains: later edits don't reach a queued job.
+        """The batch script, and the resolved config that it uses: later edits don't reach a queued job.
 
         Every value that the template puts in is quoted; what stands in #SBATCH lines, which no shell reads, is
         checked for characters that sbatch would trip over. Raises UsageError for such a path.
         """
-        threads = str(self.site.cpus_per_task or 1)
-        interface = self.site.interface
-        environment = {
-            "OMP_NUM_THREADS": threads,
-            "PYTHONUNBUFFERED": "1",
-            **({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}),
-            **self.site.environment,
-        }
+        name = TEMPLATES[job.kind]
         template = Environment(
+            loader=FunctionLoader(_template),
             undefined=StrictUndefined,
             finalize=lambda value: shlex.quote(str(value)),
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
-        ).from_string((resources.files("slurm") / "pretrain.sbatch").read_text(encoding="utf-8"))
+        ).get_template(name)
+        agent = self.site.start == "torchrun" and job.kind == "train"
+        cpus = self.site.cpus_per_task
+        cpus = cpus * job.processes_per_node if cpus and agent else cpus
+        folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
+        number = "%A_%a" if job.kind == "prep" else "%j"
         script = template.render(
             job=job,
             site=self.site,
-            environment=environment,
-            command=[*self.site.container, *TRAIN, str(self._folder(job) / "config.toml")],
-            folder=_sbatch_path(Path.cwd()),
-            log=f"{_sbatch_path(job.run_dir)}/logs/slurm-%j.log",
+            environment=self._environment(),
+            cpus_per_task=cpus,
+            # srun does not take it from the job by itself (SLURM 22.05 and later).
+            srun=[*([f"--cpus-per-task={cpus}"] if cpus else []), *self.site.srun],
+            command=[*self.site.container, *self._command(job)],
+            python=sys.executable,
+            pythonpath=f"{self._folder(job) / snapshot.take(_plugins(job)).name}:{folder}",
+            node_range=f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes),
+            tasks_per_node=1 if agent else job.processes_per_node,
+            # In a chain, the next link goes on; on nodes lost, SLURM itself requeues where that is allowed.
+            requeue="--requeue" if self.site.requeue and job.chain == 1 else "--no-requeue",
+            config=self._folder(job) / "config.toml",
+            folder=folder,
+            run=run,
+            log=f"{run}/logs/slurm-{number}.log",
         )
-        config = job.resolved.model_copy(update={"run_dir": str(job.run_dir)})
-        return {"pretrain.sbatch": script, "config.toml": to_toml(config)}
+        config = job.resolved
+        if isinstance(config, Config):
+            config = config.model_copy(update={"run_dir": str(job.run_dir)})
+        return {f"{name}.sbatch": script, "config.toml": to_toml(config)}
 
     def submit(self, job: Job) -> int:
-        """Write the files into RUN/slurm/, queue the job, say its number and where to look."""
-        folder = self._folder(job)
+        """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
+        folder, files = self._folder(job), self.render(job)
+        self._check_queued(job, files["config.toml"])
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
-            for name, text in self.render(job).items():
-                _write(folder / name, text)
+            code = snapshot.take(_plugins(job)).write(folder)
+            for name, text in files.items():
+                write_whole(folder / name, text)
+            script = folder / next(iter(files))
+            jobs: list[str] = []
+            for _ in range(job.chain):
+                jobs.append(_sbatch(script))
+                # After each, so that the first knows of the others as soon as can be.
+                note_launch(job.run_dir, launcher="slurm", kind=job.kind, jobs=jobs, code=code.name)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or folder}: can't write the job's files: {error.strerror}"
             ) from error
-        number = _sbatch(folder / "pretrain.sbatch")
-        print(f"job {number} is queued: {job.processes} processes on {job.nodes} nodes")
-        print(f"  state    squeue -j {number}")
-        print(f"  log      {job.run_dir}/logs/slurm-{number}.log")
-        print(f"  metrics  {job.run_dir}/metrics.jsonl")
-        print(f"  cancel   scancel {number}")
+        self._say(job, jobs)
         return 0
+
+    def status(self, run: Path) -> State:
+        """What squeue or, after the job, scontrol or the run's own record says."""
+        return queue_state(run)
+
+    def cancel(self, run: Path) -> str:
+        """scancel of the job and of all further links of its chain."""
+        alive = [job for job in jobs_of(run) if not job_state(job).is_over]
+        if not alive:
+            raise UsageError(f"{run}: none of its jobs is in the queue")
+        scheduler.cancel(alive)
+        return f"cancelled job{'s' * (len(alive) > 1)} {', '.join(alive)}"
+
+    def logs(self, run: Path) -> list[Path]:
+        """The batch log of the job that ran last, or of each task of its array."""
+        for job in reversed(jobs_of(run)):
+            found = sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
+                (run / "logs").glob(f"slurm-{job}_*.log")
+            )
+            if found:
+                return found
+        return []
 
     def _folder(self, job: Job) -> Path:
         return job.run_dir / "slurm"
 
+    def _command(self, job: Job) -> list[str]:
+        megatfm = words(job.kind, self.site.python)
+        if job.kind == "evaluate":
+            return [*megatfm, str(job.run_dir), *job.overrides]
+        config = str(self._folder(job) / "config.toml")
+        if job.kind == "train" and self.site.start == "torchrun":
+            agent = [megatfm[0], "-m", "launchers.agent", "--processes", str(job.processes_per_node)]
+            return [*agent, "train", config]
+        return [*megatfm, config]
 
-def _sbatch(script: Path) -> int:
+    def _environment(self) -> dict[str, str]:
+        interface = self.site.interface
+        return {
+            "OMP_NUM_THREADS": str(self.site.cpus_per_task or 1),
+            "PYTHONUNBUFFERED": "1",
+            **({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}),
+            **self.site.environment,
+        }
+
+    def _check_queued(self, job: Job, config: str) -> None:
+        """A queued job reads its config when it starts: another one must not take its place before."""
+        path = self._folder(job) / "config.toml"
+        if not path.is_file() or path.read_text(encoding="utf-8") == config:
+            return
+        for number in jobs_of(job.run_dir):
+            if not job_state(number).is_over:
+                raise UsageError(
+                    f"{job.run_dir}: job {number} of this run is still queued or running with another config: end it "
+                    f"with `megatfm cancel {job.run_dir}`, or give this run another name"
+                )
+
+    def _say(self, job: Job, jobs: list[str]) -> None:
+        run, number = job.run_dir, ", ".join(jobs)
+        if job.kind == "prep":
+            what = f"{job.array} tasks"
+        else:
+            nodes = f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes)
+            what = f"{job.processes} processes on {nodes} nodes"
+        log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
+        print(f"job{'s' * (len(jobs) > 1)} {number} {'are' if len(jobs) > 1 else 'is'} queued: {what}")
+        print(f"  state    megatfm status {run}")
+        print(f"  log      megatfm logs -f {run}    ({log})")
+        if job.kind == "train":
+            print(f"  metrics  {run}/metrics.jsonl")
+        print(f"  cancel   megatfm cancel {run}")
+        if not self.site.requeue and job.chain == 1 and job.kind == "train":
+            print(
+                "  note     jobs are not requeued at this site: --chain N queues N jobs that follow one another"
+            )
+
+
+def _plugins(job: Job) -> list[str]:
+    return job.resolved.plugins if isinstance(job.resolved, Config) else []
+
+
+def _template(name: str) -> str:
+    return (resources.files("slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
+
+
+def _sbatch(script: Path) -> str:
     """Queue a script; returns the job's number."""
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UsageError(
-            "sbatch is not on PATH: run this on a login node of the cluster, or look at the script with --dry-run"
-        ) from None
-    number = done.stdout.strip().split(";")[0]
-    if done.returncode or not number.isdecimal():
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise MegatfmError(f"sbatch refused {script}: {said}")
-    return int(number)
+        said = scheduler.call("sbatch", "--parsable", str(script))
+    except UsageError as error:
+        raise UsageError(f"{error}, or look at the script with --dry-run") from None
+    except MegatfmError as error:
+        raise MegatfmError(f"sbatch refused {script}: {str(error).partition(': ')[2]}") from None
+    number = said.strip().split(";")[0]
+    if not number.isdecimal():
+        raise MegatfmError(f"sbatch refused {script}: {' '.join(said.split())}")
+    return number
 
 
 def _sbatch_path(path: Path) -> str:
-    if re.search(r"[\x00-\x1f\x7f'\"\\%]", str(path)):
+    if re.search(r"[\x00-\x1f\x7f'\"\\%:]", str(path)):
         raise UsageError(
-            f"{str(path)!r}: a SLURM job can't write to a path with quotes, backslashes, '%' or control characters: "
-            "choose another run_dir or folder"
+            f"{str(path)!r}: a SLURM job can't write to a path with quotes, backslashes, '%', ':' or control "
+            "characters: choose another run_dir or folder"
         )
     return str(path)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file so that its name never holds a half."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)

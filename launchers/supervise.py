@@ -28,7 +28,8 @@ class Child:
     """One process to start. Without a log it inherits this terminal.
 
     `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `death_signal` is what
-    the process gets when we are killed ourselves.
+    the process gets when we are killed ourselves. `deliver(pid, signal)` forwards to others than the process itself;
+    `translate` says what its exit code means.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Child:
     log: Path | None = None
     stop_signal: signal.Signals | None = None
     death_signal: signal.Signals = signal.SIGKILL
+    deliver: Callable[[int, int], None] | None = None
+    translate: Callable[[int], int] | None = None
 
 
 def supervise(children: Sequence[Child]) -> int:
@@ -125,14 +128,20 @@ class _Team:
                 continue
             self._forwarded.add(number)
             for child in self.living:
-                self.processes[child.name].send_signal(child.stop_signal or number)
+                process, wanted = self.processes[child.name], child.stop_signal or number
+                if child.deliver:
+                    child.deliver(process.pid, wanted)
+                else:
+                    process.send_signal(wanted)
 
     def look(self) -> None:
         """See who ended, and end the others when one failed: gently, then for good."""
         now = time.monotonic()
-        ended = [child.name for child in self.living if self.processes[child.name].poll() is not None]
+        ended = {child.name: child for child in self.living if self.processes[child.name].poll() is not None}
         if not self._ending:
-            self.codes.update({name: self.processes[name].returncode for name in ended})
+            for name, child in ended.items():
+                code = self.processes[name].returncode
+                self.codes[name] = child.translate(code) if child.translate else code
         failed = [name for name in ended if self.codes.get(name, 0) not in (DONE, REQUEUE)]
         if failed and self.first_failed is None:
             # Of those that ended between two looks, one killed by a signal can't have been a victim of the others.

@@ -1,0 +1,89 @@
+"""torchrun on one node of a job: where the others are comes from SLURM, and a stop reaches the workers.
+
+torchrun's agent dies of USR1 and gives its workers half a minute after TERM, too short for a large checkpoint; and
+whatever its workers return, it returns 1. So this process stands before it: it passes signals to the workers
+themselves, and returns the code that they agree on. No torch.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from launchers.supervise import Child, supervise
+from launchers.worker import CODES
+from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
+
+# Below the kernel's range for outgoing connections; another range than the one of tasks that srun starts.
+FIRST_PORT, N_PORTS = 22_000, 10_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m launchers.agent --processes N train CONFIG …`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="launchers.agent", description=__doc__)
+    parser.add_argument("--processes", type=int, required=True, help="workers on this node")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="words for megatfm")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="megatfm-agent-") as codes:
+        agent = Child(
+            "torchrun",
+            torchrun(os.environ, args.processes, args.command),
+            {CODES: codes},
+            # The kernel ends torchrun with us; its workers are in its hands, and it ends them on TERM.
+            death_signal=signal.SIGTERM,
+            deliver=to_workers,
+            translate=lambda code: verdict(code, Path(codes)),
+        )
+        return supervise([agent])
+
+
+def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str]) -> list[str]:
+    """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
+    job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={environment['SLURM_STEP_NUM_NODES']}",
+        f"--node-rank={environment['SLURM_NODEID']}",
+        f"--nproc-per-node={processes}",
+        f"--master-addr={environment['MASTER_ADDR']}",
+        f"--master-port={FIRST_PORT + (31 * job + step) % N_PORTS}",
+        "--max-restarts=0",  # the job restarts the run, on nodes that are known to be there
+        *("-m", "launchers.worker", *words),
+    ]
+
+
+def to_workers(pid: int, number: int) -> None:
+    """Send a signal to the workers below an agent; to the agent itself when it has none yet."""
+    workers = list(_workers(pid))
+    for worker in workers:
+        worker.send_signal(number)
+    if not workers:
+        os.kill(pid, signal.SIGTERM)
+
+
+def _workers(pid: int) -> Iterator[psutil.Process]:
+    for process in psutil.Process(pid).children():
+        try:
+            if "LOCAL_RANK" in process.environ():
+                yield process
+        except psutil.Error:  # ended meanwhile
+            continue
+
+
+def verdict(code: int, folder: Path) -> int:
+    """The code that the workers left, where all that left one agree; else 1."""
+    if code == DONE:
+        return DONE
+    left = {int(path.read_text()) for path in folder.iterdir()}
+    (agreed,) = left if len(left) == 1 else (FAILED,)
+    # A worker that torchrun ended because another left with such a code could not leave its own.
+    return agreed if agreed in (USAGE, REQUEUE, NO_PROGRESS, LOCKED) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

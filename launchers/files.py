@@ -1,0 +1,85 @@
+"""Small files that are there whole or not at all, and what a run leaves for whoever watches it."""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+LAUNCH = "launch.json"
+TAIL_BYTES = 2**18
+_COMMITTED = re.compile(r"step-(\d+)")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that its name never holds a half. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path, default: Any) -> Any:
+    """What a JSON file holds; `default` where it is missing, unreadable or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return default
+
+
+def launched(run: Path) -> dict[str, Any]:
+    """How a run was started last: launcher, jobs or process, command; nothing where nobody noted it."""
+    found = read_json(run / LAUNCH, {})
+    return found if isinstance(found, dict) else {}
+
+
+def note_launch(run: Path, **facts: object) -> None:
+    """Leave in the run directory how it was started, for status, logs and cancel. Raises OSError."""
+    write_whole(
+        run / LAUNCH, json.dumps({**facts, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
+    )
+
+
+def newest_step(run: Path) -> int:
+    """Step of the newest committed checkpoint, from its folder's name alone; 0 where there is none."""
+    try:
+        found = [_COMMITTED.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
+    except OSError:
+        return 0
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def last_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last whole JSON lines of a file, at most `count`, the oldest first."""
+    records: list[dict[str, Any]] = []
+    for line in last_lines(path):
+        if len(records) == count:
+            break
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a kill
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records[::-1]
+
+
+def last_lines(path: Path) -> Iterator[str]:
+    """The lines at the end of a text file, the last one first; none where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = file.read()
+    except OSError:
+        return
+    yield from reversed(text.decode(errors="replace").splitlines())

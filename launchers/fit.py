@@ -1,0 +1,35 @@
+"""On how many nodes a run can train: what the layout and the batch ask for, seen without torch."""
+
+import math
+from collections.abc import Iterable
+
+from megatfm.config import Config
+
+AXES = ("dp_replicate", "tp", "pp", "cp")
+"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too. Experts fold into dp_shard × cp."""
+
+
+def misfit(config: Config, processes: int) -> str | None:
+    """Why a run can't train on so many processes; None if it can."""
+    if config.resilience.elastic:
+        return None  # the run itself then takes the nearest layout that fits
+    parallel, train = config.parallel, config.train
+    sizes = {axis: int(getattr(parallel, axis)) for axis in AXES}
+    fixed = math.prod(sizes.values())
+    shard = processes // fixed if parallel.dp_shard == -1 else parallel.dp_shard
+    if fixed * shard != processes:
+        named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
+        layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
+        return f"the layout {layout} does not divide {processes} processes"
+    data_ranks = sizes["dp_replicate"] * shard
+    if train.global_batch % (train.micro_batch * data_ranks):
+        return (
+            f"train.global_batch = {train.global_batch} does not divide into micro-batches of {train.micro_batch} on "
+            f"{data_ranks} data ranks"
+        )
+    return None
+
+
+def most_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
+    """The largest of these numbers of nodes on which the run fits; None if it fits on none."""
+    return max((n for n in counts if misfit(config, n * processes_per_node) is None), default=None)

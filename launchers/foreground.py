@@ -1,0 +1,115 @@
+"""What the launchers that stay in front of their ranks share: the note of who runs, restarts, status and cancel."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from launchers.files import EVENTS, last_records, launched, note_launch
+from launchers.job import Job, State
+from launchers.restarts import FINAL, Attempt, Restarts
+from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError, UsageError
+
+WORDS = {"finished": "DONE", "stopped": "STOPPED"}
+"""What a run's own last event means, for a process that is gone."""
+
+
+class Foreground:
+    """Runs a job under the eyes of this process, and starts it again after a failure if it may."""
+
+    name: str
+
+    def __init__(self, max_restarts: int = 0) -> None:
+        self.max_restarts = max_restarts
+
+    def run(self, job: Job, attempt: Callable[[], int]) -> int:
+        """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing."""
+        run = job.run_dir
+        me = f"{socket.gethostname()}:{os.getpid()}"
+        restarts = Restarts(run)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            note_launch(
+                run,
+                launcher=self.name,
+                kind=job.kind,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                started=psutil.Process().create_time(),
+            )
+            if job.kind != "train":
+                return attempt()
+            while True:
+                restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+                code = attempt()
+                reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
+                ended = replace(restarts.attempts[-1], ended=time.time(), code=code, reason=reason)
+                restarts.end(ended)
+                if code in FINAL or code == REQUEUE or not self.max_restarts:
+                    return code
+                if spent := restarts.spent(self.max_restarts):
+                    print(f"megatfm: no progress: {spent}", file=sys.stderr)
+                    restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
+                    return NO_PROGRESS
+                print("megatfm: starting again from the newest checkpoint", file=sys.stderr)
+        except OSError as error:
+            raise MegatfmError(
+                f"{error.filename or run}: can't write the run directory: {error.strerror}"
+            ) from error
+
+    def status(self, run: Path) -> State:
+        """RUNNING while the process that launched it lives; else how it ended."""
+        note = launched(run)
+        if process(run):
+            return State("RUNNING", f"pid {note['pid']} on {note['host']}", note.get("time"))
+        if note.get("host") != socket.gethostname() and not _ended(run):
+            return State("UNKNOWN", f"started on {note.get('host')}: ask there")
+        return _ended(run) or State("FAILED", "its launcher is gone, and left no word")
+
+    def cancel(self, run: Path) -> str:
+        """SIGTERM to the launcher, which passes it on: the run saves and stops."""
+        found = process(run)
+        if found is None:
+            note = launched(run)
+            elsewhere = note.get("host") not in (None, socket.gethostname())
+            raise UsageError(
+                f"{run}: was started on {note['host']}: cancel it there"
+                if elsewhere
+                else f"{run}: nothing runs"
+            )
+        found.send_signal(signal.SIGTERM)
+        return f"told process {found.pid} to save and stop"
+
+    def logs(self, run: Path) -> list[Path]:
+        """None: rank 0 writes to the terminal and to its own log alike."""
+        return []
+
+
+def process(run: Path) -> psutil.Process | None:
+    """The process that launched a run, if it lives on this machine."""
+    note = launched(run)
+    if note.get("host") != socket.gethostname() or "pid" not in note:
+        return None
+    try:
+        found = psutil.Process(int(note["pid"]))
+        same = abs(found.create_time() - float(note.get("started", 0))) < 1  # else the number was used again
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def _ended(run: Path) -> State | None:
+    attempts = Restarts(run).attempts
+    if attempts and (last := attempts[-1]).ended is not None:
+        words = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+        return State(words.get(FAILED if last.code is None else last.code, "FAILED"), last.reason, last.ended)
+    events = last_records(run / EVENTS, 1)
+    if events and (word := WORDS.get(str(events[0].get("event")))):
+        return State(word, str(events[0].get("detail", "")), events[0].get("time"))
+    return None

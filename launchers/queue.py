@@ -1,0 +1,67 @@
+"""How the jobs of a run are, from the queue, and from what is left once SLURM has forgotten them."""
+
+from pathlib import Path
+
+from launchers import scheduler
+from launchers.files import launched
+from launchers.job import State
+from launchers.restarts import Restarts
+from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError, UsageError
+
+WORDS = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+
+
+def jobs_of(run: Path) -> list[str]:
+    """Numbers of the jobs that were submitted last for a run, in the order of their chain."""
+    return [str(job) for job in launched(run).get("jobs", [])]
+
+
+def queue_state(run: Path) -> State:
+    """The state of a run's jobs: the one that runs, else the next to run, else what became of the last."""
+    jobs = jobs_of(run)
+    states = [(job, job_state(job)) for job in jobs]
+    for wanted in (lambda state: state.word == "RUNNING", lambda state: not state.is_over):
+        for job, state in states:
+            if wanted(state):
+                waiting = sum(not other.is_over for _, other in states) - 1
+                more = [f"job {job}", state.detail, f"{waiting} more in the chain" if waiting else ""]
+                return State(state.word, ", ".join(part for part in more if part), state.since)
+    if not states:
+        return State("UNKNOWN", "no job was noted")
+    attempts = [each for each in Restarts(run).attempts if each.job in jobs]
+    job, state = states[-1]
+    if attempts and attempts[-1].ended is not None:
+        last = attempts[-1]
+        job, state = next((job, state) for job, state in states if job == last.job)
+        if not state.word.startswith("CANCELLED"):
+            code = FAILED if last.code is None else last.code
+            return State(WORDS.get(code, "FAILED"), f"job {job}: {last.reason}", last.ended)
+    return State(state.word, f"job {job}: {state.detail}" if state.detail else f"job {job}")
+
+
+def job_state(job: str) -> State:
+    """What SLURM says of a job: squeue while it is queued, then scontrol for a while, then sacct where there is one."""
+    try:
+        line = scheduler.call("squeue", "-h", "-a", "-j", job, "-o", "%T|%r|%N")
+    except UsageError:
+        return State("UNKNOWN", "squeue is not on PATH here")
+    except MegatfmError as error:
+        if "Invalid job id" not in str(error):
+            return State("UNKNOWN", str(error))
+        line = ""
+    if rows := [row.split("|") for row in line.splitlines() if row.count("|") == 2]:
+        words = {row[0] for row in rows}
+        word = "RUNNING" if "RUNNING" in words else rows[0][0]
+        row = next(row for row in rows if row[0] == word)
+        return State(word, row[2] if word == "RUNNING" else row[1])
+    if found := scheduler.facts(job):
+        exit_code = found.get("ExitCode", "")
+        return State(found.get("JobState", "UNKNOWN"), f"exit code {exit_code}" if exit_code else "")
+    try:
+        past = scheduler.call("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode").split("\n")[0]
+    except MegatfmError:
+        past = ""
+    if "|" in past:
+        word, exit_code = past.split("|")
+        return State(word, f"exit code {exit_code}")
+    return State("GONE", "SLURM has forgotten it")

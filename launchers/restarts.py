@@ -1,0 +1,128 @@
+"""What became of each attempt at a run (`RUN/restarts.json`), and so whether another one makes sense.
+
+Only the process that starts and restarts a run writes the file: the job script's helper, or `megatfm launch`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from launchers.files import newest_step, read_json, write_whole
+from megatfm.errors import DONE, LOCKED, NO_PROGRESS, REQUEUE, USAGE
+
+RESTARTS = "restarts.json"
+FINAL = {
+    DONE: "done",
+    USAGE: "the command line or the config asks for what can't be",
+    NO_PROGRESS: "restarts gain no new checkpoint",
+    LOCKED: "another job trains this run",
+}
+"""Codes after which the same command would say the same again."""
+
+FRUITLESS_STOPS = 10
+"""Stops by a signal in a row that saved nothing, say a time limit shorter than the start: more are no accident."""
+OFFENCES = 2
+FORGIVEN_SECONDS = 7 * 86400.0  # by then a broken node was repaired, or drained by the site
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run. `code` is None while it goes on, and for one that was lost with its job script."""
+
+    time: float
+    """Seconds since 1970 at which it began."""
+    submission: str
+    """What its limits are counted over: the same for all restarts of a job and all links of a chain."""
+    job: str = ""
+    restart: int = 0
+    nodes: list[str] = field(default_factory=list)
+    first_step: int = 0
+    """Newest checkpoint when it began."""
+    step: int = 0
+    """Newest checkpoint when it ended."""
+    code: int | None = None
+    asked: bool = False
+    """Whether it was asked to stop: by the time limit, preemption or a person."""
+    reason: str = ""
+    failed_host: str | None = None
+    failed_rank: int | None = None
+    ended: float | None = None
+
+    @property
+    def gained(self) -> bool:
+        return self.step > self.first_step
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and not well."""
+        return self.ended is not None and self.code not in (DONE, REQUEUE) and not self.asked
+
+
+class Restarts:
+    """The attempts at a run, the oldest first."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        known = {each.name for each in fields(Attempt)}
+        self.attempts: list[Attempt] = [
+            Attempt(**{key: value for key, value in entry.items() if key in known})
+            for entry in read_json(run / RESTARTS, [])
+        ]
+
+    def begin(self, attempt: Attempt, host: str | None = None, rank: int | None = None) -> None:
+        """Note that an attempt begins. If the one before never ended, it was lost, perhaps through `host`."""
+        if self.attempts and self.attempts[-1].ended is None:
+            self.attempts[-1] = replace(
+                self.attempts[-1],
+                ended=attempt.time,
+                step=newest_step(self.run),
+                reason="lost with its job script: a node went down, or it was requeued or killed from outside",
+                failed_host=host,
+                failed_rank=rank,
+            )
+        self.attempts.append(replace(attempt, first_step=newest_step(self.run)))
+        self._save()
+
+    def end(self, attempt: Attempt) -> None:
+        """Note how the last attempt ended."""
+        self.attempts[-1] = replace(attempt, step=newest_step(self.run))
+        self._save()
+
+    def spent(self, max_restarts: int) -> str | None:
+        """Why the last submission shall not be tried again; None if it may be."""
+        failures, stops = self.fruitless()
+        if failures > max_restarts:
+            why = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
+        elif stops > FRUITLESS_STOPS:
+            why = f"{stops} attempts in a row were stopped"
+        else:
+            return None
+        last = next((each.reason for each in reversed(self.attempts) if each.failed), "")
+        return f"{why} without a new checkpoint after step {newest_step(self.run)}" + (
+            f"; the last: {last}" if last else ""
+        )
+
+    def fruitless(self) -> tuple[int, int]:
+        """Failures and stops of the last submission since its last attempt that gained a checkpoint."""
+        failures = stops = 0
+        for attempt in reversed(self.attempts):
+            if attempt.submission != self.attempts[-1].submission or attempt.gained:
+                break
+            failures += attempt.failed
+            stops += attempt.ended is not None and not attempt.failed
+        return failures, stops
+
+    def offenders(self, now: float) -> list[str]:
+        """Hosts on which the run failed twice or more of late."""
+        recent = [each for each in self.attempts if each.time > now - FORGIVEN_SECONDS]
+        counts = Counter(each.failed_host for each in recent if each.failed_host)
+        return sorted(host for host, count in counts.items() if count >= OFFENCES)
+
+    def _save(self) -> None:
+        write_whole(self.run / RESTARTS, dump(self.attempts))
+
+
+def dump(attempts: Sequence[Attempt]) -> str:
+    return json.dumps([asdict(each) for each in attempts], indent=1) + "\n"

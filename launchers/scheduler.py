@@ -1,0 +1,81 @@
+"""What is asked of SLURM, by its own commands. They answer in words that change between versions, so few are read."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+
+from megatfm.errors import MegatfmError, UsageError
+
+TIMEOUT_SECONDS = 60.0  # a dead slurmctld would hang its commands for longer
+_FACT = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
+
+
+def call(*words: str) -> str:
+    """What a command of SLURM prints. Raises UsageError where there is none, MegatfmError when it refuses."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
+        )
+    except FileNotFoundError:
+        raise UsageError(f"{words[0]} is not on PATH: run this on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise MegatfmError(
+            f"{words[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?"
+        ) from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise MegatfmError(f"{' '.join(words[:3])}: {said}")
+    return done.stdout
+
+
+def facts(job: str) -> dict[str, str]:
+    """What `scontrol show job` says of a job; nothing once SLURM has forgotten it."""
+    try:
+        text = call("scontrol", "-o", "show", "job", job)
+    except MegatfmError as error:
+        if isinstance(error, UsageError) or "Invalid job id" not in str(error):
+            raise
+        return {}
+    return {key: value.strip() for key, value in _FACT.findall(text.splitlines()[0])} if text.strip() else {}
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The hosts of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
+    if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
+        return nodes.split(",")
+    return call("scontrol", "show", "hostnames", nodes).split()
+
+
+def seconds(text: str) -> int | None:
+    """SLURM's days-hours:minutes:seconds; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def usable_nodes(partition: str) -> set[str]:
+    """Nodes of a partition that could run a job now or later: not down, drained or failing."""
+    usable = set()
+    for line in call("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
+        name, state = line.split()
+        if not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
+            usable.add(name)
+    return usable
+
+
+def requeue(job: str) -> None:
+    """Back into the queue, also from within the job: it goes on from its checkpoint when its turn comes."""
+    call("scontrol", "requeue", job)
+
+
+def exclude(job: str, hosts: Sequence[str]) -> None:
+    """Keep a pending job off some nodes."""
+    call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}")
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """End jobs, and take those that wait out of the queue."""
+    if jobs:
+        call("scancel", *jobs)
