@@ -14,6 +14,8 @@ class ResilienceConfig(Section):
     """Before the first step, try the disk, the memory and a collective on every axis."""
     elastic: bool = False
     """Where the layout or the micro-batch doesn't fit the processes that are there, take the nearest that does."""
+    max_failures: PositiveInt = 3
+    """Restarts in a row without a new checkpoint after which a run gives up (exit 76), under torchrun's agent."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that are skipped because loss or gradient is not finite; one more ends the run."""
     spike: Literal["off", "report", "rollback"] = "report"

@@ -39,6 +39,8 @@ class Rank:
     local_rank: int
     launcher: Launcher
     device: torch.device
+    address: str | None = None
+    """Where rank 0 can be reached; None in a group that was there already."""
 
     @property
     def is_main(self) -> bool:
@@ -58,12 +60,14 @@ class Place:
     port: int = 0
 
 
-def initialise(timeout: float = 600.0, device: Device = "auto") -> Rank:
+def initialise(
+    timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
+) -> Rank:
     """Set up the default process group and this process's device; returns who we are.
 
-    `timeout` is in seconds, for meeting the others and for every later collective. A group that is there already
-    is used as it is. Raises UsageError for an environment that contradicts itself, MegatfmError when the others
-    can't be reached.
+    `timeout` is in seconds, for meeting the others, and for every later collective if `collective_timeout` is not
+    given. A group that is there already is used as it is. Raises UsageError for an environment that contradicts
+    itself, MegatfmError when the others can't be reached.
     """
     if dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -72,7 +76,8 @@ def initialise(timeout: float = 600.0, device: Device = "auto") -> Rank:
     place = find_place(os.environ)
     chosen = _device(place, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=timeout)}
+    later = timedelta(seconds=collective_timeout or timeout)
+    options: dict[str, Any] = {"backend": backend, "timeout": later}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
@@ -81,6 +86,8 @@ def initialise(timeout: float = 600.0, device: Device = "auto") -> Rank:
             place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
         else:
             store = _store(place, timedelta(seconds=timeout))
+        if place.world_size > 1:
+            _arrive(store, place, timedelta(seconds=timeout))
         dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
     except (dist.DistError, RuntimeError) as error:
         where = f" at {place.address}:{place.port}" if place.address else ""
@@ -88,7 +95,7 @@ def initialise(timeout: float = 600.0, device: Device = "auto") -> Rank:
             f"rank {place.rank} of {place.world_size} could not meet the others{where} within {timeout:g} s: check "
             f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
         ) from error
-    return Rank(place.rank, place.world_size, place.local_rank, place.launcher, chosen)
+    return Rank(place.rank, place.world_size, place.local_rank, place.launcher, chosen, place.address)
 
 
 def shutdown() -> None:
@@ -98,11 +105,13 @@ def shutdown() -> None:
 
 
 @contextmanager
-def joined(timeout: float = 600.0, device: Device = "auto") -> Iterator[Rank]:
+def joined(
+    timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
+) -> Iterator[Rank]:
     """`initialise`, and at the end `shutdown`; a group that was there before stays."""
     was_there = dist.is_initialized()
     try:
-        yield initialise(timeout, device)
+        yield initialise(timeout, device, collective_timeout)
     finally:
         if not was_there:
             shutdown()
@@ -225,11 +234,31 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     """Where the ranks meet. A single process needs no port."""
     if place.world_size == 1:
         return dist.HashStore()
-    if place.launcher == "torchrun":  # knows whether torchrun's agent has opened the store already
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has opened it already
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))
         return store
     assert place.address is not None
-    return dist.TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout)
+    return dist.TCPStore(
+        place.address, place.port, place.world_size, place.rank == 0, timeout, wait_for_workers=False
+    )
+
+
+def _arrive(store: dist.Store, place: Place, timeout: timedelta) -> None:
+    """Wait until all ranks are there. Raises MegatfmError that names those that never came."""
+    store.set(f"megatfm/here/{place.rank}", socket.gethostname())
+    if store.add("megatfm/arrived", 1) == place.world_size:
+        store.set("megatfm/all", "1")
+    try:
+        store.wait(["megatfm/all"], timeout)
+    except dist.DistError as error:
+        missing = [n for n in range(place.world_size) if not store.check([f"megatfm/here/{n}"])]
+        if not missing:
+            raise
+        names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        raise MegatfmError(
+            f"rank {names} of {place.world_size} never came, within {timeout.total_seconds():g} s: see its log, or the "
+            "machine that it should run on"
+        ) from error
 
 
 def _meet_over_mpi(place: Place, timeout: timedelta) -> tuple[Place, dist.Store]:

@@ -24,7 +24,7 @@ class RunLog:
     """
 
     def __init__(self, run: Run, steps: int) -> None:
-        self._path = run.folder / "logs" / f"rank-{run.rank}.log"
+        self._path = run.log
         self._shows, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None

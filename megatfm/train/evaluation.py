@@ -1,16 +1,21 @@
 """Loss, and where it is a likelihood bits per byte, on the named validation sets."""
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatfm.config import Config
 from megatfm.data import IGNORED_TARGET, Loader, PackedRows
 from megatfm.engines import NativeEngine
 from megatfm.objectives import Objective
+from megatfm.train.corpora import Corpora
+
+log = logging.getLogger("megatfm")
 
 
 def evaluate(
@@ -21,6 +26,7 @@ def evaluate(
     *,
     micro_batch: int,
     max_rows: int = 0,
+    moved: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate one set, on all ranks together: loss, tokens that the first term counts, and rows.
 
@@ -30,6 +36,7 @@ def evaluate(
     only make the figure worse.
 
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
+    moved: called at each batch.
     """
     data_ranks = engine.mesh.data_ranks
     stop = min(max_rows or len(rows), len(rows))
@@ -45,6 +52,7 @@ def evaluate(
 
         def batches() -> Iterator[dict[str, NDArray[np.int64]]]:
             for microbatches in loader:
+                moved()
                 for batch in microbatches:
                     targets = batch["targets"]
                     if byte_lengths is not None:
@@ -69,3 +77,22 @@ def summary(result: Mapping[str, Any]) -> str:
     if "bits_per_byte" in result:
         words.append(f"{result['bits_per_byte']:.3f} bits per byte")
     return ", ".join(words)
+
+
+def evaluate_sets(
+    engine: NativeEngine, corpora: Corpora, config: Config, step: int, moved: Callable[[], None]
+) -> dict[str, Any]:
+    """Evaluate every validation set of a config; name → what `evaluate` returns."""
+    results = {}
+    for name, rows in corpora.validation.items():
+        results[name] = evaluate(
+            engine,
+            rows,
+            corpora.objective,
+            corpora.tokenizer.byte_lengths(),
+            micro_batch=config.train.micro_batch,
+            max_rows=config.evaluate.max_rows,
+            moved=moved,
+        )
+        log.info("step %d  %s: %s", step, name, summary(results[name]))
+    return results

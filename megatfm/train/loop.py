@@ -9,8 +9,8 @@ import torch
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
-from megatfm.engines import NativeEngine, StepStats
-from megatfm.errors import DONE, REQUEUE, MegatfmError
+from megatfm.engines import NativeEngine
+from megatfm.errors import DONE, REQUEUE
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -18,14 +18,21 @@ from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.console import RunLog
 from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate, summary
+from megatfm.train.evaluation import evaluate_sets
+from megatfm.train.fit import fitted
+from megatfm.train.flights import record_flights
 from megatfm.train.init import load_weights
+from megatfm.train.integrity import compare_replicas, forward_backward
 from megatfm.train.memory import keep_freed_memory, memory_bytes
-from megatfm.train.metrics import MetricsLog, RunFacts, log_event
+from megatfm.train.metrics import MetricsLog, RunFacts
+from megatfm.train.preflight import preflight
 from megatfm.train.profile import StepProfile
+from megatfm.train.progress import check_progress
 from megatfm.train.run import Run, run_folder
 from megatfm.train.schedules import factor
 from megatfm.train.signals import StopSignals
+from megatfm.train.state import State
+from megatfm.train.watch import Watch
 
 log = logging.getLogger("megatfm")
 
@@ -34,20 +41,31 @@ def train(config: Config) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code."""
     import_plugins(config.plugins)
     config, tokenizer = open_tokenizer(config)
-    with bootstrap.joined(device=config.train.device) as rank:
+    record_flights(run_folder(config), config.train.device)
+    hang = config.train.hang_seconds
+    with (
+        bootstrap.joined(hang, config.train.device, collective_timeout=1.5 * hang + 60) as rank,
+        Watch(rank, hang) as watch,
+    ):
         if rank.device.type == "cpu":
             keep_freed_memory()
+        config = fitted(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         check_batch(config.train.global_batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
+        watch.tick(0, "start")
         with Run(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
-            found = resume.find(run.checkpoints, rank.rank)
+            watch.log_to(run.log, run.report)
+            found = resume.find(run.checkpoints)
+            check_progress(run, found.step if found else 0, config.resilience.max_failures)
             wanted = config.train.precision
             if found and wanted == "auto":
                 wanted = found.state["precision"]
+            watch.tick(0, "start")
             precision = choose_precision(wanted, rank.device)
             engine = build_engine(config, mesh, rank.device, precision)
-            trainer = Trainer(config, run, engine, corpora, precision, screen)
+            trainer = Trainer(config, run, engine, corpora, precision, screen, watch)
+            watch.tick(0, "start")
             trainer.restore(found)
             return trainer.run_steps()
 
@@ -56,29 +74,37 @@ class Trainer:
     """One process's share of a run."""
 
     def __init__(
-        self, config: Config, run: Run, engine: NativeEngine, corpora: Corpora, precision: str, screen: RunLog
+        self,
+        config: Config,
+        run: Run,
+        engine: NativeEngine,
+        corpora: Corpora,
+        precision: str,
+        screen: RunLog,
+        watch: Watch,
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
-        self.precision, self.screen = precision, screen
-        self.byte_lengths = corpora.tokenizer.byte_lengths()
-        self.step, self.tokens, self.position = 0, 0, 0
+        self.screen, self.watch = screen, watch
+        self.state = State(config, run, engine, corpora, precision)
 
     def restore(self, found: resume.Found | None) -> None:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
         config = self.config
+        if config.resilience.preflight:
+            for line in preflight(config, self.run, self.engine):
+                self._event("slow", line)
         if found:
-            with self._loader() as loader:
-                allowed = resume.check(found, self._state(loader), list(config.resume.allow))
-            stored = self.engine.empty_state_dict(checkpoint.names(found.path))
-            checkpoint.load(found.path, stored)
-            self.engine.load_state_dict(stored)
-            self.step = found.step
-            self.tokens, self.position = int(found.state["tokens"]), int(found.state["data"]["position"])
+            allowed = self.state.pick_up(found)
             self._event("resumed", "; ".join([f"from {found.path.name}", *allowed]))
-        elif config.train.init_from:
-            self._event("started", f"with the weights of {load_weights(self.engine, config.train.init_from)}")
         else:
-            self._event("started", f"seed {config.train.seed}")
+            self.run.decisions.forget()
+            source = config.train.init_from
+            begins = (
+                f"with the weights of {load_weights(self.engine, source)}"
+                if source
+                else f"seed {config.train.seed}"
+            )
+            self._event("started", begins)
         if self.run.is_main:
             self.run.describe(config, self.engine.layout.table)
             checkpoint.clean(self.run.checkpoints)
@@ -87,26 +113,39 @@ class Trainer:
             self.run.folder,
             f"{sum(torch.Size(p.shape).numel() for p in self.engine.layout.values()):,}",
             self.engine.mesh.describe(),
-            self.precision,
-            self.step,
+            self.state.precision,
+            self.state.step,
             config.train.steps,
         )
-
         for note in self.corpora.notes:
             log.info("%s", note)
 
     def run_steps(self) -> int:
         """While tokens are due: step, log, evaluate, save; stop if asked."""
-        config, stop = self.config, None
-        metrics = self._metrics()
+        stop = None
         with (
-            self._loader() as loader,
             StopSignals(self.engine.device) as signals,
-            StepProfile(config.log.profile, self.run) as profile,
+            StepProfile(self.config.log.profile, self.run) as profile,
         ):
-            while self.step < config.train.steps and not stop:
-                profile.before(self.step + 1)
+            while self.state.step < self.config.train.steps and not stop:
+                stop = self._stretch(signals, profile)
+        if self.state.step < self.config.train.steps:
+            self._event(
+                "stopped", f"by {stop} after step {self.state.step}: the same command goes on from there"
+            )
+            return REQUEUE
+        self._event("finished", f"step {self.state.step}, {self.state.tokens:,} tokens")
+        return DONE
+
+    def _stretch(self, signals: StopSignals, profile: StepProfile) -> str | None:
+        """Steps on data without a gap: to the end, to a signal (returned), or to a rollback or what one skips."""
+        config, at, stop, metrics = self.config, self.state, None, self._metrics()
+        with self.state.loader() as loader:
+            while at.step < config.train.steps and not stop:
+                profile.before(at.step + 1)
                 record = self._one_step(loader)
+                if "skipped" not in record and at.leaps(record["loss"], self._event):
+                    break
                 if self._due(config.evaluate.every):
                     record["evaluation"] = self._evaluate()
                 if metrics:
@@ -114,32 +153,33 @@ class Trainer:
                 self.screen.step(record, self._due(config.log.every))
                 stop = signals.agreed()
                 if stop or self._due(config.checkpoint.every):
-                    self._save(loader, metrics)
+                    self.watch.tick(at.step, "save")
+                    if metrics:
+                        metrics.sync()
+                    at.save(loader)
+                if at.jumps():
+                    break
         if metrics:
             metrics.close()
-        if self.step < config.train.steps:
-            self._event("stopped", f"by {stop} after step {self.step}: the same command goes on from there")
-            return REQUEUE
-        self._event("finished", f"step {self.step}, {self.tokens:,} tokens")
-        return DONE
+        return stop
 
     def _one_step(self, loader: Loader) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics."""
-        config, start, waited = self.config, time.perf_counter(), loader.waited
-        stats: StepStats = self.engine.forward_backward(next(loader), self.corpora.objective)
-        self.step += 1
-        lr = config.optimizer.lr * factor(config.schedule, self.step, config.train.steps)
-        grad_norm = self.engine.step(lr, config.optimizer.clip)
-        if not torch.isfinite(torch.tensor([grad_norm, stats.loss])).all():
-            raise MegatfmError(
-                f"step {self.step}: loss {stats.loss}, gradient norm {grad_norm}: not finite, so the weights were not "
-                f"changed. Resume from {self.run.checkpoints} with a lower optimizer.lr or another train.seed"
-            )
-        self.tokens += config.train.global_batch * config.data.sequence_length
+        config, at, start, waited = self.config, self.state, time.perf_counter(), loader.waited
+        self.watch.tick(at.step, "step")
+        checks, objective = config.resilience, self.corpora.objective
+        stats = forward_backward(self.engine, next(loader), objective, at.step + 1, checks.replay_every)
+        at.step, at.position = at.step + 1, loader.position
+        lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
+        grad_norm, skipped = at.trouble.careful_step(self.engine, at.step, stats.loss, lr)
+        if skipped:
+            self._event("skipped", skipped)
+        compare_replicas(self.engine, at.step, checks.compare_replicas_every)
+        at.tokens += config.train.global_batch * config.data.sequence_length
         seconds = time.perf_counter() - start
         return {
-            "step": self.step,
-            "tokens": self.tokens,
+            "step": at.step,
+            "tokens": at.tokens,
             "loss": stats.loss,
             "lr": lr,
             "grad_norm": grad_norm,
@@ -148,68 +188,30 @@ class Trainer:
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),
             "time": time.time(),
+            **({"skipped": True} if skipped else {}),
         }
 
     def _evaluate(self) -> dict[str, Any]:
-        results = {}
-        for name, rows in self.corpora.validation.items():
-            results[name] = evaluate(
-                self.engine,
-                rows,
-                self.corpora.objective,
-                self.byte_lengths,
-                micro_batch=self.config.train.micro_batch,
-                max_rows=self.config.evaluate.max_rows,
-            )
-            log.info("step %d  %s: %s", self.step, name, summary(results[name]))
-        return results
+        def moved() -> None:
+            self.watch.tick(self.state.step, "evaluation")
 
-    def _save(self, loader: Loader, metrics: MetricsLog | None) -> None:
-        if metrics:
-            metrics.sync()
-        path = checkpoint.save(
-            self.run.checkpoints,
-            self.step,
-            self.engine.state_dict(),
-            self._state(loader),
-            keep=self.config.checkpoint.keep,
-        )
-        log.info("step %d  saved %s", self.step, path.name)
-
-    def _state(self, loader: Loader) -> dict[str, Any]:
-        return resume.run_state(
-            self.config,
-            step=self.step,
-            tokens=self.tokens,
-            precision=self.precision,
-            tokenizer=self.corpora.tokenizer.hash,
-            data=loader.state(),
-        )
-
-    def _loader(self) -> Loader:
-        mesh = self.engine.mesh
-        return Loader(
-            self.corpora.train,
-            global_batch=self.config.train.global_batch,
-            micro_batch=self.config.train.micro_batch,
-            data_rank=mesh.data_rank,
-            data_ranks=mesh.data_ranks,
-            position=self.position,
-        )
+        return evaluate_sets(self.engine, self.corpora, self.config, self.state.step, moved)
 
     def _metrics(self) -> MetricsLog | None:
         if not self.run.is_main:
             return None
         facts = RunFacts(
-            self.run.folder, self.step, self.config.model_dump(mode="json"), self.config.log.wandb_project
+            self.run.folder,
+            self.state.step,
+            self.config.model_dump(mode="json"),
+            self.config.log.wandb_project,
         )
         return MetricsLog(facts, self.config.log.sinks)
 
     def _due(self, every: int) -> bool:
         """Every so many steps, and at the last."""
-        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+        return self.state.step == self.config.train.steps or (every > 0 and self.state.step % every == 0)
 
     def _event(self, event: str, detail: str) -> None:
         log.info("%s: %s", event, detail)
-        if self.run.is_main:
-            log_event(self.run.folder, event, detail, self.step)
+        self.run.event(event, detail, self.state.step)

@@ -98,12 +98,12 @@ class MetricsLog:
             sink.close()
 
 
-def log_event(folder: Path, event: str, detail: str, step: int | None = None) -> None:
+def log_event(folder: Path, event: str, detail: str, step: int | None = None, **facts: Any) -> None:
     """Append what happened to the run (`resumed`, `stopped`, …) to `events.jsonl`, at once and for good.
 
     Unlike metrics, events are facts of the clock and not of the step: a resume keeps them all.
     """
-    record = {"time": time.time(), "event": event, "detail": detail}
+    record = {"time": time.time(), "event": event, "detail": detail, **facts}
     if step is not None:
         record["step"] = step
     path = folder / EVENTS

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatfm import __version__, checkpoint
 from megatfm.config import Config
 from megatfm.errors import UsageError
+from megatfm.train.agree import told_by_rank_0
 
 GROUPS = {
     "data": ("data.",),
@@ -36,34 +35,37 @@ class Found:
         return int(self.state["step"])
 
 
-def find(folder: Path, rank: int) -> Found | None:
+def find(folder: Path) -> Found | None:
     """The newest checkpoint whose every byte is right: rank 0 looks, the others are told.
 
     Raises what `checkpoint.latest` raises, on every rank.
     """
-    answer: list[Any] = [None]
-    if rank == 0:
-        try:
-            path = checkpoint.latest(folder, hashes=True)
-            answer = [path and Found(path, checkpoint.read_state(path))]
-        except Exception as error:  # told to all ranks, so that all end with it
-            answer = [error]
-    dist.broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+
+    def look() -> Found | None:
+        path = checkpoint.latest(folder, hashes=True)
+        return Found(path, checkpoint.read_state(path)) if path else None
+
+    return told_by_rank_0(look)
 
 
 def run_state(
-    config: Config, *, step: int, tokens: int, precision: str, tokenizer: str, data: Mapping[str, Any]
+    config: Config,
+    *,
+    step: int,
+    tokens: int,
+    precision: str,
+    tokenizer: str,
+    data: Mapping[str, Any],
+    trouble: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The JSON state of a checkpoint. `data` is the loader's state."""
+    """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses."""
     return {
         "step": step,
         "tokens": tokens,
         "precision": precision,
         "tokenizer": tokenizer,
         "data": dict(data),
+        "trouble": dict(trouble),
         "config": config.model_dump(mode="json"),
         "megatfm": __version__,
     }

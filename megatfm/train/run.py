@@ -1,6 +1,5 @@
 """The run directory: what a run leaves on disk, and who may write there."""
 
-import fcntl
 import json
 import os
 import platform
@@ -8,13 +7,18 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 import torch
 
 from megatfm import __version__, tokenizers
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError
+from megatfm.train.agree import told_by_rank_0
+from megatfm.train.judge import Verdict
+from megatfm.train.lock import RunLock
+from megatfm.train.metrics import log_event
+from megatfm.train.trouble import DECISIONS, Decisions
 
 
 def run_folder(config: Config) -> Path:
@@ -44,31 +48,34 @@ class Run:
 
     folder: Path
     rank: int
-    _lock: IO[bytes] | None = field(default=None, repr=False)
+    decisions: Decisions = field(init=False, repr=False)
+    _lock: RunLock = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.decisions = Decisions(self.folder / DECISIONS, self.is_main)
+        self._lock = RunLock(self.folder / "lock")
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
     @property
+    def log(self) -> Path:
+        """Where this rank's messages and stacks go."""
+        return self.folder / "logs" / f"rank-{self.rank}.log"
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def __enter__(self) -> Self:
-        """Make the folder and take the lock (rank 0).
+        """Make the folder and take the lock (rank 0). A collective, where there is a group.
 
-        Raises MegatfmError if another process trains in this folder, or if it can't be written.
+        Raises LockedError on all ranks if another process trains in this folder, MegatfmError if it can't be written.
         """
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            if self.is_main:
-                self._lock = (self.folder / ".lock").open("wb")
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.__exit__(None, None, None)
-            raise MegatfmError(
-                f"{self.folder}: another process is training in this run directory: wait for it or give another name"
-            ) from None
+            told_by_rank_0(lambda: self._lock.take() if self.is_main else None)
         except OSError as error:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
         return self
@@ -76,8 +83,17 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._lock:
-            self._lock.close()
+        self._lock.release()
+
+    def event(self, event: str, detail: str, step: int) -> None:
+        """Note what happened to the run (rank 0)."""
+        if self.is_main:
+            log_event(self.folder, event, detail, step)
+
+    def report(self, verdict: Verdict) -> None:
+        """Note why the run ends, for people and for whoever restarts it; by one rank, which need not be 0."""
+        blame = {"ranks": verdict.ranks, "hosts": verdict.hosts}
+        log_event(self.folder, "failed", verdict.text, verdict.step, **blame)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a small file of the run whole, or not at all."""

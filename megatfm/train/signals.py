@@ -1,6 +1,10 @@
 """Signals that ask a run to stop: all ranks agree at a step boundary, save, and leave."""
 
+import contextlib
+import os
 import signal
+import socket
+import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -8,25 +12,44 @@ import torch
 import torch.distributed as dist
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+INTERRUPTED = 128 + signal.SIGINT
+GRACE_SECONDS = 2.0
+"""After a second SIGINT: how long the main thread may take to hear of it."""
 
 
 class StopSignals:
-    """While entered, remembers SIGTERM, SIGINT and SIGUSR1; a second SIGINT interrupts at once."""
+    """While entered, remembers SIGTERM, SIGINT and SIGUSR1; a second SIGINT interrupts at once.
+
+    Python's handlers wait for the main thread. Where that is stuck inside a collective, a thread that reads the
+    signals' numbers from a socket ends the process.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._received: signal.Signals | None = None
+        self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
+        self._left = threading.Event()
 
     def __enter__(self) -> Self:
+        self._hears, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="megatfm-signals", daemon=True)
+        self._thread.start()
         self._before = {name: signal.signal(name, self._remember) for name in ASK_TO_STOP}
+        self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
         for name, handler in self._before.items():
             signal.signal(name, handler)
+        self._left.set()
+        self._wakes.close()
+        self._thread.join()
+        self._hears.close()
 
     def agreed(self) -> str | None:
         """The signal's name if any rank has received one; the same answer on every rank. A collective."""
@@ -35,6 +58,19 @@ class StopSignals:
         return signal.Signals(int(number)).name if number else None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._received == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
         self._received = signal.Signals(number)
+
+    def _listen(self) -> None:
+        interrupts = 0
+        while interrupts < 2:
+            with contextlib.suppress(OSError):
+                if not (numbers := self._hears.recv(64)):
+                    return
+                interrupts += numbers.count(signal.SIGINT)
+        if not self._left.wait(GRACE_SECONDS):
+            os.write(2, b"error: interrupted while stuck, so nothing is saved\n")
+            os._exit(INTERRUPTED)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatfm.config import Config, load_config
-from megatfm.errors import MegatfmError
+from megatfm.errors import LockedError, MegatfmError
 from megatfm.train.console import RunLog, log
 from megatfm.train.run import Run, run_folder
 
@@ -25,7 +26,7 @@ def enter(run: Run) -> None:
 def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
     with Run(tmp_path / "a", 0):
         with pytest.raises(
-            MegatfmError, match=r"/a: another process is training in this run directory: wait"
+            LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
         ):
             enter(Run(tmp_path / "a", 0))
         enter(Run(tmp_path / "a", 1))  # another rank of the first
@@ -85,7 +86,7 @@ def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
     run.describe(config, "another\n")
     assert (tmp_path / "a" / "plan.txt").read_text() == "another\n"
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-        ".lock", "config.toml", "environment.json", "logs", "plan.txt", "tokenizer.model",
+        "config.toml", "environment.json", "lock", "logs", "plan.txt", "tokenizer.model",
     ]  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.train.signals import ASK_TO_STOP, StopSignals
+from megatfm.train.signals import ASK_TO_STOP, INTERRUPTED, StopSignals
 from tests.workers import Workers
 
 CPU = torch.device("cpu")
@@ -42,12 +44,39 @@ def test_ranks_that_got_different_ones_name_the_same(workers: Workers) -> None:
 
 def test_only_a_second_interrupt_interrupts() -> None:
     with StopSignals(CPU):
-        for first in ASK_TO_STOP:
+        for first in (*ASK_TO_STOP, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(first)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+STUCK = """
+import ctypes
+import torch
+from megatfm.train import signals
+signals.GRACE_SECONDS = 0.2
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+with signals.StopSignals(torch.device("cpu")):
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # in C, which no signal interrupts, as in a collective
+"""
+
+
+def test_a_second_interrupt_ends_a_main_thread_that_is_stuck_in_c() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == INTERRUPTED
+    finally:
+        process.kill()
+        said = process.communicate()[1].decode()
+    assert said == "error: interrupted while stuck, so nothing is saved\n"
 
 
 def fail_inside() -> None:

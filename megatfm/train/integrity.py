@@ -1,0 +1,95 @@
+"""Silent corruption: does the same step give the same bits, and do replicas hold the same weights?"""
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch import Tensor
+
+from megatfm.checkpoint import Box
+from megatfm.engines import NativeEngine, StepStats
+from megatfm.engines.interface import Arrays, Objective
+from megatfm.errors import MegatfmError
+
+SHOWN = 5
+
+
+def forward_backward(
+    engine: NativeEngine, microbatches: Sequence[Arrays], objective: Objective, step: int, replay_every: int
+) -> StepStats:
+    """The engine's `forward_backward`; every so many steps (0: never) twice, and compared. A collective.
+
+    Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
+    step and sample, so the two agree wherever the kernels are deterministic.
+    """
+    stats = engine.forward_backward(microbatches, objective)
+    if replay_every == 0 or step % replay_every:
+        return stats
+    before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    engine.model.zero_grad(set_to_none=True)
+    again = engine.forward_backward(microbatches, objective)
+    differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
+    if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
+        differ.insert(0, "the loss")
+    _end_if(differ, f"step {step}, computed twice, differs")
+    return again
+
+
+def compare_replicas(engine: NativeEngine, step: int, every: int) -> None:
+    """Every so many steps (0: never), compare hashes of weights and optimizer state over dp_replicate. A collective.
+
+    Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
+    """
+    if every == 0 or step % every or engine.mesh.size("dp_replicate") == 1:
+        return
+    ours = hashes(engine.state_dict())
+    theirs: list[dict[str, str]] = engine.mesh.gather_objects(ours, ("dp_replicate",))
+    differ = []
+    for name, mine in ours.items():
+        votes = Counter(other.get(name, "") for other in theirs)
+        best, count = votes.most_common(1)[0]
+        tie = list(votes.values()).count(count) > 1
+        if len(votes) > 1 and (tie or mine != best):
+            differ.append(name)
+    _end_if(differ, f"after step {step}, replicas of one parameter differ")
+
+
+def hashes(state: Mapping[str, Box | Tensor]) -> dict[str, str]:
+    """BLAKE3 of this rank's block of everything in a state dict."""
+    blocks = {name: value.tensor if isinstance(value, Box) else value for name, value in state.items()}
+    return {name: blake3(_bytes(block)).hexdigest() for name, block in blocks.items()}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit: NaN is itself, and −0 is not 0."""
+    return torch.equal(
+        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def _end_if(differ: list[str], what: str) -> None:
+    mine = (socket.gethostname(), differ)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = {rank: (host, names) for rank, (host, names) in enumerate(everyone) if names}
+    if found:
+        where = "; ".join(f"rank {rank} on {host}: {_few(names)}" for rank, (host, names) in found.items())
+        raise MegatfmError(
+            f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
+            "without that machine"
+        )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,131 @@
+"""One run directory, one job: a lock that dies with its holder, wherever the directory lies.
+
+The kernel's lock (lockf) ends with the process, on one machine and on filesystems that know locks across machines.
+Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatfm.errors import LockedError
+
+TOUCH_SECONDS = 4.0
+DEAD_SECONDS = 3 * TOUCH_SECONDS
+"""A holder on another machine whose file hasn't moved for so long is dead."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_held: set[Path] = (
+    set()
+)  # lockf lets a process lock twice, and loses the lock when any of its descriptors closes
+
+
+class RunLock:
+    """The lock on a run directory: `RUN/lock`, which says in JSON who holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._released = threading.Event()
+
+    def take(self) -> None:
+        """Take the lock, or raise LockedError that names the holder. Raises OSError if the file can't be written."""
+        if self.path in _held:
+            raise LockedError(self._refusal(_me()))
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            holder = _read(file)
+            if not _locked(file) or (holder and holder.get("host") != socket.gethostname() and _moves(file)):
+                raise LockedError(self._refusal(holder))
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(_me()).encode() + b"\n", 0)
+        except BaseException:
+            os.close(file)
+            raise
+        _held.add(self.path)
+        self._file = file
+        self._thread = threading.Thread(target=self._touch, name="megatfm-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the lock back, and leave the file empty: nobody needs to wait for a sign of life."""
+        if self._file is None:
+            return
+        self._released.set()
+        self._thread.join(TOUCH_SECONDS)
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+        self._file = None
+        _held.discard(self.path)
+
+    def _touch(self) -> None:
+        while not self._released.wait(TOUCH_SECONDS):
+            if self._file is not None:
+                os.utime(self._file)
+
+    def _refusal(self, holder: dict[str, Any]) -> str:
+        job = f", job {holder['job']}" if holder.get("job") else ""
+        who = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
+        return (
+            f"{self.path.parent}: another process is training in this run directory{who}: wait for it or give "
+            "another name"
+        )
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "time": time.time(),
+    }
+
+
+def _read(file: int) -> dict[str, Any]:
+    """Who holds it, or held it last and died; nothing where it was given back."""
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+    except ValueError:  # empty, or torn by a kill
+        return {}
+    return holder if isinstance(holder, dict) and {"host", "pid"} <= holder.keys() else {}
+
+
+def _locked(file: int) -> bool:
+    """Whether the kernel gives us the lock; where it knows no locks here, the other signs must do."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in NO_LOCKS:
+            raise
+        holder = _read(file)
+        return not (holder.get("host") == socket.gethostname() and _lives(holder["pid"]))
+    return True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _moves(file: int) -> bool:
+    """Whether somebody on another machine still touches the file; compares no clocks."""
+    first = os.fstat(file).st_mtime_ns
+    deadline = time.monotonic() + DEAD_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(TOUCH_SECONDS / 8)
+        if os.fstat(file).st_mtime_ns != first:
+            return True
+    return False

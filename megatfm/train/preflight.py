@@ -1,0 +1,208 @@
+"""Before the first step: can this run write, save, hold its state, and talk on every axis? In well under a second.
+
+What is broken ends the run, with the rank and host that it is broken on; what is merely slow is named in the log.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatfm.config import Config
+from megatfm.engines import NativeEngine
+from megatfm.errors import MegatfmError
+from megatfm.parallel.mesh import AXES, Mesh
+from megatfm.train.run import Run
+
+SLOW = 3.0
+"""Times the median of all ranks …"""
+SLACK_SECONDS = {"writing and syncing a file": 0.5, "a matrix product": 0.005}
+"""… and so much above it, what each takes now and then on a sound machine; a sum over an axis:"""
+SUM_SLACK_SECONDS = 0.2
+PROBE_BYTES = 64 * 1024
+MOMENTS = 2
+"""Optimizer state per weight, as Adam has it: near enough to see that something will not fit."""
+REDUCED = 2**16
+"""Elements of the collective on each axis."""
+LAG_SECONDS = 10.0
+"""How long a shared filesystem may take to show one machine the files of another."""
+
+
+def preflight(config: Config, run: Run, engine: NativeEngine) -> list[str]:
+    """Check disk, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
+
+    Raises MegatfmError on all ranks, naming those where something is broken.
+    """
+    problems: list[str] = []
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    try:
+        probe_disk(run.folder, run.rank)
+        seconds["writing and syncing a file"] = time.perf_counter() - start
+        if run.is_main:
+            check_space(run, checkpoint_bytes(run, engine), config.checkpoint.keep)
+        check_memory(engine)
+        seconds["a matrix product"] = product_seconds(engine.device)
+    except (MegatfmError, OSError) as error:
+        problems.append(str(error))
+    _end_if(problems)
+    _end_if(_missing(run))
+    seconds |= axis_seconds(engine.mesh, engine.device)
+    return slow_ranks(seconds)
+
+
+def checkpoint_bytes(run: Run, engine: NativeEngine) -> int:
+    """What a checkpoint takes: as much as the last one, or weights and two moments in their precision."""
+    there = sorted(run.checkpoints.glob("step-*"))
+    if there and (size := sum(file.stat().st_size for file in there[-1].iterdir())):
+        return size
+    elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
+    return elements * engine.dtype.itemsize * (1 + MOMENTS)
+
+
+def probe_disk(folder: Path, rank: int) -> None:
+    """Write, sync and rename a file, as a save does. Raises MegatfmError that names what could not be done."""
+    draft, probe = folder / f".probe-{rank}.tmp", folder / f".probe-{rank}"
+    try:
+        with draft.open("wb") as file:
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(probe)
+        if probe.stat().st_size != PROBE_BYTES:
+            raise MegatfmError(f"{probe} came out with {probe.stat().st_size} bytes instead of {PROBE_BYTES}")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise MegatfmError(
+            f"{folder}: can't write, sync and rename a file there: {error.strerror}"
+        ) from error
+
+
+def check_space(run: Run, state: int, keep: int) -> None:
+    """There must be room for the checkpoints that are kept and the one being written, less those that are there."""
+    there = [path for path in run.checkpoints.glob("step-*") if path.is_dir()]
+    due = max(1, keep + 1 - len(there))
+    free = shutil.disk_usage(run.folder).free
+    if free < due * state:
+        raise MegatfmError(
+            f"{run.folder}: {_gb(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_gb(state)} will be "
+            "written: make room, lower checkpoint.keep, or give another run_dir"
+        )
+
+
+def check_memory(engine: NativeEngine) -> None:
+    """Gradients and optimizer state come on top of the weights, which are in memory already; activations besides."""
+    local = sum(block.numel() * block.element_size() for block in engine.local.values())
+    needed = local * (1 + MOMENTS)
+    free = free_memory(engine.device)
+    if needed > free:
+        raise MegatfmError(
+            f"{_gb(free)} of memory are free for this rank, but gradients and optimizer state need {_gb(needed)} "
+            "besides the weights: shard over more ranks (parallel.dp_shard, parallel.tp), or make the model smaller"
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this rank may still take: of its GPU, or its share of this machine's (or this container's) memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def product_seconds(device: torch.device) -> float:
+    """The best of several timings of a small matrix product: what the processor can do when it is let."""
+    values, best = torch.ones(512, 512, device=device), float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        (values @ values)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def axis_seconds(mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Time a sum over each axis of several ranks, after one that opens its connections. A collective."""
+    seconds = {}
+    for axis in AXES:
+        if mesh.size(axis) == 1:
+            continue
+        values = torch.full((REDUCED,), 1.0 + mesh.rank(axis), device=device)
+        dist.all_reduce(values, group=mesh.group(axis))
+        expected = sum(range(1, mesh.size(axis) + 1))
+        _end_if([] if bool((values == expected).all()) else [f"a sum over the axis {axis} came out wrong"])
+        dist.barrier(mesh.group(axis))
+        start = time.perf_counter()
+        dist.all_reduce(values, group=mesh.group(axis))
+        values[0].item()  # waits for a GPU
+        seconds[f"a sum over {axis}"] = time.perf_counter() - start
+    return seconds
+
+
+def slow_ranks(seconds: Mapping[str, float]) -> list[str]:
+    """Compare what each check took on every rank; a line for each rank far above the median. A collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), dict(seconds)))
+    return find_slow(everyone)
+
+
+def find_slow(everyone: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
+    """The same, from (host, check → seconds) of every rank."""
+    lines = []
+    for check in everyone[0][1]:
+        middle = statistics.median(seconds[check] for _, seconds in everyone)
+        for rank, (host, seconds) in enumerate(everyone):
+            if seconds[check] > max(SLOW * middle, middle + SLACK_SECONDS.get(check, SUM_SLACK_SECONDS)):
+                lines.append(
+                    f"rank {rank} on {host} is slow: {check} took {seconds[check]:.3f} s, on most ranks {middle:.3f} s"
+                )
+    return lines
+
+
+def _missing(run: Run) -> list[str]:
+    """Rank 0 must see every rank's probe: the run directory has to be one and the same on all machines."""
+    dist.barrier()
+    problems = []
+    if run.is_main:
+        probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
+        deadline = time.monotonic() + LAG_SECONDS
+        while (absent := [n for p, n in probes.items() if not p.exists()]) and time.monotonic() < deadline:
+            os.listdir(run.folder)  # noqa: PTH208  asks an NFS client to look again
+            time.sleep(0.1)
+        if absent:
+            names = ", ".join(map(str, absent[:8]))
+            problems = [
+                f"what rank {names} wrote to {run.folder} can't be seen: run_dir must be on a shared disk"
+            ]
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+    return problems
+
+
+def _end_if(problems: list[str]) -> None:
+    """Raise the same error on all ranks if any has a problem."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), problems))
+    said = [f"rank {n} on {host}: {'; '.join(texts)}" for n, (host, texts) in enumerate(everyone) if texts]
+    if said:
+        more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
+        raise MegatfmError(f"the check before training failed: {said[0]}{more}")
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

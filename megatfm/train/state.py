@@ -1,0 +1,101 @@
+"""Where a run is: step, tokens and place in the data; saved with the engine's state, and gone back to."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.data import Loader
+from megatfm.engines import NativeEngine
+from megatfm.train import resume
+from megatfm.train.corpora import Corpora
+from megatfm.train.run import Run
+from megatfm.train.trouble import Trouble
+
+log = logging.getLogger("megatfm")
+
+
+class State:
+    """The moving part of a run, on one rank."""
+
+    def __init__(
+        self, config: Config, run: Run, engine: NativeEngine, corpora: Corpora, precision: str
+    ) -> None:
+        self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
+        self.precision = precision
+        self.trouble = Trouble(config.resilience, config.optimizer.clip, run.decisions)
+        self.step, self.tokens, self.position = 0, 0, 0
+
+    def loader(self) -> Loader:
+        """This rank's batches from here on."""
+        mesh = self.engine.mesh
+        return Loader(
+            self.corpora.train,
+            global_batch=self.config.train.global_batch,
+            micro_batch=self.config.train.micro_batch,
+            data_rank=mesh.data_rank,
+            data_ranks=mesh.data_ranks,
+            position=self.position,
+        )
+
+    def pick_up(self, found: resume.Found) -> list[str]:
+        """Go on from a checkpoint of this run or of one that may differ; returns the differences that are allowed."""
+        with self.loader() as loader:
+            allowed = resume.check(found, self._facts(loader), list(self.config.resume.allow))
+        self.run.decisions.read()
+        self.go_to(found)
+        return allowed
+
+    def go_to(self, found: resume.Found) -> None:
+        """Load a checkpoint of this run. Where it was decided to skip data after it, that is skipped again."""
+        stored = self.engine.empty_state_dict(checkpoint.names(found.path))
+        checkpoint.load(found.path, stored)
+        self.engine.load_state_dict(stored)
+        self.step, self.tokens = found.step, int(found.state["tokens"])
+        self.position = self.run.decisions.jumps.get(self.step, int(found.state["data"]["position"]))
+        self.trouble.load(found.state.get("trouble", {}))
+
+    def jumps(self) -> bool:
+        """Whether it was decided before that the data goes on elsewhere after this step; then it does."""
+        if self.step not in self.run.decisions.jumps:
+            return False
+        self.position = self.run.decisions.jumps[self.step]
+        return True
+
+    def leaps(self, loss: float, event: Callable[[str, str], None]) -> bool:
+        """Whether the loss leapt and the run has gone back to a checkpoint, to go on after the data since then."""
+        score = self.trouble.goes_on(loss)
+        if score is None:
+            return False
+        said = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
+        found = resume.find(self.run.checkpoints) if self.config.resilience.spike == "rollback" else None
+        if found is None:
+            event("spike", said)
+            return False
+        self.trouble.go_back(self.step, found.step, self.position)
+        event("rolled back", f"{said}: from {found.path.name} on, without the data since then")
+        self.go_to(found)
+        return True
+
+    def save(self, loader: Loader) -> None:
+        """Write a checkpoint. A collective."""
+        path = checkpoint.save(
+            self.run.checkpoints,
+            self.step,
+            self.engine.state_dict(),
+            self._facts(loader),
+            keep=self.config.checkpoint.keep,
+        )
+        log.info("step %d  saved %s", self.step, path.name)
+
+    def _facts(self, loader: Loader) -> dict[str, Any]:
+        return resume.run_state(
+            self.config,
+            step=self.step,
+            tokens=self.tokens,
+            precision=self.precision,
+            tokenizer=self.corpora.tokenizer.hash,
+            data=loader.state(),
+            trouble=self.trouble.state(),
+        )

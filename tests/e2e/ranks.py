@@ -1,0 +1,184 @@
+"""Real ranks for tests of what goes wrong: processes with torch imported already, one of which misbehaves."""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.workers import PRELOAD
+
+PR_SET_PDEATHSIG = 1
+PHASES = ("startup", "step", "evaluation", "save")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does wrong, and when: `how` is a function of this module."""
+
+    rank: int
+    phase: str
+    how: str
+
+
+@dataclass
+class Ranks:
+    """The ranks of one run."""
+
+    config: str
+    overrides: Sequence[str]
+    folder: Path
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    started: float = 0.0
+
+    def start(self, count: int, fault: Fault | None = None, **environment: str) -> "Ranks":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        self.started = time.monotonic()
+        for rank in range(count):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
+            }  # fmt: skip
+            words = ["train", self.config, f"run_dir={self.folder}", *self.overrides]
+            mine = fault if fault and fault.rank == rank else None
+            process = context.Process(target=live, args=(words, variables, str(self.said_at(rank)), mine))
+            process.start()
+            self.processes.append(process)
+        return self
+
+    def said_at(self, rank: int) -> Path:
+        return self.folder.with_name(f"{self.folder.name}-said-{rank}")
+
+    def said(self, rank: int) -> str:
+        return self.said_at(rank).read_text() if self.said_at(rank).exists() else ""
+
+    def wait(self, seconds: float, without: Sequence[int] = ()) -> list[int | None]:
+        """Exit codes; None for a rank that still lives after so many seconds. `without`: ranks not waited for."""
+        deadline = time.monotonic() + seconds
+        for rank, process in enumerate(self.processes):
+            if rank not in without:
+                process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.processes[rank].pid or 0, number)
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+            assert time.monotonic() < deadline, self.said(0)
+            assert any(process.is_alive() for process in self.processes), self.said(0)
+            time.sleep(0.01)
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                process.kill()
+                process.join()
+                process.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------ in the process
+
+
+def live(words: list[str], environment: dict[str, str], said: str, fault: Fault | None) -> None:
+    """`megatfm train`, as one rank, with what it says in a file."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(environment)
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    import torch
+
+    import megatfm.train.loop  # noqa: F401  slow to import, on a busy machine slower than some test's patience
+    from megatfm import cli
+
+    torch.set_num_threads(1)
+    torch.empty(1, device="meta").to(torch.float64)  # the same
+    if fault:
+        plant(fault)
+    cli.main(words)
+
+
+def plant(fault: Fault) -> None:
+    """Make this rank misbehave at the n-th call of what marks the phase."""
+    from megatfm.checkpoint import shard
+    from megatfm.engines import NativeEngine
+    from megatfm.train import loop
+
+    place: Any
+    place, name, call = {
+        "startup": (loop, "build_engine", 1),
+        "step": (NativeEngine, "forward_backward", 3),
+        "evaluation": (NativeEngine, "evaluate", 2),
+        "save": (shard, "write", 1),
+    }[fault.phase]
+    genuine: Callable[..., Any] = getattr(place, name)
+    calls = 0
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            globals()[fault.how]()
+        return genuine(*args, **kwargs)
+
+    setattr(place, name, faulty)
+
+
+def raises() -> None:
+    raise ZeroDivisionError("a planted fault")
+
+
+def exits() -> None:
+    os._exit(3)
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps() -> None:
+    time.sleep(600)
+
+
+def sticks_in_c() -> None:
+    """A mutex locked twice: no signal interrupts that."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def sticks_and_holds_the_interpreter() -> None:
+    """The same, without letting any other thread run Python."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
