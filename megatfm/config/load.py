@@ -15,6 +15,15 @@ from megatfm.config.root import Config
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
+ALIASES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-small": "gpt2-124m",
+    "gpt2-medium": "gpt2-355m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-1.5b": "gpt2-xl",
+}
+"""Other names of presets."""
+
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -49,10 +58,11 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
     """The file of a config, and whether it is a preset that ships with megatfm. Raises UsageError."""
     presets = Path(str(resources.files("megatfm") / "presets"))
     path = Path(path_or_preset)
+    preset = ALIASES.get(str(path_or_preset), str(path_or_preset))
     if path.is_file():
         return path, path.resolve().parent == presets.resolve()
-    if str(path_or_preset) in preset_names():
-        return presets / f"{path_or_preset}.toml", True
+    if preset in preset_names():
+        return presets / f"{preset}.toml", True
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml", False
     raise UsageError(

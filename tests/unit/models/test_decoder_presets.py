@@ -1,0 +1,116 @@
+"""Exact counts of the decoders' and encoder-decoders' presets, and their parameters' names and shapes.
+
+After a change that is meant: `python tests/unit/models/test_decoder_presets.py` writes the golden files anew.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import Config, load_config
+from megatfm.config.load import ALIASES
+from megatfm.models import build
+from tests.golden.shapes import compressed
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "models"
+COUNTS = {
+    "gpt1": 116_534_784,
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-small": 125_226_240,
+    "gpt3-medium": 355_871_744,
+    "gpt3-large": 760_300_032,
+    "gpt3-xl": 1_315_723_264,
+    "gpt3-2.7b": 2_651_553_280,
+    "gpt3-6.7b": 6_658_404_352,
+    "gpt3-13b": 12_853_386_240,
+    "gpt3-175b": 174_604_259_328,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mla-1b": 1_725_427_200,
+    "prefix-lm-base": 109_628_544,
+    "quickstart": 5_507_328,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1.1-small": 76_961_152,
+    "t5-v1.1-base": 247_577_856,
+    "t5-v1.1-large": 783_150_080,
+    "t5-v1.1-xl": 2_849_757_184,
+    "t5-v1.1-xxl": 11_135_332_352,
+    "transformer-base": 63_045_632,
+    "transformer-big": 214_171_648,
+}
+"""Those of papers and released models, but for mla-1b, prefix-lm-base and the quickstart, which are our own."""
+OF_RELEASED_MODELS = [name for name in COUNTS if name != "quickstart"]
+
+
+@cache
+def loaded(preset: str) -> tuple[Config, nn.Module]:
+    """On the meta device: 405 billion parameters in no memory."""
+    config = load_config(preset, ["model.vocab_size=4096"] if preset == "quickstart" else [])
+    with torch.device("meta"):
+        return config, build(config.model)
+
+
+def header(preset: str) -> str:
+    text = (ROOT / "megatfm" / "presets" / f"{preset}.toml").read_text(encoding="utf-8")
+    return text.partition("\nname")[0]
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_counts(preset: str) -> None:
+    _, model = loaded(preset)
+    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
+
+
+@pytest.mark.parametrize("preset", OF_RELEASED_MODELS)
+def test_the_header_states_count_and_command(preset: str) -> None:
+    assert f"megatfm describe {preset} " in header(preset)
+    assert f"# {COUNTS[preset]:,} parameters" in header(preset)
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_names_and_shapes_are_golden(preset: str) -> None:
+    """A change here breaks checkpoints: if it is meant, say so in CHANGELOG.md and write the files anew."""
+    assert lines(preset) == (GOLDEN / f"{preset}.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("preset", OF_RELEASED_MODELS)
+def test_batches_divide_over_the_processes_of_the_header(preset: str) -> None:
+    config, _ = loaded(preset)
+    nodes = int(header(preset).partition("--nodes ")[2].split()[0])
+    replicas = nodes * 8 // config.parallel.tp
+    assert config.train.global_batch % (replicas * config.train.micro_batch) == 0
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_every_parameter_says_how_it_starts(preset: str) -> None:
+    _, model = loaded(preset)
+    named = {id(parameter) for parameter in model.parameters()}
+    initial = {id(getattr(m, key)) for m in model.modules() for key in getattr(m, "initial", {})}
+    assert initial == named
+
+
+@pytest.mark.parametrize(("alias", "preset"), ALIASES.items())
+def test_other_names(alias: str, preset: str) -> None:
+    assert load_config(alias) == loaded(preset)[0]
+
+
+def lines(preset: str) -> list[str]:
+    return compressed({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
+
+
+if __name__ == "__main__":
+    for name in COUNTS:
+        (GOLDEN / f"{name}.txt").write_text("\n".join(lines(name)) + "\n", encoding="utf-8")
