@@ -2,9 +2,10 @@
 
 from torch import nn
 
-from megatfm.config import OptimizerSection
+from megatfm.config import ModelConfig, OptimizerSection
 from megatfm.engines import OptimizerGroup
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import lr_scales
 from megatfm.train.optimizers.adafactor import adafactor
 from megatfm.train.optimizers.adamw import adamw
 from megatfm.train.optimizers.lamb import lamb
@@ -34,10 +35,17 @@ __all__ = [
 def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[OptimizerGroup]:
     """The groups of a config's optimizer for a model that is not yet cut into shards.
 
-    Raises UsageError for an unknown name, MegatfmError when the optimizer leaves a parameter out or takes it twice.
+    Raises UsageError for an unknown name or one that does not go with muP, MegatfmError when the optimizer leaves a
+    parameter out or takes it twice.
     """
-    parameters = parameter_table(model, config)
+    scales = lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
+    parameters = parameter_table(model, config, scales)
     groups = [group for group in OPTIMIZERS.get(config.name)(config, parameters) if group.names]
+    if scales and any(group.needs == "whole_tensor" for group in groups):
+        raise UsageError(
+            f"optimizer.name = {config.name!r} sizes its updates by the whole tensor, and model.mup scales rates for "
+            "Adam's: choose adamw, lion or schedule_free_adamw, or leave model.mup out"
+        )
     taken = [name for group in groups for name in group.names]
     for name in parameters:
         if taken.count(name) != 1:

@@ -1,8 +1,9 @@
 """What optimizers ask of a parameter: its shape, whether it decays, and its own learning rate."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from torch import nn
@@ -13,6 +14,7 @@ from megatfm.layers.norm import NORMS
 
 Role = Literal["matrix", "embedding", "vector"]
 
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 BELOW = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """In the name of what lies below a stack's layers."""
@@ -39,19 +41,17 @@ class ParameterInfo:
         return self.in_block and self.role == "matrix" and len(self.shape) == 2
 
 
-def parameter_table(model: nn.Module, config: OptimizerSection) -> dict[str, ParameterInfo]:
+def parameter_table(
+    model: nn.Module, config: OptimizerSection, scales: Mapping[str, float] = NO_SCALES
+) -> dict[str, ParameterInfo]:
     """Every parameter of a model that is not yet cut into shards, a tied one under its first name.
 
     A module names the roles that are not to be seen otherwise, e.g. `self.roles = {"weight": "embedding"}`.
-    A model may have rates of its own: `lr_scales() -> dict[str, float]`. Raises MegatfmError for a scale of no
-    parameter.
+    scales: rates of the model's own, as muP has them. Raises MegatfmError for a scale of no parameter.
     """
     roles = _roles(model)
-    scales = dict(getattr(model, "lr_scales", dict)())
     if unknown := sorted(scales.keys() - roles.keys()):
-        raise MegatfmError(
-            f"{type(model).__name__}.lr_scales names {unknown[0]!r}, which is no parameter of it"
-        )
+        raise MegatfmError(f"a rate is given for {unknown[0]!r}, which is no parameter of the model")
     heights = heights_from_the_top(list(roles))
     return {
         name: ParameterInfo(

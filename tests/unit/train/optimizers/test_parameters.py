@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
-from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection
+from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerConfig, OptimizerSection
+from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
@@ -142,30 +144,28 @@ def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
     assert {scale for name, scale in ahead.items() if name.startswith("future.")} == {1.0}
 
 
-class Scaled(nn.Module):
-    """A model with rates of its own, as muP has."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(i): nn.Linear(3, 3) for i in range(2)})
-        self.scales = {name: 0.1}
-
-    def lr_scales(self) -> dict[str, float]:
-        return self.scales
-
-
-def test_a_model_s_own_rates_multiply_those_of_the_layers() -> None:
-    parameters = parameter_table(Scaled("layers.0.weight"), AdamWConfig(lr=1e-3, layer_decay=0.5))
-    assert {name: info.lr_scale for name, info in parameters.items()} == {
-        "layers.0.weight": pytest.approx(0.025),
-        "layers.0.bias": 0.25,
-        "layers.1.weight": 0.5,
-        "layers.1.bias": 0.5,
-    }
+def test_mup_s_rates_multiply_those_of_the_layers() -> None:
+    config = AdamWConfig(lr=1e-3, layer_decay=0.5)
+    parts = {"attention_bias": True, "mup": {"base_width": 8}, "tie_embeddings": False}
+    (group,) = optimizer_groups(config, model(**parts))
+    plain = rates(**parts)
+    for name, ratio in group.lr_ratios.items():
+        hidden = ".layers." in name and name.endswith(".weight") and "norm" not in name
+        assert ratio == plain[name] * (0.25 if hidden else 1.0), name
+    assert group.lr_ratios["decoder.layers.1.attn.wq.weight"] == 0.25 * 0.25
     with pytest.raises(
-        MegatfmError, match=r"Scaled\.lr_scales names 'layers\.2\.weight', which is no parameter"
+        MegatfmError, match=r"a rate is given for 'nothing', which is no parameter of the model"
     ):
-        parameter_table(Scaled("layers.2.weight"), ADAMW)
+        parameter_table(model(), ADAMW, {"nothing": 0.5})
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "lamb"])
+def test_mup_is_refused_where_its_rules_do_not_hold(name: str) -> None:
+    config: Any = TypeAdapter(OptimizerConfig).validate_python({"name": name, "lr": 0.01})
+    with pytest.raises(
+        UsageError, match=rf"optimizer\.name = '{name}' sizes its updates by the whole tensor"
+    ):
+        optimizer_groups(config, model(mup={"base_width": 8}))
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,6 @@ def test_a_model_s_own_rates_multiply_those_of_the_layers() -> None:
 )
 def test_every_optimizer_obeys_roles_and_rates(name: str) -> None:
     """A step with and one without decay, or with a rate of its own, differ only where they should."""
-    from pydantic import TypeAdapter
-
-    from megatfm.config import OptimizerConfig
-    from megatfm.engines.optimizers import TorchOptimizer
 
     def moved(weight_decay: float, layer_decay: float) -> dict[str, torch.Tensor]:
         config: Any = TypeAdapter(OptimizerConfig).validate_python(
