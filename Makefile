@@ -13,8 +13,8 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
-# MPI for `launch --mpi`, SLURM for the test cluster, Chromium to look at the report, g++ for torch.compile.
-SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev slurm-wlm munge iproute2 chromium g++
+# Both MPIs for `launch --mpi`, SLURM for the test cluster (its pmix plugin needs libpmix-dev), Chromium to look at the report, g++ for torch.compile.
+SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev mpich slurm-wlm munge libpmix-dev iproute2 chromium g++
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14

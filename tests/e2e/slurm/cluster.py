@@ -1,0 +1,150 @@
+"""A test cluster and jobs on it: what the tests of this folder share."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TESTCLUSTER = HERE.parents[2] / "slurm" / "testcluster"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+}
+
+
+def why_not() -> str | None:
+    """What a test cluster needs that is missing here."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root: run `make test` as root for the tests on a SLURM cluster"
+    if missing := [program for program in PROGRAMS if not shutil.which(program)]:
+        return f"needs {', '.join(missing)}: run `make system-deps`"
+    return None
+
+
+def run(*words: object, **options: Any) -> str:
+    """Run a command that has to succeed within a minute; returns what it wrote."""
+    command = [str(word) for word in words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+class Cluster:
+    """`slurm/testcluster`, up; it goes down with this process, however that ends."""
+
+    def __init__(self, name: str, *words: object) -> None:
+        self.name = name
+        self.jobs: list[Job] = []
+        self.environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
+        self.environment["TESTCLUSTER"] = name
+        said = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
+        self.environment.update(re.findall(r"(\w+)=(\S+)", said))
+        self.has_namespaces = "MASTER_ADDR" not in self.environment
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.environment["SLURM_CONF"]).parent
+
+    def down(self) -> None:
+        run(TESTCLUSTER / "down", env=self.environment)
+
+    def node(self, what: str, name: str) -> None:
+        """Kill or start a node."""
+        run(TESTCLUSTER / "node", what, name, env=self.environment)
+
+    def slurm(self, *words: object, **options: Any) -> str:
+        """Run one of SLURM's commands."""
+        return run(*words, env=self.environment, **options)
+
+    def job(self, number: str, run_dir: Path) -> "Job":
+        job = Job(self, number, run_dir)
+        self.jobs.append(job)
+        return job
+
+
+@dataclass(eq=False)
+class Job:
+    """One job, and the run that it trains."""
+
+    cluster: Cluster
+    number: str
+    run_dir: Path
+    seen: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, str]:
+        """What `scontrol show job` says now, by field."""
+        said = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
+        return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", said.splitlines()[0]))
+
+    @property
+    def state(self) -> str:
+        state = self.record()["JobState"]
+        if self.seen[-1:] != [state]:
+            self.seen.append(state)
+        return state
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that it runs or ran on."""
+        return self.cluster.slurm("scontrol", "show", "hostnames", self.record()["NodeList"]).split()
+
+    @property
+    def log(self) -> str:
+        """All that the batch script and its steps wrote."""
+        file = Path(self.record()["StdOut"])
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps in the run's metrics."""
+        file = self.run_dir / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def until(self, what: Callable[[], object], timeout: float = 60) -> None:
+        """Wait for something to come true; a job that ends in the meantime, or the timeout, is a failure."""
+        end = time.monotonic() + timeout
+        while not what():
+            assert time.monotonic() < end, self.report("waited in vain")
+            assert self.state not in ENDED or what(), self.report("it ended in the meantime")
+            time.sleep(0.1)
+
+    def until_step(self, step: int, timeout: float = 60) -> None:
+        self.until(lambda: self.steps >= step, timeout)
+
+    def finish(self, state: str = "COMPLETED", timeout: float = 120) -> dict[str, str]:
+        """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""
+        end = time.monotonic() + timeout
+        while (now := self.state) not in ENDED or self._may_be_requeued(now):
+            assert time.monotonic() < end, self.report(f"not at an end after {timeout} s")
+            time.sleep(0.1)
+        assert now == state, self.report(f"{state} was expected")
+        print(self.cluster.slurm("scontrol", "show", "job", self.number))
+        return self.record()
+
+    def _may_be_requeued(self, state: str) -> bool:
+        """`scontrol requeue` of a job that is just ending shows it as ended for a moment."""
+        time.sleep(0.3)
+        return self.state != state
+
+    def report(self, what: str) -> str:
+        said = self.cluster.slurm("scontrol", "show", "job", self.number)
+        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{said}\n{self.log}"
+
+
+def metrics(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

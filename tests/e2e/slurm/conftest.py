@@ -1,0 +1,131 @@
+"""One cluster for all tests of this folder, and `launch`, which submits the small run as a user would."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import SMALL
+from tests.e2e.slurm.cluster import HERE, Cluster, Job, run, why_not
+
+# The run of these tests: two layers, forty steps, a checkpoint every five. Layout: ZeRO-3 on two ranks.
+STEPS = 40
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "checkpoint.every=5",
+    "evaluate.every=1000",
+    "evaluate.max_rows=4",
+    "optimizer.name=adamw",  # Muon's roundings grow from step to step
+    'plugins=["trouble"]',
+)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Six virtual nodes of one CPU each, up once for all tests: three jobs of two ranks run at a time."""
+    if reason := why_not():
+        pytest.skip(reason)
+    cluster = Cluster(f"t{os.getpid()}", "--nodes", 6, "--cpus", 1)
+    yield cluster
+    cluster.down()
+
+
+@dataclass
+class Project:
+    """What a user has before submitting: a config, the description of the site, and the files that make trouble."""
+
+    folder: Path
+    cluster: Cluster
+
+    def trouble(self, what: str, text: str = "") -> Path:
+        """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
+        file = self.folder / "trouble" / what
+        file.write_text(text)
+        return file
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "small.toml"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(HERE / "plugin"), os.environ.get("PYTHONPATH")]))
+        return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
+
+    def megatfm(self, *words: object, code: int = 0) -> str:
+        """Run a command in the project's folder; returns what it wrote."""
+        command = [sys.executable, "-m", "megatfm.cli", *map(str, words)]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=240
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == code, f"{command}: exit {done.returncode}\n{said}"
+        return said
+
+    def launch(self, *words: object, run_dir: str = "run", nodes: int = 2) -> Job:
+        """Submit the small run: one process on each node."""
+        settings = [*OVERRIDES, f"run_dir={run_dir}"]
+        said = self.megatfm(
+            "launch", self.config, "--slurm", "--nodes", nodes, "--nproc", 1, *settings, *words
+        )
+        (number,) = re.findall(r"^job (\d+)", said, re.MULTILINE)
+        return self.cluster.job(number, self.folder / run_dir)
+
+    def sbatch(self, script: str, *words: object, **environment: str) -> Job:
+        """Submit a script of the test's own."""
+        file = self.folder / "job.sh"
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        log = f"--output={self.folder}/slurm-%j.log"
+        said = run(
+            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
+        )
+        return self.cluster.job(said.strip(), self.run_dir)
+
+    def train_command(self) -> str:
+        """The command of each rank of the small run, for a shell."""
+        words = [
+            sys.executable,
+            "-m",
+            "megatfm.cli",
+            "train",
+            self.config,
+            *OVERRIDES,
+            f"run_dir={self.run_dir}",
+        ]
+        return shlex.join(map(str, words))
+
+
+@pytest.fixture(scope="session")
+def new_project(
+    cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Project]:
+    """`new_project(name)`: a project in a folder of its own."""
+
+    def make(name: str) -> Project:
+        project = Project(tmp_path_factory.mktemp(name), cluster)
+        project.config.write_text(SMALL.format(corpus=corpus))
+        (project.folder / "trouble").mkdir()
+        return project
+
+    return make
+
+
+@pytest.fixture
+def project(new_project: Callable[[str], Project]) -> Project:
+    return new_project("project")
+
+
+@pytest.fixture(scope="session")
+def whole(new_project: Callable[[str], Project]) -> Job:
+    """The run that nothing interrupts: two nodes, a process on each."""
+    return new_project("whole").launch()

@@ -1,0 +1,44 @@
+"""A plugin (`plugins = ["trouble"]`) that lets a test steer the steps of a running job by files in $TROUBLE.
+
+`slow` makes each step take the seconds that it holds, until the file is gone; `slow-first` does so only until the job
+is requeued; `crash` makes every rank raise at the third step after its start; `hang` holds the rank that it names.
+The loader is hooked, because every step asks it for a batch.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from megatfm.data import Loader
+
+FOLDER = Path(os.environ["TROUBLE"])
+RANK = os.environ.get("SLURM_PROCID") or os.environ.get("RANK") or "0"
+RESTARTED = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+_next = Loader.__next__
+_steps = 0
+
+
+def read(name):
+    try:
+        return (FOLDER / name).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def next_with_trouble(loader):
+    global _steps
+    _steps += 1
+    start = time.monotonic()
+    while (seconds := read("slow") or (not RESTARTED and read("slow-first"))) and (
+        time.monotonic() < start + float(seconds)
+    ):
+        time.sleep(0.02)
+    if read("crash") is not None and _steps == 3:
+        raise RuntimeError("trouble was asked for")
+    while read("hang") == RANK:
+        time.sleep(0.1)
+    return _next(loader)
+
+
+Loader.__next__ = next_with_trouble
