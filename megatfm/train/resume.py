@@ -74,12 +74,19 @@ def run_state(
 def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
-    Raises UsageError with the diff when something differs whose group is not in `resume.allow`.
+    Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
+    optimizer in any case: its state is another.
     """
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own
             facts.pop(moving, None)
+    was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
+    if was != now_is:
+        raise UsageError(
+            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the run "
+            f"another name, and start from these weights with train.init_from={found.path}"
+        )
     allowed: list[str] = []
     refused: dict[str, list[str]] = {}
     for key in sorted(before.keys() | after.keys()):

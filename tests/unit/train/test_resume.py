@@ -44,7 +44,13 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         "shuffle": True,
     }
     made = resume.run_state(
-        Config.model_validate(values), step=5, tokens=160, precision="fp32", tokenizer="t", data=data, trouble={}
+        Config.model_validate(values),
+        step=5,
+        tokens=160,
+        precision="fp32",
+        tokenizer="t",
+        data=data,
+        trouble={},
     )
     for key, value in facts.items():
         made = change(made, key.replace("__", "."), value)
@@ -80,6 +86,14 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
     others = [other for other in CHANGES if other != group]
     with pytest.raises(UsageError):
         resume.check(found, now, others)
+
+
+def test_another_optimizer_can_not_go_on_with_the_state() -> None:
+    now = state(change(VALUES, "optimizer.name", "lion"))
+    with pytest.raises(
+        UsageError, match=r"state of optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
+    ):
+        resume.check(resume.Found(PATH, state()), now, ["optimizer"])
 
 
 def test_the_diff_says_what_was_and_what_is() -> None:
