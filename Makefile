@@ -13,7 +13,8 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
-# Both MPIs for `launch --mpi`, SLURM for the test cluster (its pmix plugin needs libpmix-dev), Chromium to look at the report, g++ for torch.compile.
+# Both MPIs for `launch --mpi`, SLURM for the test cluster (its pmix plugin needs libpmix-dev), Chromium to look at the
+# report, g++ for torch.compile.
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev mpich slurm-wlm munge libpmix-dev iproute2 chromium g++
 
 help: ## this list
