@@ -84,8 +84,8 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
     if was != now_is:
         raise UsageError(
-            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the run "
-            f"another name, and start from these weights with train.init_from={found.path}"
+            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the "
+            f"run another name, and start from these weights with train.init_from={found.path}"
         )
     allowed: list[str] = []
     refused: dict[str, list[str]] = {}

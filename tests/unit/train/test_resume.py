@@ -91,7 +91,7 @@ def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
 def test_another_optimizer_can_not_go_on_with_the_state() -> None:
     now = state(change(VALUES, "optimizer.name", "lion"))
     with pytest.raises(
-        UsageError, match=r"state of optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
+        UsageError, match=r"optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
     ):
         resume.check(resume.Found(PATH, state()), now, ["optimizer"])
 
