@@ -24,6 +24,11 @@ class PieceKey(NamedTuple):
     piece: int
     """Number of the piece in its document."""
 
+    @property
+    def planned(self) -> NDArray[np.uint64]:
+        """The piece's `piece_keys` [1], the same in every epoch."""
+        return piece_keys(self.seed, np.array([self.sample]), np.array([self.piece]))
+
 
 def bits(*key: Part) -> np.random.Philox:
     """The Philox bit generator of a key, e.g. `bits(seed, "order", epoch)`."""

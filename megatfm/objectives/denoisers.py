@@ -96,8 +96,7 @@ class Denoisers(Objective):
         return found
 
     def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
-        planned = keyed.piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
-        (number,), (cut,) = self._choices(np.array([len(tokens)]), planned)
+        (number,), (cut,) = self._choices(np.array([len(tokens)]), key.planned)
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":
             given, wanted = tokens[:cut], tokens[cut:]

@@ -83,8 +83,7 @@ class PrefixPair(Objective):
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
     def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
-        planned = keyed.piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
-        cut = int(self._cuts(np.array([len(tokens)]), planned)[0])
+        cut = int(self._cuts(np.array([len(tokens)]), key.planned)[0])
         return pair(tokens[:cut], tokens[cut:], self.special)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:

@@ -224,3 +224,40 @@ def test_adding_a_norm_works_as_its_page_says(tmp_path: Path, monkeypatch: pytes
     tokens = torch.arange(8).view(1, 8)
     model(tokens, targets=tokens).losses["causal"].backward()
     assert all(part.bias.grad.abs().sum() > 0 for part in norms)
+
+
+def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatfm.models import build
+    from megatfm.objectives import OBJECTIVES
+    from megatfm.registry import import_plugins
+    from megatfm.verify.batch import objective_of, random_batch
+
+    for page, title, text in fences("python"):
+        if page.name == "add-an-objective.md":
+            (tmp_path / title).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(OBJECTIVES, "_parts", dict(OBJECTIVES._parts))
+    options = ["model.vocab_size=96", "model.n_layers=1", "data.sequence_length=32"]
+    config = load(
+        Config,
+        "quickstart",
+        [*options, 'plugins=["fill_in"]', "objective.name=fill_in", "objective.rate=0.9"],
+    )
+    try:
+        import_plugins(config.plugins)
+        module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
+        objective, arrays = objective_of(config), random_batch(config)
+    finally:
+        sys.modules.pop("fill_in", None)
+    assert vars(objective)["rate"] == 0.9
+    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    marked = (batch["tokens"] >= 64).sum()
+    assert marked > 0
+    model = build(config.model)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    (loss,) = objective(model, batch).values()
+    loss.backward()
+    assert float(loss.detach()) / int(objective.counts(batch)["causal"]) == pytest.approx(4.56, abs=0.2), (
+        "log(96)"
+    )
