@@ -38,9 +38,9 @@ class Architecture:
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
-    "init", "init_std", "dropout", "attention_dropout", "ffn_dropout", "drop_path", "label_smoothing",
+    "init", "init_std", "dropout", "attention_dropout", "ffn_dropout", "drop_path", "label_smoothing", "boundary_head",
 }  # fmt: skip
-"""Keys of ModelConfig that don't change what a trained model computes."""
+"""Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 ONLY_WITH = {
     "rope_theta": ("rope",),
     "rope_scaling": ("rope",),
@@ -68,14 +68,16 @@ def architecture_of(config_json: Json) -> tuple[str, Architecture]:
     return named[0], ARCHITECTURES.get(named[0])
 
 
-def architecture_for(config: ModelConfig) -> tuple[str, Architecture, Json]:
-    """One that stores a model of this config, its name, and the config.json.
+def architecture_for(
+    config: ModelConfig, among: Sequence[str] | None = None
+) -> tuple[str, Architecture, Json]:
+    """One (of these, if named) that stores a model of this config, its name, and the config.json.
 
     It does if their config.json, read again, is the same model. Raises UsageError, naming the nearest one and what it
     lacks.
     """
     nearest: tuple[int, str] | None = None
-    for name in ARCHITECTURES.names():
+    for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
         try:
             theirs = {
@@ -113,6 +115,9 @@ def essence(config: ModelConfig) -> dict[str, Any]:
         "final_norm": config.has_final_norm,
         "attention_scale": config.attention_scale or config.head_width**-0.5,
     }
+    if config.latent is not None:
+        values["latent"]["v_dim"] = config.latent.v_dim or config.head_width
+        values["attention_scale"] = config.attention_scale
     for key, positions in ONLY_WITH.items():
         if config.position not in positions:
             values[key] = None

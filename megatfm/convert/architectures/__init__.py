@@ -1,5 +1,29 @@
 """One file for each family of architectures, registered under the names of transformers' classes."""
 
-from megatfm.convert.architectures import albert, bert, deberta, electra, gpt2, llama, roberta
+from megatfm.convert.architectures import (
+    albert,
+    bert,
+    deberta,
+    deepseek,
+    electra,
+    gpt1,
+    gpt2,
+    llama,
+    mistral,
+    roberta,
+    t5,
+)
 
-__all__ = ["albert", "bert", "deberta", "electra", "gpt2", "llama", "roberta"]
+__all__ = [
+    "albert",
+    "bert",
+    "deberta",
+    "deepseek",
+    "electra",
+    "gpt1",
+    "gpt2",
+    "llama",
+    "mistral",
+    "roberta",
+    "t5",
+]

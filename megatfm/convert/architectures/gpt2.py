@@ -48,10 +48,11 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def block_rules(config: ModelConfig) -> list[Rule]:
+    """Of one block; GPT-1's are named alike."""
     width = config.d_model
     qkv = [f"attn.w{part}" for part in "qkv"]
-    block = [
+    return [
         *linear("attn_residual.norm", "ln_1", bias=True),
         fused([f"{name}.weight" for name in qkv], "attn.c_attn.weight", [width] * 3, transpose=True),
         fused([f"{name}.bias" for name in qkv], "attn.c_attn.bias", [width] * 3),
@@ -63,11 +64,14 @@ def rules(config: ModelConfig) -> list[Rule]:
         transposed("ffn.w_down.weight", "mlp.c_proj.weight"),
         same("ffn.w_down.bias", "mlp.c_proj.bias"),
     ]
+
+
+def rules(config: ModelConfig) -> list[Rule]:
     copies = ["lm_head.weight"] if config.tie_embeddings else []
     return [
         same("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
         same("decoder.embedding.positions.weight", "transformer.wpe.weight"),
-        *layers(config.n_layers, "decoder.layers.", "transformer.h.", block),
+        *layers(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
         *linear("decoder.norm", "transformer.ln_f", bias=True),
         *([] if config.tie_embeddings else [same("head.weight", "lm_head.weight")]),
     ]

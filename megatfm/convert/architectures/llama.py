@@ -1,5 +1,7 @@
 """Llama 1 to 3: LlamaForCausalLM. Rotary channels are halves there as here."""
 
+from collections.abc import Sequence
+
 from megatfm.config import ModelConfig
 from megatfm.convert.keys import Json, activation, rope, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture
@@ -48,13 +50,19 @@ def write(ours: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[Rule]:
+    attention = [
+        rule
+        for part in "qkvo"
+        for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=config.attention_bias)
+    ]
+    return rules_around(config, attention)
+
+
+def rules_around(config: ModelConfig, attention: Sequence[Rule]) -> list[Rule]:
+    """Of all that is not attention: Mistral's and DeepSeek's are named alike."""
     block = [
         *linear("attn_residual.norm", "input_layernorm"),
-        *(
-            rule
-            for part in "qkvo"
-            for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=config.attention_bias)
-        ),
+        *attention,
         *linear("ffn_residual.norm", "post_attention_layernorm"),
         *(
             rule

@@ -1,0 +1,140 @@
+"""Latent attention: DeepseekV3ForCausalLM, all of whose blocks are dense.
+
+Its keys and values are made head by head by one matrix, and rotary channels are pairs of neighbours, not halves.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatfm.config import LatentConfig, ModelConfig
+from megatfm.convert.architectures.llama import rules_around
+from megatfm.convert.keys import Json, activation, only, rope, their_activation, their_rope
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, linear, same
+from megatfm.errors import UsageError
+
+
+def read(theirs: Json) -> ModelConfig:
+    only(theirs, attention_bias=False, rope_interleave=True)
+    n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
+    if theirs.get("first_k_dense_replace", 3) < n_layers:
+        raise UsageError(
+            f"config.json: first_k_dense_replace = {theirs.get('first_k_dense_replace', 3)} of {n_layers} blocks: the "
+            "others have experts, which megatfm has not"
+        )
+    if theirs.get("num_key_value_heads", heads) not in (None, heads):
+        raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
+    rotary = rope(theirs)
+    if rotary["rope_scaling"] is not None:
+        raise UsageError("config.json: rope scaling with latent attention is not supported")
+    return ModelConfig(
+        vocab_size=theirs["vocab_size"],
+        d_model=theirs["hidden_size"],
+        n_layers=n_layers,
+        n_heads=heads,
+        head_dim=theirs.get("qk_nope_head_dim", 128),
+        d_ff=theirs["intermediate_size"],
+        norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        activation=activation(theirs.get("hidden_act", "silu"), gated=True),
+        attention="latent",
+        latent=LatentConfig(
+            kv_rank=theirs.get("kv_lora_rank", 512),
+            q_rank=theirs.get("q_lora_rank", 1536),
+            rope_dim=theirs.get("qk_rope_head_dim", 64),
+            v_dim=theirs.get("v_head_dim", 128),
+        ),
+        tie_embeddings=theirs.get("tie_word_embeddings", False),
+        attention_dropout=theirs.get("attention_dropout", 0.0),
+        init="normal",
+        init_std=theirs.get("initializer_range", 0.02),
+        **rotary,
+    )
+
+
+def write(ours: ModelConfig) -> Json:
+    latent = _latent(ours)
+    if ours.norm_eps != 1e-6:
+        raise UsageError("model.norm_eps must be 1e-6: transformers' norms of latents have no other")
+    return {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.d_model,
+        "num_hidden_layers": ours.n_layers,
+        "first_k_dense_replace": ours.n_layers,
+        "num_attention_heads": ours.n_heads,
+        "num_key_value_heads": ours.n_heads,
+        "qk_nope_head_dim": ours.head_width,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim or ours.head_width,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "intermediate_size": ours.d_ff,
+        "rms_norm_eps": ours.norm_eps,
+        "hidden_act": their_activation(ours.activation, gated=True),
+        "tie_word_embeddings": ours.tie_embeddings,
+        "attention_dropout": ours.attention_dropout,
+        "initializer_range": ours.init_std,
+        **their_rope(ours.rope_theta, ours.rope_scaling),
+    }
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    latent = _latent(config)
+    n, h, r, v = config.n_heads, config.head_width, latent.rope_dim, latent.v_dim or config.head_width
+    down = linear("attn.wq_down", "self_attn.q_a_proj") + linear("attn.q_norm", "self_attn.q_a_layernorm")
+    queries = "self_attn.q_b_proj.weight" if latent.q_rank else "self_attn.q_proj.weight"
+
+    def turn(order: Sequence[int], tensor: Tensor) -> Tensor:
+        """Rows of heads with h channels of content and r that turn, these in another order."""
+        heads = tensor.unflatten(0, (-1, h + r))
+        return torch.cat([heads[:, :h], heads[:, h:][:, list(order)]], dim=1).flatten(0, 1)
+
+    def join(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        keys, values = tensors[0].unflatten(0, (n, h)), tensors[1].unflatten(0, (n, v))
+        return [torch.cat([keys, values], dim=1).flatten(0, 1)]
+
+    def part(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        heads = tensors[0].unflatten(0, (n, h + v))
+        return [heads[:, :h].flatten(0, 1), heads[:, h:].flatten(0, 1)]
+
+    attention = [
+        *(down if latent.q_rank else []),
+        Rule(
+            ("attn.wq.weight",),
+            (queries,),
+            lambda tensors: [turn(_neighbours(r), tensors[0])],
+            lambda tensors: [turn(_halves(r), tensors[0])],
+        ),
+        Rule(
+            ("attn.wkv_down.weight", "attn.wk_rope.weight"),
+            ("self_attn.kv_a_proj_with_mqa.weight",),
+            lambda tensors: [torch.cat([tensors[0], tensors[1][_neighbours(r)]])],
+            lambda tensors: [tensors[0][:-r], tensors[0][-r:][_halves(r)]],
+        ),
+        same("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
+        Rule(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join, part),
+        same("attn.wo.weight", "self_attn.o_proj.weight"),
+    ]
+    return rules_around(config, attention)
+
+
+def _halves(width: int) -> list[int]:
+    """Channels (0, 1), (2, 3), … as 0, 2, …, 1, 3, …"""
+    return [*range(0, width, 2), *range(1, width, 2)]
+
+
+def _neighbours(width: int) -> list[int]:
+    """The reverse."""
+    return [half * width // 2 + i for i in range(width // 2) for half in (0, 1)]
+
+
+def _latent(config: ModelConfig) -> LatentConfig:
+    if config.latent is None:
+        raise UsageError("model.attention must be 'latent'")
+    return config.latent
+
+
+ARCHITECTURES.register("DeepseekV3ForCausalLM")(
+    Architecture("deepseek_v3", read, write, rules, prefix="model.", length_key="max_position_embeddings")
+)
