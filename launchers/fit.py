@@ -11,9 +11,15 @@ AXES = ("dp_replicate", "tp", "pp", "cp")
 
 def misfit(config: Config, processes: int) -> str | None:
     """Why a run can't train on so many processes; None if it can."""
-    if config.resilience.elastic:
-        return None  # the run itself then takes the nearest layout that fits
     parallel, train = config.parallel, config.train
+    if config.resilience.elastic:  # the run itself takes another layout and micro-batch where it must
+        model_ranks = parallel.tp * parallel.pp * parallel.cp
+        if processes % model_ranks or train.global_batch % (processes // model_ranks):
+            return (
+                f"train.global_batch = {train.global_batch} and {model_ranks} ranks a model do not divide "
+                f"{processes} processes"
+            )
+        return None
     sizes = {axis: int(getattr(parallel, axis)) for axis in AXES}
     fixed = math.prod(sizes.values())
     shard = processes // fixed if parallel.dp_shard == -1 else parallel.dp_shard

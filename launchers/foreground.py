@@ -14,7 +14,7 @@ import psutil
 from launchers.files import EVENTS, last_records, launched, note_launch
 from launchers.job import Job, State
 from launchers.restarts import FINAL, Attempt, Restarts
-from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError, UsageError
+from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, LockedError, MegatfmError, UsageError
 
 WORDS = {"finished": "DONE", "stopped": "STOPPED"}
 """What a run's own last event means, for a process that is gone."""
@@ -33,6 +33,10 @@ class Foreground:
         run = job.run_dir
         me = f"{socket.gethostname()}:{os.getpid()}"
         restarts = Restarts(run)
+        if other := process(run):
+            raise LockedError(
+                f"{run}: process {other.pid} runs this already: wait for it or give another name"
+            )
         try:
             run.mkdir(parents=True, exist_ok=True)
             note_launch(
@@ -46,14 +50,15 @@ class Foreground:
             if job.kind != "train":
                 return attempt()
             while True:
-                restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+                begun = restarts.begin(
+                    Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()])
+                )
                 code = attempt()
                 reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
-                ended = replace(restarts.attempts[-1], ended=time.time(), code=code, reason=reason)
-                restarts.end(ended)
+                ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
                 if code in FINAL or code == REQUEUE or not self.max_restarts:
                     return code
-                if spent := restarts.spent(self.max_restarts):
+                if spent := restarts.spent(me, self.max_restarts):
                     print(f"megatfm: no progress: {spent}", file=sys.stderr)
                     restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
                     return NO_PROGRESS

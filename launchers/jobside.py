@@ -7,14 +7,14 @@ say on stderr, the job's log, what they decided and why, and exit with the code 
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from launchers import scheduler
@@ -30,6 +30,9 @@ BEGIN_MARK = f"{PREFIX}attempt"
 # srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
+_ENDED = re.compile(
+    r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+?))? \*\*\*", re.MULTILINE
+)
 _SIGNALLED = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point")
 
 
@@ -68,13 +71,26 @@ def begin(args: argparse.Namespace) -> int:
         say(f"the run is finished: all of its {config.train.steps} steps are done")
         return DONE
     job = os.environ["SLURM_JOB_ID"]
-    attempt = Attempt(now, submission(args.run, job), job, restart, nodes)
-    restarts.begin(attempt, *blame(args.log)[:2])
-    number = sum(each.submission == attempt.submission for each in restarts.attempts)
-    say(f"attempt {number}: job {job}, from step {newest_step(args.run)}, on {', '.join(nodes)}")
-    if spent := restarts.spent(args.max_restarts):
+    group = submission(args.run, job)
+    if before := restarts.open(group):
+        lost = blame(args.log, args.run, before.time)
+        reason = lost.how or "lost with its job script"
+        restarts.end(
+            replace(
+                before,
+                ended=now,
+                asked=lost.by_slurm,
+                reason=reason,
+                failed_host=lost.host,
+                failed_rank=lost.rank,
+            )
+        )
+    attempt = restarts.begin(Attempt(now, group, job, restart, nodes))
+    number = sum(each.submission == group for each in restarts.attempts)
+    say(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
+    if spent := restarts.spent(group, args.max_restarts):
         # Reached when SLURM itself requeued the job, so that nobody could say so before.
-        return _give_up(args, restarts, spent)
+        return _give_up(args, restarts, attempt, spent)
     bad = set(restarts.offenders(now)) & set(nodes)
     usable = [node for node in nodes if node not in bad]
     if bad and most_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node) is None:
@@ -85,7 +101,7 @@ def begin(args: argparse.Namespace) -> int:
     count = most_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
     if count is None:
         why = misfit(config, len(usable) * args.processes_per_node)
-        restarts.end(replace(restarts.attempts[-1], code=USAGE, ended=now, reason=why or "too few nodes"))
+        restarts.end(replace(attempt, code=USAGE, ended=now, reason=why or "too few nodes"))
         say(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on the last, {why}")
         return USAGE
     if count < len(nodes):
@@ -101,41 +117,48 @@ def end(args: argparse.Namespace) -> int:
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # a job that is requeued is told to end while we still speak
-    restarts = Restarts(args.run)
-    attempt = replace(restarts.attempts[-1], ended=time.time(), code=args.code, asked=bool(args.asked))
+    restarts, job = Restarts(args.run), os.environ["SLURM_JOB_ID"]
+    begun = restarts.open(submission(args.run, job)) or next(
+        each for each in reversed(restarts.attempts) if each.job == job
+    )
+    attempt = replace(begun, ended=time.time(), code=args.code, asked=bool(args.asked))
     if args.code in FINAL:
         restarts.end(replace(attempt, asked=False, reason=FINAL[args.code]))
         say(f"the run ended with {args.code}: {FINAL[args.code]}")
         if args.code in (DONE, USAGE, NO_PROGRESS):
-            _drop_links(args.run, attempt.job)
+            _drop_links(args.run, job)
         return int(args.code)
     if args.asked or args.code == REQUEUE:
         attempt = replace(attempt, reason=f"stopped by {args.asked or 'a signal'}")
     else:
-        host, rank, how = blame(args.log)
-        attempt = replace(attempt, failed_host=host, failed_rank=rank, reason=how or f"exit code {args.code}")
-    restarts.end(attempt)
-    say(f"{attempt.reason}; the newest checkpoint is of step {restarts.attempts[-1].step}")
-    if spent := restarts.spent(args.max_restarts):
-        return _give_up(args, restarts, spent)
-    _go_on(args, restarts)
-    return REQUEUE if not attempt.failed else FAILED
+        found = blame(args.log, args.run, begun.time)
+        reason = found.how or f"exit code {args.code}"
+        attempt = replace(attempt, failed_host=found.host, failed_rank=found.rank, reason=reason)
+    attempt = restarts.end(attempt)
+    say(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
+    if spent := restarts.spent(attempt.submission, args.max_restarts):
+        return _give_up(args, restarts, attempt, spent)
+    _go_on(args, restarts, attempt)
+    return FAILED if attempt.failed else REQUEUE
 
 
-def _go_on(args: argparse.Namespace, restarts: Restarts) -> None:
+def _go_on(args: argparse.Namespace, restarts: Restarts, attempt: Attempt) -> None:
     """Requeue, or leave it to the next link; either way not on a node that failed twice."""
-    job = restarts.attempts[-1].job
+    job = attempt.job
     found = scheduler.facts(job)
     state = found.get("JobState", "")
     out_of_time = (scheduler.seconds(found.get("RunTime", "")) or 0) >= (
         scheduler.seconds(found.get("TimeLimit", "")) or sys.maxsize
     )
-    if state in ("PENDING", "CANCELLED") or (state == "COMPLETING" and not out_of_time):
-        # Cancelled by somebody, or requeued already: by preemption, or by somebody. Both look the same here.
-        say(f"job {job} is {state}: SLURM decides what becomes of it")
+    requeued = int(found.get("Restarts", "0")) > attempt.restart
+    if not requeued and (state == "CANCELLED" or (state == "COMPLETING" and not out_of_time)):
+        say(f"job {job} was cancelled, so nothing goes on")
         return
     following = links_after(args.run, job)
-    if args.requeue:
+    if requeued:
+        say(f"SLURM has requeued job {job}")
+        following = [job]
+    elif args.requeue:
         scheduler.requeue(job)
         say(f"job {job} is requeued: it goes on from its checkpoint when its turn comes")
         following = [job]
@@ -164,13 +187,10 @@ def _exclude(jobs: Sequence[str], hosts: Sequence[str], found: dict[str, str]) -
         say(f"could not exclude {', '.join(hosts)}: {error}")
 
 
-def _give_up(args: argparse.Namespace, restarts: Restarts, why: str) -> int:
+def _give_up(args: argparse.Namespace, restarts: Restarts, attempt: Attempt, why: str) -> int:
     say(f"no progress: {why}. Mend the cause, then launch again")
-    last = restarts.attempts[-1]
-    restarts.end(
-        replace(last, ended=time.time(), code=NO_PROGRESS if last.code is None else last.code, reason=why)
-    )
-    _drop_links(args.run, last.job)
+    restarts.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=why))
+    _drop_links(args.run, attempt.job)
     return NO_PROGRESS
 
 
@@ -193,28 +213,41 @@ def _drop_links(run: Path, job: str) -> None:
         say(f"took the rest of the chain out of the queue: {', '.join(following)}")
 
 
-def blame(log: Path) -> tuple[str | None, int | None, str]:
-    """Host, rank and manner of the first failure that the log tells since the attempt began, where it does."""
+@dataclass(frozen=True)
+class Blame:
+    """What a log tells of an attempt's end: where it failed first, how, and whether SLURM itself ended it."""
+
+    host: str | None = None
+    rank: int | None = None
+    how: str = ""
+    by_slurm: bool = False
+
+
+def blame(log: Path, run: Path, since: float) -> Blame:
+    """How the attempt that began at `since` ended, by the run's own events, else by what srun said in the log."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None, None, ""
+        text = ""
     text = text[text.rfind(BEGIN_MARK) + 1 :]
+    cut, until = "", sys.float_info.max
+    if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
+        cut, until = ended[2] or "CANCELLED", datetime.fromisoformat(ended[1]).timestamp()
+        text = text[: ended.start()]
+    for event in reversed(last_records(run / EVENTS, 8)):
+        if event.get("event") == "failed" and since <= event.get("time", 0) < until:
+            hosts, ranks = event.get("hosts") or [], event.get("ranks") or []
+            host, rank = (hosts[0], ranks[0]) if len(set(hosts)) == 1 else (None, None)
+            return Blame(host, rank, str(event.get("detail", "failed")))
     if lost := _LOST_NODE.search(text):
-        return lost[1], None, f"node {lost[1]} failed"
-    for line in reversed(text.splitlines()):
-        if '"failed_host"' in line:  # a rank that saw another hang or die says so in one line of JSON
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                told = json.loads(line[line.index("{") :])
-                return str(told["failed_host"]), int(told["failed_rank"]), str(told.get("reason", "failed"))
-    ended = [match for match in _SRUN.finditer(text) if "exit code 0" not in match[3]]
-    guilty = [match for match in ended if _SIGNALLED.search(match[3])]
-    if not guilty and len({match[1] for match in ended}) > 1:
-        return None, None, f"{ended[0][3].lower()} on several nodes"  # all ended: nobody can say who began
-    first = next(iter(guilty or ended), None)
-    if first is None:
-        return None, None, ""
-    return first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3].lower()}"
+        return Blame(lost[1], None, f"node {lost[1]} failed")
+    tasks = list(_SRUN.finditer(text))
+    guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
+    if not guilty and len({match[1] for match in tasks}) > 1:
+        return Blame(how=f"{tasks[0][3]} on several nodes")  # nobody can say who began
+    if first := next(iter(guilty or tasks), None):
+        return Blame(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
+    return Blame(how=f"ended by SLURM: {cut.lower()}", by_slurm=cut != "NODE FAILURE") if cut else Blame()
 
 
 def _last_event(run: Path) -> str:

@@ -71,28 +71,29 @@ class Restarts:
             for entry in read_json(run / RESTARTS, [])
         ]
 
-    def begin(self, attempt: Attempt, host: str | None = None, rank: int | None = None) -> None:
-        """Note that an attempt begins. If the one before never ended, it was lost, perhaps through `host`."""
-        if self.attempts and self.attempts[-1].ended is None:
-            self.attempts[-1] = replace(
-                self.attempts[-1],
-                ended=attempt.time,
-                step=newest_step(self.run),
-                reason="lost with its job script: a node went down, or it was requeued or killed from outside",
-                failed_host=host,
-                failed_rank=rank,
-            )
-        self.attempts.append(replace(attempt, first_step=newest_step(self.run)))
+    def begin(self, attempt: Attempt) -> Attempt:
+        """Note that an attempt begins; returns it with the step that it begins at."""
+        attempt = replace(attempt, first_step=newest_step(self.run))
+        self.attempts.append(attempt)
         self._save()
+        return attempt
 
-    def end(self, attempt: Attempt) -> None:
-        """Note how the last attempt ended."""
-        self.attempts[-1] = replace(attempt, step=newest_step(self.run))
+    def end(self, attempt: Attempt) -> Attempt:
+        """Note how an attempt ended; returns it with the step that it came to."""
+        ended = replace(attempt, step=newest_step(self.run))
+        same = [(each.job, each.time) == (attempt.job, attempt.time) for each in self.attempts]
+        self.attempts = [ended if is_it else each for is_it, each in zip(same, self.attempts, strict=True)]
         self._save()
+        return ended
 
-    def spent(self, max_restarts: int) -> str | None:
-        """Why the last submission shall not be tried again; None if it may be."""
-        failures, stops = self.fruitless()
+    def open(self, submission: str) -> Attempt | None:
+        """The last attempt of a submission if nobody has noted its end."""
+        last = next((each for each in reversed(self.attempts) if each.submission == submission), None)
+        return last if last and last.ended is None else None
+
+    def spent(self, submission: str, max_restarts: int) -> str | None:
+        """Why a submission shall not be tried again; None if it may be."""
+        failures, stops = self.fruitless(submission)
         if failures > max_restarts:
             why = f"{failures} attempts in a row failed" if failures > 1 else "it failed"
         elif stops > FRUITLESS_STOPS:
@@ -104,11 +105,11 @@ class Restarts:
             f"; the last: {last}" if last else ""
         )
 
-    def fruitless(self) -> tuple[int, int]:
-        """Failures and stops of the last submission since its last attempt that gained a checkpoint."""
+    def fruitless(self, submission: str) -> tuple[int, int]:
+        """Failures and stops of a submission since its last attempt that gained a checkpoint."""
         failures = stops = 0
-        for attempt in reversed(self.attempts):
-            if attempt.submission != self.attempts[-1].submission or attempt.gained:
+        for attempt in reversed([each for each in self.attempts if each.submission == submission]):
+            if attempt.gained:
                 break
             failures += attempt.failed
             stops += attempt.ended is not None and not attempt.failed
