@@ -21,8 +21,9 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> torch.nn.Modul
     """
     # Imported here, because importing megatfm must not import torch.
     from megatfm.convert.folder import is_hf_folder
+    from megatfm.convert.pair import is_pair
 
-    if is_hf_folder(path):
+    if is_hf_folder(path) or is_pair(path):
         from megatfm.convert.load import load_model as load_hf
 
         return load_hf(path, device)

@@ -15,7 +15,7 @@ from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.convert import template, tokenizer_files
 from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
-from megatfm.convert.registry import architecture_for
+from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
 from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
@@ -38,7 +38,7 @@ def convert(
     source, target = Path(source), Path(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target}: is there already: give a new folder")
-    if is_hf_folder(source) == (to == "hf"):
+    if (is_hf_folder(source) or is_pair(source)) == (to == "hf"):
         other = "megatfm" if to == "hf" else "hf"
         raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
     with _new_folder(target) as partial:
@@ -49,8 +49,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     found = find_checkpoint(source)
     config = Config.model_validate(checkpoint.read_state(found).get("config"))
     import_plugins(config.plugins)
-    name, architecture, theirs = architecture_for(config.model)
-    rules = architecture.rules(config.model)
+    parts = parts_of(config.model)
     stored = checkpoint.names(found)
     ours = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
@@ -58,21 +57,31 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         if key.startswith("model.")
     }
     _check_names(found, ours, config.model)
-    reader = _Reader(found, [key for rule in rules for key in rule.ours], ours)
-    size = write_weights(folder, rules, ours, reader.read, shard_bytes)
-    if architecture.length_key and architecture.length_key not in theirs:
-        theirs[architecture.length_key] = config.data.sequence_length
-    notes, ids = tokenizer_files.to_hf(found, config, folder)
-    dtypes = {tensor.dtype for tensor in ours.values()}
-    theirs |= {"dtype": str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch."), **ids}
-    write_json(folder / CONFIG, theirs)
-    return [f"{name}, {len(ours)} tensors, {size / 1e6:,.1f} MB", *notes]
+    dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
+    written, said = set[str](), list[str]()
+    for part in parts:
+        place = folder / part.folder
+        disk.make_folder(place)
+        order = [key for rule in part.rules for key in rule.ours]
+        size = write_weights(place, part.rules, ours, _Reader(found, order, ours).read, shard_bytes)
+        notes, ids = tokenizer_files.to_hf(found, config, place)
+        _check_padding(part.theirs, ids)
+        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids}
+        if (key := part.architecture.length_key) and key not in theirs:
+            theirs[key] = config.data.sequence_length
+        write_json(place / CONFIG, theirs)
+        disk.sync_folder(place)
+        written |= set(order)
+        said.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
+    if left := sorted(ours.keys() - written):
+        notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
+    return ["; ".join(said), *notes]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
-    opened = HfFolder(source)
+    opened = open_folder(source)
     shapes = meta_shapes(opened.config)
-    kept, notes = tokenizer_files.to_megatfm(source, folder)
+    kept, notes = tokenizer_files.to_megatfm(source / "discriminator" if is_pair(source) else source, folder)
     length = opened.json.get(opened.architecture.length_key) or opened.config.max_positions
     config = template.config(target, opened.config, kept, length)
     state: dict[str, JsonValue] = {
@@ -95,7 +104,7 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def ours_of(opened: HfFolder, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Our tensors of a folder, one after the other. Raises MegatfmError where a shape is not the model's."""
     missing = set(shapes)
     for rule in opened.rules:
@@ -111,7 +120,9 @@ def ours_of(opened: HfFolder, shapes: Mapping[str, tuple[int, ...]]) -> Iterator
         raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
 
 
-def _renamed(opened: HfFolder, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def _renamed(
+    opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in ours_of(opened, shapes):
         yield f"model.{name}", tensor
 
@@ -123,6 +134,17 @@ def _check_names(found: Path, ours: Iterable[str], config: ModelConfig) -> None:
         raise MegatfmError(
             f"{found}: {name} is {'not ' * (name in wanted)}in the checkpoint, but {'not ' * (name not in wanted)}in "
             "the model that its config describes: open it with the version and plugins that wrote it"
+        )
+
+
+def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> None:
+    """RoBERTa counts its positions from the padding token's id, so that the tokenizer must have that one."""
+    wanted, found = theirs.get("pad_token_id"), ids.get("pad_token_id")
+    if wanted is not None and found is not None and wanted != found:
+        raise UsageError(
+            f"transformers would count positions from {found}, the padding token of the tokenizer, on, but this model "
+            f"has model.position_offset = {int(str(wanted)) + 1}: train with model.position_offset = "
+            f"{int(str(found)) + 1}, or 0 for a BERT"
         )
 
 

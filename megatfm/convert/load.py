@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from megatfm.convert.convert import meta_shapes, ours_of
-from megatfm.convert.folder import HfFolder
+from megatfm.convert.pair import open_folder
 from megatfm.models import build
 from megatfm.ops.initial import set_buffers
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model, in float32 and in evaluation mode. Raises UsageError, MegatfmError."""
-    opened = HfFolder(path)
+    opened = open_folder(path)
     model = build(opened.config)
     set_buffers(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):

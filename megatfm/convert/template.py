@@ -10,6 +10,7 @@ OBJECTIVES = {
     "encoder": "masked",
     "encoder_decoder": "span_corruption",
     "electra": "replaced_token",
+    "discriminator": "replaced_token",
 }
 """What each family is usually trained for."""
 LENGTH = 512

@@ -1,0 +1,230 @@
+"""Folders of encoders, both ways: against transformers' own files, files as they are published, and ELECTRA's pairs."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import megatfm
+from megatfm import checkpoint
+from megatfm.config import ModelConfig
+from megatfm.convert import ARCHITECTURES, architecture_for
+from megatfm.convert.convert import _check_padding, convert
+from megatfm.convert.pair import CLASSES
+from megatfm.convert.template import config as config_for
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import build
+from tests.parity.oracle import perturb
+from tests.unit.convert.test_convert import config_of, edit, perturbed, retensor, whole
+
+TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+SMALL = {
+    "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+DEBERTA = {
+    "relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "max_relative_positions": -1,
+}  # fmt: skip
+CASES = {
+    "BertForPreTraining": {},
+    "BertForMaskedLM": {"hidden_act": "gelu_new", "type_vocab_size": 3, "layer_norm_eps": 1e-6},
+    "RobertaForMaskedLM": {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.2},
+    "AlbertForPreTraining": {"embedding_size": 10},
+    "AlbertForMaskedLM": {"embedding_size": 10, "num_hidden_groups": 2},
+    "DebertaForMaskedLM": DEBERTA,
+    "ElectraForPreTraining": {"embedding_size": 10},
+    "ElectraForMaskedLM": {"embedding_size": 10},
+}
+
+
+def make(name: str, **options: Any) -> PreTrainedModel:
+    kind = getattr(transformers, name)
+    return perturbed(kind(kind.config_class(**(SMALL | CASES[name] | options))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """Files that transformers wrote become ours, and files from which transformers loads the same model."""
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    original, back = (whole(tmp_path / folder) for folder in ("theirs", "back"))
+    assert original.keys() == back.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert config_of(loaded) == config_of(theirs)
+    assert torch.equal(first(loaded.eval()(TOKENS)), first(theirs(TOKENS)))
+    for folder in ("theirs", "ours"):
+        logits = megatfm.load(tmp_path / folder)(TOKENS).logits
+        torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
+
+
+def first(output: Any) -> torch.Tensor:
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
+
+
+def old_norms(tensors: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in tensors if "LayerNorm" in key]:
+        tensors[key.replace("weight", "gamma").replace("bias", "beta")] = tensors.pop(key)
+
+
+def own_head(tensors: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in tensors if key.startswith("cls.")]:
+        new = re.sub(r"^cls\.predictions\.(transform\.)?", "lm_predictions.lm_head.", key)
+        tensors[new] = tensors.pop(key)
+    tensors["deberta.embeddings.position_embeddings.weight"] = torch.zeros(32, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("BertForPreTraining", old_norms),
+        ("BertForMaskedLM", lambda t: t.update({"bert.pooler.dense.weight": torch.zeros(24, 24)})),
+        ("BertForMaskedLM", lambda t: t.update({"bert.embeddings.position_ids": torch.arange(32)[None]})),
+        (
+            "BertForMaskedLM",
+            lambda t: t.update({"cls.predictions.decoder.bias": t["cls.predictions.bias"].clone()}),
+        ),
+        ("AlbertForMaskedLM", lambda t: t.update({"sop_classifier.classifier.bias": torch.zeros(2)})),
+        ("DebertaForMaskedLM", own_head),
+    ],
+)
+def test_files_as_they_are_published(name: str, change: Callable[..., None], tmp_path: Path) -> None:
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    retensor(tmp_path / "theirs", change)
+    logits = megatfm.load(tmp_path / "theirs")(TOKENS).logits
+    torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
+
+
+def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
+    theirs = make("DebertaForMaskedLM", legacy=False)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert any("lm_predictions" in key for key in whole(tmp_path / "theirs"))
+    logits = megatfm.load(tmp_path / "theirs")(TOKENS).logits
+    torch.testing.assert_close(logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("BertForMaskedLM", {"is_decoder": True}, "is_decoder = True is not supported"),
+        ("BertForMaskedLM", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+        ("BertForMaskedLM", {"tie_word_embeddings": False}, "tie_word_embeddings = False is not supported"),
+        ("AlbertForMaskedLM", {"inner_group_num": 2}, "inner_group_num = 2"),
+        ("AlbertForMaskedLM", {"embedding_size": 24}, "embedding_size = hidden_size"),
+        ("DebertaForMaskedLM", {"position_biased_input": True}, "position_biased_input = True"),
+        ("DebertaForMaskedLM", {"pos_att_type": ["c2p"]}, r"pos_att_type = \['c2p'\]"),
+        ("DebertaForMaskedLM", {"talking_head": True}, "talking_head = True"),
+        ("ElectraForMaskedLM", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ("RobertaForMaskedLM", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new'"),
+    ],
+)  # fmt: skip
+def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make(name).save_pretrained(tmp_path)
+    edit(tmp_path, **change)
+    with pytest.raises(UsageError, match=message):
+        megatfm.load(tmp_path)
+
+
+OURS = {
+    "vocab_size": 60, "d_model": 24, "n_layers": 2, "n_heads": 4, "d_ff": 40, "norm": "layer_norm", "norm_eps": 1e-12,
+    "norm_position": "post", "embedding_norm": True, "activation": "gelu", "attention_bias": True, "ffn_bias": True,
+    "position": "learned", "max_positions": 32, "n_segments": 2, "head": "transform", "head_bias": True,
+}  # fmt: skip
+ELECTRA = ModelConfig(
+    **OURS, family="electra", embedding_dim=10, generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 1}
+)  # fmt: skip
+
+
+def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
+    """A checkpoint of a perturbed model."""
+    model = build(config)
+    perturb(model)
+    state = {
+        "step": 0,
+        "megatfm": "0",
+        "config": config_for(folder, config, None, 32).model_dump(mode="json"),
+    }
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    checkpoint.save_stream(folder / "checkpoints", 0, tensors.items(), state | {"tokenizer": None})
+    return model.eval()
+
+
+def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None:
+    ours = saved(ELECTRA, tmp_path / "ours")
+    (first_line, *_) = convert(tmp_path / "ours", tmp_path / "pair", "hf")
+    assert "ElectraForPreTraining" in first_line
+    assert "ElectraForMaskedLM" in first_line
+    loaded = {}
+    for half, name in CLASSES.items():
+        loaded[half], info = getattr(transformers, name).from_pretrained(
+            tmp_path / "pair" / half, output_loading_info=True
+        )
+        assert not any(info.values()), info
+    verdict, guess = (loaded[half].eval()(TOKENS).logits for half in CLASSES)
+    torch.testing.assert_close(ours(TOKENS).logits, verdict, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.generator(TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
+
+    convert(tmp_path / "pair", tmp_path / "again", "megatfm")
+    again = megatfm.load(tmp_path / "again")
+    assert again.config.generator == ELECTRA.generator
+    original = dict(ours.named_parameters())
+    assert original.keys() == dict(again.named_parameters()).keys()
+    assert all(torch.equal(p, original[name]) for name, p in again.named_parameters())
+    assert torch.equal(megatfm.load(tmp_path / "pair")(TOKENS).logits, ours(TOKENS).logits)
+    alone = megatfm.load(tmp_path / "pair" / "discriminator")
+    assert torch.equal(alone(TOKENS).logits, ours(TOKENS).logits)
+
+
+def test_halves_that_are_no_pair(tmp_path: Path) -> None:
+    saved(ELECTRA, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "pair", "hf")
+    table = "electra.embeddings.word_embeddings.weight"
+    retensor(tmp_path / "pair" / "generator", lambda t: t.update({table: t[table] + 1}))
+    with pytest.raises(MegatfmError, match=r"word_embeddings\.weight of the two halves differ"):
+        megatfm.load(tmp_path / "pair")
+    edit(tmp_path / "pair" / "generator", type_vocab_size=3)
+    with pytest.raises(UsageError, match=r"generator has model\.n_segments = 3"):
+        megatfm.load(tmp_path / "pair")
+
+
+def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+    config = ModelConfig(**OURS, family="encoder", boundary_head=True)
+    ours = saved(config, tmp_path / "ours")
+    notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
+    (said,) = [note for note in notes if "left out" in note]
+    assert all(f"boundary.{name}" in said for name, _ in ours.boundary.named_parameters() if name != "weight")
+    assert "encoder." not in said
+    theirs, info = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(theirs.eval()(TOKENS).logits, ours(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_every_architecture_here_is_tried() -> None:
+    types = {"bert", "roberta", "albert", "deberta", "electra"}
+    assert {n for n in ARCHITECTURES.names() if ARCHITECTURES.get(n).model_type in types} == set(CASES)
+
+
+def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
+    config = ModelConfig(**(OURS | {"norm_position": "pre"}), family="encoder")
+    with pytest.raises(
+        UsageError, match=r"nearest, BertForMaskedLM, lacks model\.norm_position = 'pre', .*final_norm"
+    ):
+        architecture_for(config)
+
+
+def test_roberta_s_positions_need_its_padding_token() -> None:
+    config = ModelConfig(**(OURS | {"position_offset": 2}), family="encoder")
+    _, _, theirs = architecture_for(config)
+    _check_padding(theirs, {"pad_token_id": 1})
+    _check_padding(architecture_for(ModelConfig(**OURS, family="encoder"))[2], {"pad_token_id": 3})
+    with pytest.raises(UsageError, match=r"count positions from 3, .* train with model\.position_offset = 4"):
+        _check_padding(theirs, {"pad_token_id": 3})
