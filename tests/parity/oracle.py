@@ -5,7 +5,7 @@ states and tests hold it to.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +71,23 @@ class Pair:
     rules: list[Rule]
 
 
-def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Pair:
-    """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other."""
+def pair(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None
+) -> Pair:
+    """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other.
+
+    among: names of the architectures that may be chosen.
+    """
     ours = build(config).to(dtype)
     perturb(ours, seed)
-    name, architecture, their_config = architecture_for(config)
+    name, architecture, their_config = architecture_for(config, among)
     kind = getattr(transformers, name)
     options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
     theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
     rules = list(architecture.rules(config))
     converted = to_theirs(rules, dict(ours.named_parameters()))
+    if "lm_head.weight" in converted:  # transformers ties T5 v1.1's as long as nobody puts another in its place
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     named = dict(theirs.named_parameters())
     assert converted.keys() == named.keys()
     with torch.no_grad():

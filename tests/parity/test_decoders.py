@@ -1,0 +1,227 @@
+"""Decoders and encoder-decoders against transformers, from the same perturbed weights: logits, loss, every gradient."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import modeling_rope_utils
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.t5 import modeling_t5
+
+from megatfm.config import ModelConfig
+from tests.parity.oracle import Figures, Pair, doubled, pair
+
+VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
+MODULES = (
+    modeling_deepseek_v3,
+    modeling_llama,
+    modeling_mistral,
+    modeling_rope_utils,
+    modeling_t5,
+)
+SMALL = {"vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "n_heads": 6, "d_ff": 40}
+GPT = {
+    **SMALL, "norm": "layer_norm", "norm_eps": 1e-4, "activation": "gelu_tanh", "attention_bias": True,
+    "ffn_bias": True, "position": "learned", "max_positions": 15,
+}  # fmt: skip
+LLAMA = {**SMALL, "n_kv_heads": 2, "norm_eps": 1e-4, "rope_theta": 500.0, "tie_embeddings": False}
+MLA = {**SMALL, "norm_eps": 1e-6, "attention": "latent", "rope_theta": 500.0, "tie_embeddings": False}
+T5 = {
+    **SMALL, "family": "encoder_decoder", "n_layers": 2, "n_encoder_layers": 3, "head_dim": 5, "norm_eps": 1e-4,
+    "activation": "relu", "attention_scale": 1.0, "position": "t5", "relative_buckets": 8, "relative_distance": 10,
+}  # fmt: skip
+YARN = {"name": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 2.0, "beta_slow": 0.3}
+LLAMA3 = {"name": "llama3", "factor": 4.0, "original_length": 40, "high_freq_factor": 3.0}
+MODELS = {
+    "gpt1": ("OpenAIGPTLMHeadModel", {**GPT, "norm_position": "post", "d_ff": 96}),
+    "gpt2": ("GPT2LMHeadModel", GPT),
+    "gpt2-untied": ("GPT2LMHeadModel", {**GPT, "tie_embeddings": False, "activation": "relu2"}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama-tied-one-kv-head": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": True, "n_kv_heads": 1}),
+    "llama-all-kv-heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_heads": 6, "activation": "geglu"}),
+    "llama-wide-heads": (
+        "LlamaForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "ffn_bias": True},
+    ),
+    "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_scaling": {"name": "linear", "factor": 4.0}}),
+    "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_scaling": YARN}),
+    "llama-3.1": ("LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_scaling": LLAMA3}),
+    "mistral": ("MistralForCausalLM", LLAMA),
+    "mla": (
+        "DeepseekV3ForCausalLM",
+        {**MLA, "head_dim": 5, "latent": {"kv_rank": 7, "q_rank": 9, "rope_dim": 6, "v_dim": 3}},
+    ),
+    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "latent": {"kv_rank": 7, "rope_dim": 2}}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "head_scale": 24**-0.5}),
+    "t5-v1.1": ("T5ForConditionalGeneration", {**T5, "tie_embeddings": False, "activation": "geglu_tanh"}),
+}  # fmt: skip
+DECODERS = [name for name in MODELS if not name.startswith("t5")]
+ENCODER_DECODERS = ["t5", "t5-v1.1"]
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    with doubled(request.param, *MODULES):
+        yield request.param
+
+
+def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
+    name, values = MODELS[model]
+    both = pair(ModelConfig(**values), dtype, seed, among=[name])
+    assert type(both.theirs).__name__ == name
+    return both
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(lengths: tuple[int, ...], *, left: bool = False) -> Tensor:
+    """1 for tokens and 0 for padding, [B, T]."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return mask.flip(1) if left else mask
+
+
+def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Figures:
+    """Logits, loss and gradients over rows of odd lengths, padded at one end."""
+    figures, both, mask = Figures(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
+    tokens, counted = draw(*mask.shape, seed=0), mask == 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    theirs = both.theirs(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        labels=tokens.where(counted, -100),
+    )
+    where = {"documents": mask - 1, "positions": positions}
+    figures.see_logits(both.ours(tokens, **where).logits[counted], theirs.logits[counted], dtype)
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:].where(counted[:, 1:] & counted[:, :-1], -100)
+    loss = both.ours(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
+    # transformers counts the first token after padding at the left as a target of that padding.
+    own = F.cross_entropy(theirs.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    their_loss = own if left else theirs.loss
+    figures.see_logits(loss, their_loss, dtype)
+    loss.backward()
+    their_loss.backward()
+    figures.see_gradients(both, dtype)
+    return figures
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_padded_rows(model: str, dtype: torch.dtype) -> None:
+    figures = compare_decoder(model, dtype)
+    assert figures.logits > 0, "the same code can't be its own oracle"
+    assert figures.compared > 20
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-3.1"])
+def test_rows_padded_at_the_left(model: str, dtype: torch.dtype) -> None:
+    assert compare_decoder(model, dtype, left=True).compared > 20
+
+
+def packed(lengths: tuple[int, ...], padding: int) -> tuple[Tensor, Tensor, list[slice]]:
+    """Documents and positions of one row, and where the documents are."""
+    documents = [torch.full((n,), i) for i, n in enumerate(lengths)]
+    positions = [torch.arange(n) for n in lengths]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    pieces = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    return (
+        torch.cat([*documents, torch.full((padding,), -1)])[None],
+        torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)])[None],
+        pieces,
+    )
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
+    """Logits and gradients of one row with padding, against the documents one after the other."""
+    figures, both = Figures(), pair_of(model, dtype, seed=1)
+    documents, positions, pieces = packed(PACKED, padding=2)
+    tokens, targets = draw(1, 15, seed=4), torch.full((1, 15), -100)
+    where = {"documents": documents, "positions": positions}
+    logits = both.ours(tokens, **where).logits
+    assert logits.isfinite().all()
+    alone = [both.theirs(input_ids=tokens[:, piece]).logits for piece in pieces]
+    for piece, theirs in zip(pieces, alone, strict=True):
+        figures.see_logits(logits[:, piece], theirs, dtype)
+        targets[:, piece.start : piece.stop - 1] = tokens[:, piece.start + 1 : piece.stop]
+    losses = [
+        F.cross_entropy(theirs[0], targets[0, piece], reduction="sum", ignore_index=-100)
+        for piece, theirs in zip(pieces, alone, strict=True)
+    ]
+    loss, their_loss = both.ours(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum()
+    figures.see_logits(loss, their_loss, dtype)
+    loss.backward()
+    their_loss.backward()
+    figures.see_gradients(both, dtype)
+
+
+def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
+    """Logits, loss and gradients over padded pairs of odd lengths."""
+    figures, both = Figures(), pair_of(model, dtype)
+    encoder_mask, mask = mask_of((12, 17, 5)), mask_of(LENGTHS)
+    encoder_tokens, targets = draw(*encoder_mask.shape, seed=0), draw(*mask.shape, seed=1)
+    targets = targets.where(mask == 1, -100)
+    tokens = torch.cat([torch.zeros(3, 1, dtype=torch.int64), targets[:, :-1].clamp(min=0)], 1)
+    theirs = both.theirs(
+        input_ids=encoder_tokens,
+        attention_mask=encoder_mask,
+        decoder_input_ids=tokens,
+        decoder_attention_mask=mask,
+        labels=targets,
+    )
+    where = {
+        "encoder_tokens": encoder_tokens,
+        "encoder_documents": encoder_mask - 1,
+        "documents": mask - 1,
+    }
+    counted = mask == 1
+    figures.see_logits(both.ours(tokens, **where).logits[counted], theirs.logits[counted], dtype)
+    loss = both.ours(tokens, targets=targets, **where).losses["span"] / counted.sum()
+    figures.see_logits(loss, theirs.loss, dtype)
+    loss.backward()
+    theirs.loss.backward()
+    figures.see_gradients(both, dtype)
+    return figures
+
+
+@pytest.mark.parametrize("model", ENCODER_DECODERS)
+def test_padded_pairs(model: str, dtype: torch.dtype) -> None:
+    figures = compare_encoder_decoder(model, dtype)
+    assert figures.logits > 0
+    assert figures.compared > 40
+
+
+@pytest.mark.parametrize("model", ENCODER_DECODERS)
+def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> None:
+    """Several pairs in a row of the encoder and one of the decoder, of other lengths and with padding."""
+    figures, both = Figures(), pair_of(model, dtype, seed=1)
+    encoder_documents, encoder_positions, encoder_pieces = packed((4, 9, 2), padding=3)
+    documents, positions, pieces = packed((6, 1, 5), padding=1)
+    encoder_tokens, tokens, targets = draw(1, 18, seed=0), draw(1, 13, seed=1), draw(1, 13, seed=2)
+    targets = targets.where(documents >= 0, -100)
+    where = {
+        "encoder_tokens": encoder_tokens,
+        "encoder_documents": encoder_documents,
+        "encoder_positions": encoder_positions,
+        "documents": documents,
+        "positions": positions,
+    }
+    logits = both.ours(tokens, **where).logits
+    assert logits.isfinite().all()
+    their_loss = torch.zeros((), dtype=dtype)
+    for encoder_piece, piece in zip(encoder_pieces, pieces, strict=True):
+        theirs = both.theirs(
+            input_ids=encoder_tokens[:, encoder_piece], decoder_input_ids=tokens[:, piece]
+        ).logits
+        figures.see_logits(logits[:, piece], theirs, dtype)
+        their_loss = their_loss + F.cross_entropy(theirs[0], targets[0, piece], reduction="sum")
+    loss = both.ours(tokens, targets=targets, **where).losses["span"]
+    figures.see_logits(loss, their_loss, dtype)
+    loss.backward()
+    their_loss.backward()
+    figures.see_gradients(both, dtype)
