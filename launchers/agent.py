@@ -1,8 +1,8 @@
 """torchrun on one node of a job: where the others are comes from SLURM, and a stop reaches the workers.
 
-torchrun's agent dies of USR1 and gives its workers half a minute after TERM, too short for a large checkpoint; and
-whatever its workers return, it returns 1. So this process stands before it: it passes signals to the workers
-themselves, and returns the code that they agree on. No torch.
+torchrun dies of USR1 and gives its workers half a minute after TERM, too short for a large checkpoint; and whatever
+its workers return, it returns 1. So torchrun hears neither signal, and this process stands before it: it passes them
+on to the workers themselves, and returns the code that they agree on. No torch.
 """
 
 import argparse
@@ -33,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         agent = Child(
             "torchrun",
             torchrun(os.environ, args.processes, args.command),
-            {CODES: codes},
-            # The kernel ends torchrun with us; its workers are in its hands, and it ends them on TERM.
-            death_signal=signal.SIGTERM,
+            {CODES: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
             deliver=to_workers,
             translate=lambda code: verdict(code, Path(codes)),
         )
@@ -46,6 +44,8 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
     """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
+        # SLURM signals every process of a step; what is ignored stays so in the program that is started.
+        *("sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh"),
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={environment['SLURM_STEP_NUM_NODES']}",
         f"--node-rank={environment['SLURM_NODEID']}",
@@ -58,12 +58,12 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
 
 
 def to_workers(pid: int, number: int) -> None:
-    """Send a signal to the workers below an agent; to the agent itself when it has none yet."""
+    """Send a signal to the workers below torchrun; end torchrun when it has none yet."""
     workers = list(_workers(pid))
     for worker in workers:
         worker.send_signal(number)
     if not workers:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _workers(pid: int) -> Iterator[psutil.Process]:
