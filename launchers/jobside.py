@@ -31,7 +31,7 @@ BEGIN_MARK = f"{PREFIX}attempt"
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
 _ENDED = re.compile(
-    r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+?))? \*\*\*", re.MULTILINE
+    r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
 )
 _SIGNALLED = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point")
 
@@ -232,7 +232,7 @@ def blame(log: Path, run: Path, since: float) -> Blame:
     text = text[text.rfind(BEGIN_MARK) + 1 :]
     cut, until = "", sys.float_info.max
     if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
-        cut, until = ended[2] or "CANCELLED", datetime.fromisoformat(ended[1]).timestamp()
+        cut, until = (ended[2] or "cancelled").strip(), datetime.fromisoformat(ended[1]).timestamp()
         text = text[: ended.start()]
     for event in reversed(last_records(run / EVENTS, 8)):
         if event.get("event") == "failed" and since <= event.get("time", 0) < until:

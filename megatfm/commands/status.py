@@ -26,9 +26,12 @@ def main(args: argparse.Namespace) -> int:
         for each in found:
             print(json.dumps(each.plain()))
     elif len(args.runs) == 1:
-        Console(highlight=False, soft_wrap=True).print(_in_full(found[0]))
+        print(_in_full(found[0]))
     else:
-        Console(highlight=False).print(_together(found))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200
+        console.print(_together(found))
     return 0
 
 
@@ -42,17 +45,16 @@ def _here() -> list[Path]:
 def _together(found: Iterable[Progress]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "state", "step", "loss", "tokens/s", "left", "restarts", ""):
-        table.add_column(heading, justify="left" if heading in ("run", "state", "") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading)
+        )
     for each in found:
         facts = (each.run.name, each.state.word, _step(each), _loss(each), _speed(each), _left(each))
         table.add_row(*facts, str(each.restarts or ""), each.state.detail)
     return table
 
 
-def _in_full(each: Progress) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+def _in_full(each: Progress) -> str:
     since = (
         f", since {time.strftime('%d %b %H:%M', time.localtime(each.state.since))}"
         if each.state.since
@@ -69,10 +71,7 @@ def _in_full(each: Progress) -> Table:
         "restarts": str(each.restarts),
         "last event": each.event,
     }
-    for name, text in rows.items():
-        if text:
-            table.add_row(name, text)
-    return table
+    return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
 
 
 def _step(each: Progress) -> str:
@@ -93,10 +92,6 @@ def _left(each: Progress) -> str:
     minutes, seconds = divmod(round(each.seconds_left), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return (
-        f"{days} d {hours} h"
-        if days
-        else f"{hours} h {minutes:02} min"
-        if hours
-        else f"{minutes} min {seconds:02} s"
-    )
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
