@@ -1,0 +1,119 @@
+"""Disentangled attention against the sums of its paper, written out pair by pair."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention import ATTENTIONS
+from megatfm.layers.initialisation import initialiser
+from megatfm.models import build
+from megatfm.ops.sequence import SequenceLayout
+
+K, T, D, N = 3, 9, 12, 2
+CONFIG = ModelConfig(
+    family="encoder", vocab_size=23, d_model=D, n_layers=2, n_heads=N, d_ff=20, norm="layer_norm", norm_position="post",
+    activation="gelu", attention="disentangled", position="disentangled", relative_distance=K,
+)  # fmt: skip
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    module = module.double()
+    for parameter in module.parameters():
+        parameter.data = 0.6 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return module
+
+
+def delta(i: int, j: int) -> int:
+    """He et al. 2021, equation 3."""
+    if i - j <= -K:
+        return 0
+    return 2 * K - 1 if i - j >= K else i - j + K
+
+
+def by_pairs(attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documents: list[int]) -> Tensor:
+    """He et al. 2021, equation 4, for one row and head by head; only tokens of one document see one another.
+
+    But the position in position-to-content is δ(i, j), as in the released code, where the paper has δ(j, i).
+    """
+    h = D // N
+    q, k, v = (projection(x_TD) for projection in (attention.wq, attention.wk, attention.wv))
+    q_r, k_r = attention.wq_position(table_RD), attention.wk_position(table_RD)
+    out = []
+    for head in range(N):
+        part = slice(head * h, (head + 1) * h)
+        rows = []
+        for i in range(T):
+            seen = [j for j in range(T) if documents[j] == documents[i]]
+            scores = torch.stack(
+                [
+                    q[i, part] @ k[j, part]
+                    + q[i, part] @ k_r[delta(i, j), part]
+                    + k[j, part] @ q_r[delta(i, j), part]
+                    for j in seen
+                ]
+            ) / math.sqrt(3 * h)
+            rows.append(scores.softmax(0) @ v[seen][:, part])
+        out.append(torch.stack(rows))
+    return attention.wo(torch.cat(out, dim=-1))
+
+
+def test_values_and_gradients() -> None:
+    attention = moved(ATTENTIONS.get("disentangled")(CONFIG, initialiser(CONFIG), "full"))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(2 * K, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
+    documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
+    layout = SequenceLayout(torch.arange(T).expand(2, T), torch.tensor(documents))
+    ours = attention(x, layout, table)
+    wanted = torch.stack(
+        [by_pairs(attention, row, table, where) for row, where in zip(x, documents, strict=True)]
+    )
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    inputs = [x, table, *attention.parameters()]
+    one = torch.autograd.grad((ours * weights).sum(), inputs)
+    other = torch.autograd.grad((wanted * weights).sum(), inputs)
+    for mine, reference in zip(one, other, strict=True):
+        assert reference.norm() > 1e-3
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
+
+
+def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
+    model = moved(build(CONFIG))
+    tables = [name for name, p in model.named_parameters() if tuple(p.shape) == (2 * K, D)]
+    assert len(tables) == 1
+    tokens = torch.randint(0, 23, (2, T), generator=torch.Generator().manual_seed(4))
+    gradients = []
+    for kept in ("01", "0", "1"):
+        model.zero_grad()
+        for name, block in model.encoder.layers.items():
+            for part in ("wq_position", "wk_position"):
+                getattr(block.attn, part).requires_grad_(name in kept)
+        hooks = [
+            block.attn.register_forward_pre_hook(
+                lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:])
+            )
+            for name, block in model.encoder.layers.items()
+            if name not in kept
+        ]
+        model(tokens).hidden.square().sum().backward()
+        gradients.append(model.get_parameter(tables[0]).grad.clone())
+        for hook in hooks:
+            hook.remove()
+    both, first, second = gradients
+    assert first.norm() > 1e-3
+    assert second.norm() > 1e-3
+    torch.testing.assert_close(both, first + second, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "change", [{"position": "none"}, {"family": "decoder"}, {"position": "rope", "family": "decoder"}]
+)
+def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"needs model\.position = 'disentangled' and family = 'encoder'"):
+        build(CONFIG.model_copy(update=change))
