@@ -78,7 +78,7 @@ def describe(config: Config) -> Description:
     """
     import torch
 
-    from megatfm.layers.embedding import Table
+    from megatfm.layers.table import Table
     from megatfm.models import build
     from megatfm.registry import import_plugins
 

@@ -90,17 +90,12 @@ class Config(Section):
             "model.d_ff": self.model.d_ff,
         }
         for key, count in heads.items():
-            if count % self.parallel.tp:
+            sliced = key == "model.n_kv_heads" and self.parallel.tp % count == 0
+            if count % self.parallel.tp and not sliced:
                 raise ValueError(
                     f"parallel.tp = {self.parallel.tp} does not divide {key} = {count}: choose a tp that divides it, "
                     f"e.g. {max(t for t in range(1, self.parallel.tp) if count % t == 0)}"
                 )
-        if self.parallel.tp > 1 and self.model.drops:
-            rate = self.model.drops[0]
-            raise ValueError(
-                f"parallel.tp = {self.parallel.tp} can't carry model.{rate} yet: use parallel.tp = 1 with dp_shard, or "
-                f"model.{rate} = 0"
-            )
         if (
             self.parallel.tp > 1
             and self.parallel.sequence_parallel

@@ -187,14 +187,14 @@ class NativeEngine:
         return WholeTensorOptimizer(group, local, by_name, shapes, self.mesh.flat_group(("dp_shard", "tp")))
 
     def _initialise(self, seed: int) -> None:
-        """Draw this rank's blocks; buffers are whole on every rank."""
+        """Draw this rank's blocks of parameters and buffers."""
         for name, tensor, initial in initials(self.model):
             if name in self.boxes:
                 offsets, sizes = self.boxes[name]
                 self.local[name].copy_(draw(initial, seed, name, self.layout[name].shape, offsets, sizes))
             else:
-                shape = tuple(tensor.shape)
-                tensor.copy_(draw(initial, seed, name, shape, (0,) * len(shape), shape))
+                placement = self.layout.buffers[name]
+                tensor.copy_(draw(initial, seed, name, placement.shape, *placement.box))
 
     def _box(self, name: str, parameter: nn.Parameter) -> Box:
         if not isinstance(parameter, DTensor):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.embedding import Table
+from megatfm.layers.table import Table
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear

@@ -18,6 +18,8 @@ class Dropout(nn.Module):
     def __init__(self, rate: float, place: str) -> None:
         super().__init__()
         self.rate, self.place = rate, zlib.crc32(place.encode())
+        self.part = 0
+        """Which of equal parts of the channels, or of the heads, x holds."""
 
     @property
     def active(self) -> bool:
@@ -26,7 +28,8 @@ class Dropout(nn.Module):
     def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
         if not self.active:
             return x_BTD
-        return keyed.dropout(x_BTD, self.rate, self.token_keys(layout))
+        first = self.part * x_BTD.shape[-1]
+        return keyed.dropout(x_BTD, self.rate, self.token_keys(layout), first)
 
     def token_keys(self, layout: SequenceLayout) -> Tensor:
         """int64 [B, T]. Raises UsageError where the batch brings no keys."""
@@ -36,7 +39,8 @@ class Dropout(nn.Module):
         """int64 [B, N, T] for attention's probabilities; None when nothing is dropped."""
         if not self.active:
             return None
-        heads = torch.arange(n_heads, device=layout.positions.device)
+        first = self.part * n_heads
+        heads = torch.arange(first, first + n_heads, device=layout.positions.device)
         return keyed.mix(self.token_keys(layout)[:, None], heads[:, None])
 
 

@@ -1,7 +1,6 @@
 """Tokens to vectors."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
@@ -11,22 +10,10 @@ from megatfm.layers.initialisation import Stack, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import NORMS
 from megatfm.layers.position import POSITIONS
-from megatfm.ops.initial import Initial
+from megatfm.layers.table import Table
 from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, E embedding width, D model width
-
-
-class Table(nn.Module):
-    """Rows of a [rows, width] matrix, looked up."""
-
-    def __init__(self, rows: int, width: int, initial: Initial) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-        self.initial, self.roles = {"weight": initial}, {"weight": "embedding"}
-
-    def forward(self, indices_BT: Tensor) -> Tensor:
-        return F.embedding(indices_BT, self.weight)
 
 
 class Embedding(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.embedding import Table
+from megatfm.layers.table import Table
 from megatfm.layers.initialisation import Initialiser, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import NORMS
@@ -49,6 +49,8 @@ class Transform(nn.Module):
 class Head(nn.Module):
     """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
 
+    where [B, T]: logits [M, V] of these tokens alone.
+
     Where few tokens have a target, as in masked language models, only those go through.
     """
 
@@ -69,10 +71,13 @@ class Head(nn.Module):
         self.softcap, self.sparse = config.logit_softcap, sparse
         self.loss = CrossEntropy(LogitVariant(config.logit_softcap, config.label_smoothing))
 
-    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, where_BT: Tensor | None = None
+    ) -> Tensor:
         if targets_BT is None:
-            logits_BTV = F.linear(self._last(hidden_BTD), self.weight, self.bias)
-            return self.softcap * torch.tanh(logits_BTV / self.softcap) if self.softcap else logits_BTV
+            hidden = hidden_BTD if where_BT is None else hidden_BTD[where_BT]
+            logits = F.linear(self._last(hidden), self.weight, self.bias)
+            return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         if self.sparse:
             counted = targets_M != IGNORE

@@ -61,9 +61,11 @@ class FutureHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.block = Block(config, "decoder", "causal")
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
+        self.layers = nn.ModuleDict({"0": Block(config, "decoder", "causal")})
+        self.final_norm = (
+            NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
+        )
 
     def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor:
-        x_BTD = self.block(hidden_BTD, layout)
-        return x_BTD if self.norm is None else self.norm(x_BTD)
+        x_BTD = self.layers["0"](hidden_BTD, layout)
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)

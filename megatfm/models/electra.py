@@ -63,7 +63,7 @@ class Electra(nn.Module):
         made = self.generator(tokens, targets=targets, keys=~keys, **where)
         with torch.no_grad():
             masked = targets != IGNORE
-            logits_MV = self.generator.head(made.hidden[masked][None])[0]
+            logits_MV = self.generator.head(made.hidden, where_BT=masked)
             places = torch.arange(tokens.shape[1], device=tokens.device)
             keys_M = token_keys(mix(keys, SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.

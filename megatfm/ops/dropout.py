@@ -31,17 +31,17 @@ def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
     """x with elements set to 0 at `rate` and the others scaled to keep the mean.
 
     x: [..., D] of any floating type; keys: int64 [...], one for each vector of x. first: the number of x's first
-    channel, a multiple of 4, where x is a part of a longer vector.
+    channel, where x is a part of a longer vector.
     """
     threshold = round(rate * LEVELS)
     return (x * keep(keys, x.shape[-1], threshold, first)) * (LEVELS / (LEVELS - threshold))
 
 
 def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
-    """Booleans [..., width], false for a share of threshold / 65,536."""
-    groups = torch.arange(first // 4, first // 4 + -(-width // 4), device=keys.device)
+    """Booleans [..., width] of the channels from `first` on, false for a share of threshold / 65,536."""
+    groups = torch.arange(first // 4, -(-(first + width) // 4), device=keys.device)
     hashes = mix(keys[..., None], groups)
-    return hashes.view(torch.int16)[..., :width] >= threshold - LEVELS // 2
+    return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - LEVELS // 2
 
 
 def token_keys(keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class Placement:
     """One parameter under tensor parallelism.
 
     shape: global. dim: the dim that is cut into `parts`, of which this rank holds `part`; None: whole on every rank.
+    uneven: the last part may be smaller than the others.
     partial_gradient: each tensor-parallel rank has only its share of the gradient, to be summed after backward.
     """
 
@@ -27,10 +28,18 @@ class Placement:
     part: int = 0
     parts: int = 1
     partial_gradient: bool = False
+    uneven: bool = False
 
     def __post_init__(self) -> None:
-        if self.dim is not None and self.shape[self.dim] % self.parts:
-            size = self.shape[self.dim]
+        if self.dim is None:
+            return
+        size = self.shape[self.dim]
+        if self.uneven and self._size * (self.parts - 1) >= size:
+            raise UsageError(
+                f"parallel.tp = {self.parts} leaves ranks without a part of {self.name} {list(self.shape)}: choose a "
+                f"smaller tp"
+            )
+        if not self.uneven and size % self.parts:
             raise UsageError(
                 f"parallel.tp = {self.parts} does not divide dim {self.dim} of {self.name} {list(self.shape)}: "
                 f"the next size that fits is {-(-size // self.parts) * self.parts}"
@@ -41,10 +50,16 @@ class Placement:
         """What this tensor-parallel rank holds, before FSDP2 cuts it."""
         if self.dim is None:
             return (0,) * len(self.shape), self.shape
-        size = self.shape[self.dim] // self.parts
-        offsets = tuple(size * self.part if dim == self.dim else 0 for dim in range(len(self.shape)))
+        first = self._size * self.part
+        size = min(self._size, self.shape[self.dim] - first)
+        offsets = tuple(first if dim == self.dim else 0 for dim in range(len(self.shape)))
         sizes = tuple(size if dim == self.dim else full for dim, full in enumerate(self.shape))
         return offsets, sizes
+
+    @property
+    def _size(self) -> int:
+        """Of every part but perhaps the last."""
+        return -(-self.shape[self.dim] // self.parts) if self.dim is not None else 0
 
     def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
         """The global box of a block of the tensor-parallel shard (FSDP2's part of it)."""
@@ -55,8 +70,12 @@ class Placement:
 class Layout(Mapping[str, Placement]):
     """The placements of all parameters of a model, by their global names."""
 
-    def __init__(self, placements: Mapping[str, Placement], table: str) -> None:
+    def __init__(
+        self, placements: Mapping[str, Placement], table: str, buffers: Mapping[str, Placement] | None = None
+    ) -> None:
         self._placements = dict(placements)
+        self.buffers = dict(buffers or {})
+        """Those of the buffers, which are not trained and not stored."""
         self.table = table
         """The plan as it was applied, for people."""
 

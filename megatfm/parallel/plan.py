@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import Layout, Placement
@@ -28,31 +28,43 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
     styles = match(model, plan)
     parts, part = mesh.size("tp"), mesh.rank("tp")
     ranks = Ranks(mesh.group("tp"), sequence_parallel) if parts > 1 else None
-    local: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
-    for path, style in styles.items():
+    local: dict[Tensor, tuple[Placement, Tensor]] = {}
+    buffers: dict[str, Placement] = {}
+    for path, planned in styles.items():
         module = model.get_submodule(path)
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            placement = Placement(
-                name=f"{path}.{key}",
-                shape=tuple(parameter.shape),
-                dim=style.dim if ranks else None,
-                part=part if ranks and style.dim is not None else 0,
-                parts=parts if ranks and style.dim is not None else 1,
-                partial_gradient=bool(ranks and style.on_residual and sequence_parallel),
-            )
-            if parameter not in local:
-                shard = torch.empty(placement.box[1], dtype=parameter.dtype, device=parameter.device)
-                local[parameter] = placement, nn.Parameter(shard)
-            elif local[parameter][0].dim != placement.dim:
+        style = planned.fitted(module, parts)
+        own: dict[str, Placement] = {}
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            own[key] = placement = _place(f"{path}.{key}", tensor, style, part, ranks)
+            shard = torch.empty(placement.box[1], dtype=tensor.dtype, device=tensor.device)
+            if not isinstance(tensor, nn.Parameter):
+                buffers[placement.name] = placement
+                module.register_buffer(key, shard, persistent=False)
+                continue
+            if tensor not in local:
+                local[tensor] = placement, nn.Parameter(shard)
+            elif local[tensor][0].dim != placement.dim:
                 raise UsageError(
-                    f"{placement.name} is tied to {local[parameter][0].name}, but their plan rows cut different dims: "
+                    f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "
                     "give both the same cut, or untie them"
                 )
-            setattr(module, key, local[parameter][1])
+            setattr(module, key, local[tensor][1])
         if ranks:
-            style.install(module, ranks)
+            style.install(module, ranks, own)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return Layout(placements, _table(plan, styles, placements, mesh))
+    return Layout(placements, _table(plan, styles, placements, mesh), buffers)
+
+
+def _place(name: str, tensor: Tensor, style: Style, part: int, ranks: Ranks | None) -> Placement:
+    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole."""
+    shape = tuple(tensor.shape)
+    if ranks is None:
+        return Placement(name, shape)
+    if style.dim is not None and -len(shape) <= style.dim < len(shape):
+        dim = style.dim % len(shape)
+        return Placement(name, shape, dim, part, ranks.group.size(), uneven=style.uneven)
+    partial = style.gradient == "partial" or (style.gradient == "sequence" and ranks.sequence_parallel)
+    return Placement(name, shape, partial_gradient=partial)
 
 
 def match(model: nn.Module, plan: Plan) -> dict[str, Style]:
@@ -89,7 +101,7 @@ def _table(plan: Plan, styles: dict[str, Style], placements: dict[str, Placement
         shown = pattern.removeprefix("?")
         paths = [path for path in styles if fnmatchcase(path, shown)]
         own = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
-        if not paths or (style.name == "whole" and not own):
+        if not paths or not (own or style.shown):
             continue
         shapes = dict.fromkeys(
             f"{list(p.shape)} → {list(p.box[1])}" if p.dim is not None else str(list(p.shape)) for p in own

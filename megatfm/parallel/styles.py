@@ -4,14 +4,15 @@ A style is laid over any module from outside. With sequence parallelism, activat
 along the sequence (dim 1); without, they are replicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatfm.errors import UsageError
 from megatfm.ops.cross_entropy import LogitVariant
 from megatfm.parallel.collectives import (
     copy_to_shards,
@@ -20,9 +21,13 @@ from megatfm.parallel.collectives import (
     scatter_sum,
     sum_partial,
 )
+from megatfm.parallel.layout import Placement
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
 
 SEQUENCE_DIM = 1
+
+Own = Mapping[str, Placement]
+"""The placements of a module's own tensors, by their names in it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class Ranks:
 
     group: ProcessGroup
     sequence_parallel: bool
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """Residual stream → replicated input of cut weights."""
@@ -44,89 +53,177 @@ class Ranks:
             scatter_sum(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else sum_partial(x, self.group)
         )
 
+    def whole(self, x: Tensor) -> Tensor:
+        """Residual stream → replicated, for what every rank computes alike."""
+        return gather_replicated(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else x
+
+    def own(self, x: Tensor) -> Tensor:
+        """Replicated → residual stream; every rank keeps its part of the sequence."""
+        return x.chunk(self.group.size(), SEQUENCE_DIM)[self.rank] if self.sequence_parallel else x
+
+
+Install = Callable[[nn.Module, Ranks, Own], None]
+
+
+def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    """Nothing travels."""
+
 
 @dataclass(frozen=True)
 class Style:
-    """dim: the dim of the module's own parameters that is cut; None: they are whole on every rank.
+    """dim: the dim of the module's own tensors that is cut; None: they are whole on every rank.
 
-    on_residual: the module works on the residual stream, so with sequence parallelism its gradients are partial.
-    install: adds what travels; called only where there is more than one rank.
+    gradient: of whole tensors. "whole": every rank computes all of it; "sequence": from its part of the residual
+    stream, so a partial one with sequence parallelism; "partial": always its own share, e.g. that of its heads.
+    uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
+    shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
     """
 
     name: str
     dim: int | None = None
-    on_residual: bool = False
-    install: Callable[[nn.Module, Ranks], None] = lambda module, ranks: None
+    gradient: Literal["whole", "sequence", "partial"] = "whole"
+    uneven: bool = False
+    install: Install = _nothing
+    shown: bool = False
+    instead: "Style | None" = None
+
+    def fitted(self, module: nn.Module, parts: int) -> "Style":
+        """This style, or the other where the module's heads are fewer than the parts and divide them."""
+        heads = getattr(module, "heads", None)
+        if self.instead and heads and heads % parts and parts % heads == 0:
+            return self.instead
+        return self
 
 
-def _enter_hook(module: nn.Module, ranks: Ranks) -> None:
+def _enter_hook(module: nn.Module, ranks: Ranks, own: Own) -> None:
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (ranks.enter(inputs[0]), *inputs[1:])
 
     module.register_forward_pre_hook(enter)
 
 
-def _leave_hook(module: nn.Module, ranks: Ranks) -> None:
-    if getattr(module, "bias", None) is not None:
-        _not_cut(module, ranks)
-    module.register_forward_hook(lambda _, __, output: ranks.leave(output))
+def _whole_hook(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (ranks.whole(inputs[0]), *inputs[1:])
+
+    module.register_forward_pre_hook(gather)
 
 
-def _vocabulary_embedding(module: nn.Module, ranks: Ranks) -> None:
+def _enter_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.register_forward_hook(lambda _, __, output: ranks.enter(output))
+
+
+def _whole_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.register_forward_hook(lambda _, __, output: ranks.whole(output))
+
+
+def _own_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.register_forward_hook(lambda _, __, output: ranks.own(output))
+
+
+def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    def forward(x: Tensor) -> Tensor:
+        y = ranks.leave(F.linear(x, module.get_parameter("weight")))
+        # Added to the sum, and not by every rank to its part of it.
+        return y + module.get_parameter("bias") if "bias" in own else y
+
+    module.forward = forward
+
+
+def _sliced_heads(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    heads = module.heads
+    head = ranks.rank * heads // ranks.group.size()  # type: ignore[operator]
+
+    def forward(x: Tensor) -> Tensor:
+        parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in own]
+        return F.linear(x, *parts)
+
+    module.forward = forward
+
+
+def _vocabulary_embedding(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    first = own["weight"].box[0][0]
+
     def embed(tokens_BT: Tensor) -> Tensor:
-        return ranks.leave(embed_shard(tokens_BT, module.get_parameter("weight"), ranks.group))
+        return ranks.leave(embed_shard(tokens_BT, module.get_parameter("weight"), first))
 
     module.forward = embed
 
 
-def _vocabulary_head(module: nn.Module, ranks: Ranks) -> None:
+def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
     seam = module.get_submodule("loss")
     variant: LogitVariant = seam.variant  # type: ignore[assignment]
+    (first, _), (vocabulary, _) = own["weight"].box[0], own["weight"].shape
 
     def loss(hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, bias_W: Tensor | None) -> Tensor:
         used = variant if seam.training else replace(variant, smoothing=0.0)
-        return cross_entropy_shard(hidden_MD, weight_WD, targets_M, bias_W, used, ranks.group)
+        return cross_entropy_shard(hidden_MD, weight_WD, targets_M, bias_W, used, first, ranks.group)
 
     def whole_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        return gather_replicated(output, -1 % output.dim(), ranks.group) if output.dim() else output
+        if not output.dim():  # a loss
+            return output
+        longest = -(-vocabulary // ranks.group.size())
+        padded = F.pad(output, (0, longest - output.shape[-1]))
+        return gather_replicated(padded, output.dim() - 1, ranks.group)[..., :vocabulary]
 
-    _enter_hook(module, ranks)
+    _enter_hook(module, ranks, own)
     seam.forward = loss
     module.register_forward_hook(whole_logits)
 
 
-def _not_cut_if_it_owns(module: nn.Module, ranks: Ranks) -> None:
-    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-        _not_cut(module, ranks)
+def _own_tokens_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    all_keys: Callable[..., Tensor] = module.token_keys  # type: ignore[assignment]
+    module.token_keys = lambda layout: ranks.own(all_keys(layout))  # type: ignore[assignment]
 
 
-def _not_cut(module: nn.Module, ranks: Ranks) -> None:
-    raise UsageError(
-        f"parallel.tp > 1 can't carry this model's {type(module).__name__}"
-        f"{' with a bias' if getattr(module, 'bias', None) is not None else ''} yet: use parallel.tp = 1 with dp_shard"
-    )
+def _own_channels_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.part = ranks.rank  # type: ignore[assignment]
 
 
-COLUMN = Style("column", dim=0)
+SLICED_HEADS = Style("sliced heads", gradient="partial", install=_sliced_heads)
+"""Key or value heads that are fewer than the ranks: whole on every rank, which uses the one that its queries need."""
+
+COLUMN = Style("column", dim=0, instead=SLICED_HEADS)
 """A matrix cut by output features; its input must be replicated (see ENTER)."""
 
-ROW = Style("row", dim=1, install=_leave_hook)
-"""A matrix cut by input features; its output is partial and goes back to the residual stream."""
+ROW = Style("row", dim=1, gradient="sequence", install=_row)
+"""A matrix cut by input features; its output is partial and goes back to the residual stream, where a bias is added."""
 
-ENTER = Style("enter", install=_enter_hook)
+LAST_DIM = Style("last dim", dim=-1)
+"""Numbers for each head, the heads last."""
+
+SHARED_BY_HEADS = Style("shared by heads", gradient="partial")
+"""Whole weights that every rank uses for its own heads, or for its own part of the vocabulary."""
+
+ENTER = Style("enter", install=_enter_hook, shown=True)
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
 
-WHOLE_ONLY = Style("whole", install=_not_cut)
-"""A part that tensor parallelism does not carry yet: refused where there is more than one rank."""
+ENTER_OUTPUT = Style("enter output", install=_enter_output, shown=True)
+"""A module whose output is gathered once for all the columns that use it."""
 
-WHOLE_IF_ANY = Style("whole", install=_not_cut_if_it_owns)
-"""The same for a part that may be there without weights of its own."""
-
-SEQUENCE = Style("sequence", on_residual=True)
+SEQUENCE = Style("sequence", gradient="sequence")
 """Whole weights on the residual stream, e.g. a norm."""
 
-VOCABULARY_EMBEDDING = Style("vocabulary embedding", dim=0, install=_vocabulary_embedding)
+OWN_OUTPUT = Style("sequence output", gradient="sequence", install=_own_output)
+"""Whole weights that make a replicated output, of which every rank keeps its part of the sequence."""
+
+WHOLE_OUTPUT = Style("sequence, gathered", gradient="sequence", install=_whole_output)
+"""Whole weights on the residual stream whose output every rank needs whole."""
+
+WHOLE = Style("whole")
+"""Whole weights that every rank uses alike."""
+
+WHOLE_INPUT = Style("whole input", install=_whole_hook)
+"""A module that every rank runs alike, on the whole sequence."""
+
+VOCABULARY_EMBEDDING = Style("vocabulary embedding", dim=0, uneven=True, install=_vocabulary_embedding)
 """A token table cut by tokens."""
 
-VOCABULARY_HEAD = Style("vocabulary head", dim=0, install=_vocabulary_head)
+VOCABULARY_HEAD = Style("vocabulary head", dim=0, uneven=True, install=_vocabulary_head)
 """An output head cut by tokens, with its loss; the head's sub-module `loss` is the seam."""
+
+TOKEN_DROPOUT = Style("keys of own tokens", install=_own_tokens_dropout)
+"""Keyed dropout on the residual stream."""
+
+PART_DROPOUT = Style("keys of own part", install=_own_channels_dropout)
+"""Keyed dropout of cut heads or channels."""

@@ -1,6 +1,5 @@
 """Embedding and cross-entropy over a vocabulary cut into shards, one a rank (Shoeybi et al. 2019, section 3)."""
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,9 +10,9 @@ from megatfm.parallel.collectives import all_sum
 # M tokens, D model width, W rows of the vocabulary that are held here
 
 
-def embed_shard(tokens: Tensor, weight_WD: Tensor, group: ProcessGroup) -> Tensor:
-    """Rows of the tokens held here and zeros for the others: a partial [..., D]."""
-    local = tokens - dist.get_rank(group) * weight_WD.shape[0]
+def embed_shard(tokens: Tensor, weight_WD: Tensor, first: int) -> Tensor:
+    """Rows of the tokens held here, from `first` on, and zeros for the others: a partial [..., D]."""
+    local = tokens - first
     held = (local >= 0) & (local < weight_WD.shape[0])
     rows = F.embedding(local.where(held, 0), weight_WD)
     return rows * held[..., None].to(rows.dtype)
@@ -25,11 +24,11 @@ def cross_entropy_shard(
     targets_M: Tensor,
     bias_W: Tensor | None,
     variant: LogitVariant,
+    first: int,
     group: ProcessGroup,
     chunk: int = 512,
 ) -> Tensor:
-    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial."""
-    first = dist.get_rank(group) * weight_WD.shape[0]
+    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. first: of the rows held here."""
     return cross_entropy(
         hidden_MD,
         weight_WD,

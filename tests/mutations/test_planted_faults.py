@@ -118,7 +118,7 @@ def forget_the_tie_s_second_use(patch: Patch) -> None:
 
 
 def keep_all_tokens_of_an_embedding_shard(patch: Patch) -> None:
-    def embed(tokens: Tensor, weight_WD: Tensor, group: Any) -> Tensor:
+    def embed(tokens: Tensor, weight_WD: Tensor, first: int) -> Tensor:
         return nn.functional.embedding(tokens % weight_WD.shape[0], weight_WD)
 
     patch.setattr(styles, "embed_shard", embed)

@@ -71,9 +71,7 @@ class Pair:
     rules: list[Rule]
 
 
-def pair(
-    config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None
-) -> Pair:
+def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence[str] | None = None) -> Pair:
     """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other.
 
     among: names of the architectures that may be chosen.
@@ -86,7 +84,9 @@ def pair(
     theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
     rules = list(architecture.rules(config))
     converted = to_theirs(rules, dict(ours.named_parameters()))
-    if "lm_head.weight" in converted:  # transformers ties T5 v1.1's as long as nobody puts another in its place
+    if (
+        "lm_head.weight" in converted
+    ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     named = dict(theirs.named_parameters())
     assert converted.keys() == named.keys()

@@ -120,7 +120,7 @@ def check_embedding() -> None:
     shard = mine(table.detach())
     tokens = torch.arange(2 * VOCABULARY).remainder(VOCABULARY).view(3, -1)
     y = draw("replicated", (*tokens.shape, WIDTH), seed=2)
-    vectors = embed_shard(tokens, shard, group)
+    vectors = embed_shard(tokens, shard, group.rank() * len(shard))
     torch.testing.assert_close(all_sum(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0)
     torch.autograd.backward([vectors, table[tokens]], [y, y])
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
@@ -137,7 +137,8 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitVariant, with_bi
     expected = cross_entropy_reference(hidden, table, targets, bias, variant)
     shard, hidden_here = mine(table.detach()), hidden.detach().clone().requires_grad_()
     own_bias = None if bias is None else mine(bias.detach())
-    loss = cross_entropy_shard(hidden_here, shard, targets, own_bias, variant, group, chunk)
+    first = group.rank() * len(shard)
+    loss = cross_entropy_shard(hidden_here, shard, targets, own_bias, variant, first, group, chunk)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
@@ -145,10 +146,10 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitVariant, with_bi
     if bias is not None and own_bias is not None:
         torch.testing.assert_close(own_bias.grad, mine(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        again = cross_entropy_shard(hidden, shard, targets, own_bias, variant, group, chunk)
+        again = cross_entropy_shard(hidden, shard, targets, own_bias, variant, first, group, chunk)
     assert torch.equal(again, loss)
     none = torch.full_like(targets, -100)
-    nothing = cross_entropy_shard(hidden_here, shard, none, own_bias, variant, group, chunk)
+    nothing = cross_entropy_shard(hidden_here, shard, none, own_bias, variant, first, group, chunk)
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])
     assert float(nothing.detach()) == 0.0
     assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)

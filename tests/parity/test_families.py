@@ -1,4 +1,4 @@
-"""Every model family under sharded data parallelism: the gradients of one device, with dropout on.
+"""Every model family under tensor and sharded data parallelism: the gradients of one device, with dropout on.
 
 Dropout is keyed by row, so that it is part of what must agree. The batch goes through the engine in micro-batches and
 through the plain model all at once.
@@ -26,7 +26,7 @@ from tests.parity.test_layouts import (
 )
 from tests.workers import Workers
 
-SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48}
+SMALL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48}
 DROPPED = {"dropout": 0.2, "attention_dropout": 0.1, "ffn_dropout": 0.1, "drop_path": 0.3}
 BERT = {
     "norm": "layer_norm", "norm_position": "post", "activation": "gelu", "attention_bias": True, "ffn_bias": True,
@@ -42,6 +42,7 @@ MODELS = {
     "shaw, deepnorm": ModelConfig(
         **SMALL, **DROPPED, position="shaw", norm_position="deepnorm", init="deepnorm", relative_distance=3
     ),
+    "llama": ModelConfig(**SMALL, **DROPPED, n_kv_heads=2, tie_embeddings=False),
     "latent attention": ModelConfig(**SMALL, attention="latent", latent={"kv_rank": 8, "q_rank": 6, "rope_dim": 4}),
     "bert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", sentence_classes=2, boundary_head=True),
     "albert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", embedding_dim=16, distinct_layers=1),
@@ -54,12 +55,16 @@ MODELS = {
     ),
     "electra": ModelConfig(
         **SMALL, **DROPPED, **BERT, family="electra", embedding_dim=16,
-        generator={"d_model": 16, "n_heads": 2, "d_ff": 24},
+        generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
     ),
 }  # fmt: skip
 LAYOUTS = {
     "zero3 on 2": (2, ParallelConfig(dp_shard=2)),
     "hsdp 2 × 2": (4, ParallelConfig(dp_replicate=2, dp_shard=2)),
+    "tp2": (2, ParallelConfig(tp=2)),
+    "tp2 without sequence parallel": (2, ParallelConfig(tp=2, sequence_parallel=False)),
+    "tp4": (4, ParallelConfig(tp=4)),
+    "zero3 2 × tp2": (4, ParallelConfig(dp_shard=2, tp=2)),
 }
 
 

@@ -41,8 +41,8 @@ WORLD = {"zero3 on 1": 1, "zero3 2 × tp2": 4, "hsdp 2 × 2": 4}
 def global_batch(seed: int) -> dict[str, Tensor]:
     """Packed rows with several documents each, padding, and an uneven number of targets from row to row."""
     random = np.random.default_rng(seed)
-    tokens = torch.from_numpy(random.integers(0, 96, (ROWS, LENGTH)))
-    targets = torch.from_numpy(random.integers(0, 96, (ROWS, LENGTH)))
+    tokens = torch.from_numpy(random.integers(0, 95, (ROWS, LENGTH)))
+    targets = torch.from_numpy(random.integers(0, 95, (ROWS, LENGTH)))
     documents = torch.from_numpy(np.sort(random.integers(0, 3, (ROWS, LENGTH)), axis=1))
     padding = torch.arange(LENGTH)[None] >= LENGTH - torch.arange(ROWS)[:, None]
     targets[padding], documents[padding] = -100, -1

@@ -76,7 +76,7 @@ def rules(config: ModelConfig) -> list[Rule]:
         ),
         *([segments] if config.n_segments else []),
         *linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
-        same("encoder.position.weight", "deberta.encoder.rel_embeddings.weight"),
+        same("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *layers(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
         *head(
             "cls.predictions.transform.dense",

@@ -25,8 +25,8 @@ class HeadsAttention(nn.Module):
         d, width, kv_width = (config.d_model, *(n * self.head_dim for n in (config.n_heads, config.kv_heads)))
         bias = config.attention_bias
         self.wq = Linear(d, width, initial("query", d, width), bias=bias)
-        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias)
-        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias)
+        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=config.kv_heads)
+        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=config.kv_heads)
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()

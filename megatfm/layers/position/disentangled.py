@@ -1,11 +1,11 @@
 """The table of relative positions of DeBERTa's attention (He et al. 2021); `attention = "disentangled"` reads it."""
 
-import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.table import Table
 from megatfm.ops.sequence import SequenceLayout, Sight
 
 # R relative positions (twice the farthest distance), D model width
@@ -17,13 +17,11 @@ class RelativeTable(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         rows = 2 * config.relative_distance
-        self.weight = nn.Parameter(torch.empty(rows, config.d_model))
-        self.initial = {"weight": initial("relative", rows, config.d_model)}
-        self.roles = {"weight": "embedding"}
+        self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
         """[R, D]."""
-        return self.weight
+        return self.table.weight
 
 
 DISENTANGLED = POSITIONS.register("disentangled")(Position(bias=RelativeTable))

@@ -8,55 +8,88 @@ from megatfm.parallel.plan import PLANS, Plan
 from megatfm.parallel.styles import (
     COLUMN,
     ENTER,
+    ENTER_OUTPUT,
+    LAST_DIM,
+    OWN_OUTPUT,
+    PART_DROPOUT,
     ROW,
     SEQUENCE,
+    SHARED_BY_HEADS,
+    TOKEN_DROPOUT,
     VOCABULARY_EMBEDDING,
     VOCABULARY_HEAD,
-    WHOLE_IF_ANY,
-    WHOLE_ONLY,
+    WHOLE,
+    WHOLE_INPUT,
+    WHOLE_OUTPUT,
 )
 
-STACK: Plan = (
+EMBEDDING: Plan = (
     ("*.embedding.tokens", VOCABULARY_EMBEDDING),
-    ("?*.embedding.positions", WHOLE_ONLY),
-    ("?*.embedding.segments", WHOLE_ONLY),
-    ("?*.embedding.norm", WHOLE_ONLY),
-    ("?*.embedding.projection", WHOLE_ONLY),
-    ("?*coder.position", WHOLE_ONLY),
-    ("*.layers.*_residual.norm", SEQUENCE),
-    ("?*.layers.*_residual.norm_out", SEQUENCE),
+    ("?*.embedding.positions", OWN_OUTPUT),
+    ("?*.embedding.segments", OWN_OUTPUT),
+    ("?*.embedding.norm", SEQUENCE),
+    ("*.embedding.dropout", TOKEN_DROPOUT),
+    ("?*.embedding.projection", SEQUENCE),
+)
+ATTENTION: Plan = (
     ("*.layers.*.attn", ENTER),
-    ("*.layers.*.attn.w[qv]", COLUMN),
-    ("*.layers.*.attn.wk", COLUMN),
+    ("*.layers.*.attn.w[qkv]", COLUMN),
     ("*.layers.*.attn.wo", ROW),
-    ("?*.layers.*.attn.[qk]_norm", WHOLE_IF_ANY),
-    ("?*.layers.*.attn.kv_norm", WHOLE_ONLY),
-    ("?*.layers.*.attn.w*_down", WHOLE_ONLY),
-    ("?*.layers.*.attn.wk_rope", WHOLE_ONLY),
-    ("?*.layers.*.attn.w[qk]_position", WHOLE_ONLY),
-    ("?*.layers.*.attn.core", WHOLE_IF_ANY),
-    ("?*.layers.*.cross", ENTER),
-    ("?*.layers.*.cross.w[qkv]", WHOLE_ONLY),
-    ("?*.layers.*.cross.wo", ROW),
-    ("?*.layers.*.cross.[qk]_norm", WHOLE_IF_ANY),
+    ("?*.layers.*.attn.core", SHARED_BY_HEADS),
+    ("*.layers.*.attn.core.dropout", PART_DROPOUT),
+    ("?*.layers.*.attn.[qk]_norm", SHARED_BY_HEADS),
+    ("?*.layers.*.attn.w*_down", SHARED_BY_HEADS),
+    ("?*.layers.*.attn.kv_norm", SHARED_BY_HEADS),
+    ("?*.layers.*.attn.wk_rope", SHARED_BY_HEADS),
+    ("?*.layers.*.attn.w[qk]_position", COLUMN),
+    ("?*coder.position", LAST_DIM),
+    ("?*coder.position.table", SHARED_BY_HEADS),
+)
+CROSS_ATTENTION: Plan = (
+    ("encoder", ENTER_OUTPUT),
+    ("*.layers.*.cross", ENTER),
+    ("*.layers.*.cross.w[qkv]", COLUMN),
+    ("*.layers.*.cross.wo", ROW),
+    ("*.layers.*.cross.core.dropout", PART_DROPOUT),
+    ("?*.layers.*.cross.[qk]_norm", SHARED_BY_HEADS),
+)
+FFN: Plan = (
     ("*.layers.*.ffn", ENTER),
     ("?*.layers.*.ffn.w_gate", COLUMN),
     ("*.layers.*.ffn.w_up", COLUMN),
+    ("*.layers.*.ffn.dropout", PART_DROPOUT),
     ("*.layers.*.ffn.w_down", ROW),
+)
+RESIDUAL: Plan = (
+    ("*.layers.*_residual.norm", SEQUENCE),
+    ("?*.layers.*_residual.norm_out", SEQUENCE),
+    ("*.layers.*_residual.branch.dropout", TOKEN_DROPOUT),
     ("?*coder.norm", SEQUENCE),
 )
-HEAD: Plan = (("head", VOCABULARY_HEAD), ("?head.transform*", WHOLE_ONLY))
+STACK: Plan = (*EMBEDDING, *RESIDUAL, *ATTENTION, *FFN)
+HEAD: Plan = (
+    ("head", VOCABULARY_HEAD),
+    ("?head.transform", SHARED_BY_HEADS),
+    ("?head.transform.*", SHARED_BY_HEADS),
+)
 
-DECODER: Plan = (*STACK, *HEAD, ("?future.*", WHOLE_ONLY))
-ENCODER: Plan = (*STACK, *HEAD, ("?sentence.*", WHOLE_ONLY), ("?boundary*", WHOLE_ONLY))
-ENCODER_DECODER: Plan = (*STACK, *HEAD)
+DECODER: Plan = (*STACK, *HEAD, ("?future.*.final_norm", SEQUENCE))
+ENCODER: Plan = (
+    *STACK,
+    *HEAD,
+    ("?sentence", WHOLE_INPUT),
+    ("?sentence.*", WHOLE),
+    ("?boundary", VOCABULARY_HEAD),
+    ("?boundary.*", SHARED_BY_HEADS),
+)
+ENCODER_DECODER: Plan = (*STACK, *CROSS_ATTENTION, *HEAD)
+DISCRIMINATOR: Plan = (*STACK, ("dense", SEQUENCE), ("verdict", WHOLE_OUTPUT))
 ELECTRA: Plan = (
     *STACK,
-    ("generator.head*", WHOLE_ONLY),
-    ("discriminator.dense", WHOLE_ONLY),
-    ("discriminator.verdict", WHOLE_ONLY),
+    *((f"{'?' * row.startswith('?')}generator.{row.removeprefix('?')}", style) for row, style in HEAD),
+    ("discriminator.dense", SEQUENCE),
+    ("discriminator.verdict", WHOLE_OUTPUT),
 )
-DISCRIMINATOR: Plan = (*STACK, ("dense", WHOLE_ONLY), ("verdict", WHOLE_ONLY))
 
 for family, plan in {
     "decoder": DECODER,

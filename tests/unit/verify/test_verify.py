@@ -31,7 +31,7 @@ import megatfm.parallel.styles as styles
 from megatfm.parallel.plans import PLANS
 
 def norm_row_not_partial():
-    rows = [(p, replace(s, on_residual=False) if s is styles.SEQUENCE else s) for p, s in PLANS.get("decoder")]
+    rows = [(p, replace(s, gradient="whole") if s is styles.SEQUENCE else s) for p, s in PLANS.get("decoder")]
     PLANS._parts["decoder"] = tuple(rows)
 
 def adjoint_dropped():
@@ -154,5 +154,5 @@ def test_a_dying_rank_is_named(tmp_path: Path, plant) -> None:
 
 
 def test_a_layout_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide dim 0 of embedding\.weight"):
-        run_command(tmp_path, "parallel.tp=2", "model.vocab_size=511")
+    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.d_ff = 61"):
+        run_command(tmp_path, "parallel.tp=2", "model.d_ff=61")

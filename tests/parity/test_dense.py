@@ -1,0 +1,177 @@
+"""Every combination of parts against a transformer that is written out, values and gradients; and that it trains.
+
+This is the reference for what transformers has not: Shaw's positions, DeepNorm, sandwich norms, the Transformer of 2017
+with its three ties, ReLU², label smoothing, soft caps together with all else, heads for later tokens, prefixes.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.models import build
+from tests.parity.dense import Dense, slopes
+from tests.parity.oracle import perturb
+
+VOCABULARY = 23
+SMALL = {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 20, "norm_eps": 1e-3}
+NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
+NORMS = ("layer_norm", "rms_norm")
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
+POSITIONS = {
+    "sinusoidal": {},
+    "learned": {"max_positions": 16},
+    "rope": {"rope_theta": 100.0},
+    "alibi": {},
+    "t5": {"relative_buckets": 8, "relative_distance": 6},
+    "shaw": {"relative_distance": 3},
+    "none": {},
+}
+MASKS = ("causal", "prefix", "full", "pairs")
+PARTS = {
+    "transformer-2017": {
+        "family": "encoder_decoder", "norm": "layer_norm", "norm_position": "post", "activation": "relu",
+        "ffn_bias": True, "position": "sinusoidal", "embedding_scale": 4.0, "label_smoothing": 0.1, "n_encoder_layers": 3,
+    },
+    "grouped heads, qk-norm": {"n_heads": 4, "n_kv_heads": 2, "qk_norm": True, "head_dim": 6},
+    "soft caps": {"attention_softcap": 1.5, "logit_softcap": 2.0, "head_bias": True, "position": "alibi"},
+    "soft cap with shaw, one key-value head": {
+        "attention_softcap": 1.5, "position": "shaw", "relative_distance": 2, "n_heads": 4,
+        "n_kv_heads": 1,
+    },
+    "label smoothing, soft cap, scales": {
+        "label_smoothing": 0.2, "logit_softcap": 3.0, "head_scale": 0.5, "attention_scale": 0.7, "tie_embeddings": False,
+    },
+    "later tokens": {"future_tokens": 2, "label_smoothing": 0.1},
+    "alibi with six heads": {"n_heads": 6, "d_model": 24, "position": "alibi"},
+    "t5 with more encoder layers, biases": {
+        "family": "encoder_decoder", "n_encoder_layers": 3, "attention_bias": True, "position": "t5",
+        "relative_buckets": 4, "relative_distance": 5, "norm_position": "deepnorm", "init": "deepnorm",
+    },
+}  # fmt: skip
+DOCUMENTS = (6, 1, 4)
+PREFIXES = (3, 0, 4)
+ENCODER_DOCUMENTS = (5, 3, 2)
+
+
+def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
+    families = {"full": "encoder", "pairs": "encoder_decoder"}
+    return ModelConfig(
+        **SMALL,
+        **POSITIONS[position],
+        family=families.get(mask, "decoder"),
+        norm_position=norm_position,
+        norm=norm,
+        activation=activation,
+        position=position,
+        init="deepnorm" if norm_position == "deepnorm" else "normal",
+    )
+
+
+def draw(n: int, seed: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def spans(lengths: tuple[int, ...]) -> list[slice]:
+    ends = list(itertools.accumulate(lengths))
+    return [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+
+
+def row(lengths: tuple[int, ...], padding: int) -> dict[str, Tensor]:
+    """Documents and positions [1, T] of a packed row."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return {
+        "documents": torch.cat([documents, torch.full((padding,), -1)])[None],
+        "positions": torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])[None],
+    }
+
+
+def batch(config: ModelConfig, mask: str) -> dict[str, Tensor]:
+    """One row of three documents and two padding tokens."""
+    made = {**row(DOCUMENTS, 2), "tokens": draw(13, 1)[None], "targets": draw(13, 2)[None]}
+    made["targets"] = made["targets"].where(made["documents"] >= 0, -100)
+    made["targets"][0, 2] = -100
+    if mask == "prefix":
+        made["prefix"] = torch.zeros(1, 13, dtype=torch.int64)
+        for piece, n in zip(spans(DOCUMENTS), PREFIXES, strict=True):
+            made["prefix"][0, piece.start : piece.start + n] = 1
+    if config.family == "encoder_decoder":
+        made |= {f"encoder_{key}": value for key, value in row(ENCODER_DOCUMENTS, 1).items()}
+        made["encoder_tokens"] = draw(11, 3)[None]
+    return made
+
+
+def reference(config: ModelConfig, model: nn.Module, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits of the documents one after the other, and the sum of all losses."""
+    dense = Dense(config, dict(model.named_parameters()))
+    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    for document, piece in enumerate(spans(DOCUMENTS)):
+        options: dict[str, Any] = {"prefix": PREFIXES[document] if "prefix" in made else 0}
+        if "encoder_tokens" in made:
+            options["encoder_tokens"] = made["encoder_tokens"][0, spans(ENCODER_DOCUMENTS)[document]]
+        hidden = dense.hidden(made["tokens"][0, piece], **options)
+        logits.append(dense.logits(hidden))
+        targets = made["targets"][0, piece]
+        loss = loss + dense.loss(logits[-1], targets)
+        for ahead in range(1, config.future_tokens + 1):
+            later = torch.full_like(targets, -100)
+            later[:-ahead] = targets[ahead:]
+            loss = loss + dense.loss(dense.future_logits(hidden, ahead), later)
+    return torch.cat(logits), loss
+
+
+def compare(config: ModelConfig, mask: str) -> None:
+    """Logits, loss and the gradient of every parameter, in float64."""
+    ours = build(config).double()
+    for _, module in ours.named_modules():
+        if hasattr(module, "slopes"):
+            module.slopes.copy_(torch.tensor(slopes(config.n_heads)))
+    perturb(ours, scale=0.4)
+    made = batch(config, mask)
+    inputs = {key: value for key, value in made.items() if key != "targets"}
+    wanted, wanted_loss = reference(config, ours, made)
+    logits = ours(**inputs).logits
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], wanted, rtol=1e-10, atol=1e-10)
+    loss = sum(ours(**made).losses.values())
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-10)
+    named = dict(ours.named_parameters())
+    gradients = torch.autograd.grad(loss, list(named.values()))
+    theirs = torch.autograd.grad(wanted_loss, list(named.values()))
+    whole = torch.stack([g.norm() for g in theirs]).norm()
+    for name, one, other in zip(named, gradients, theirs, strict=True):
+        assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * whole), name
+        assert other.norm() > 1e-6 * whole or name.endswith("wk.bias"), f"nothing to compare for {name}"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_position_under_every_mask_and_norm_position(position: str, mask: str) -> None:
+    turns = itertools.cycle(itertools.product(NORMS, ACTIVATIONS))
+    for norm_position in NORM_POSITIONS:
+        norm, activation = next(turns)
+        compare(combination(norm_position, norm, activation, position, mask), mask)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_with_every_norm(activation: str) -> None:
+    for norm in NORMS:
+        compare(combination("pre", norm, activation, "rope", "causal"), "causal")
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_together(parts: str) -> None:
+    config = ModelConfig(**(SMALL | PARTS[parts]))
+    compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
+
+
+def test_transformer_2017_has_one_table_for_both_sides_and_the_head() -> None:
+    model = build(ModelConfig(**(SMALL | PARTS["transformer-2017"])))
+    assert model.encoder.embedding.tokens is model.decoder.embedding.tokens
+    assert model.head.weight is model.encoder.embedding.tokens.weight
+    assert model.encoder.norm is None
+    assert model.decoder.norm is None

@@ -1,0 +1,209 @@
+"""ELECTRA's joint training, which transformers has not, against its two halves; and SpanBERT's loss beside BERT's.
+
+transformers has a generator and a discriminator. Given the tokens that ours sampled, their losses and gradients are the
+reference, added up for the shared tables; that the samples are right is a matter of statistics.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.convert import to_theirs
+from megatfm.convert.pair import SHARED, parts_of
+from megatfm.models import build
+from tests.parity.oracle import VANISHING, Figures, doubled, pair, perturb
+from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
+
+WEIGHT, LENGTHS = 50.0, (13, 9, 11)
+CONFIG = ModelConfig(
+    **(BERT | {"family": "electra"}), embedding_dim=10,
+    generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 2},
+)  # fmt: skip
+KEYS = torch.tensor([7, 8, 9])
+FREQUENT = 5
+"""Often the masked token, and often what the generator samples: then it is no replacement."""
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    with doubled(request.param):
+        yield request.param
+
+
+def batch() -> dict[str, Tensor]:
+    """Odd lengths, padded; a third of the tokens masked, 9 of 10 of them shown as token 3."""
+    longest = max(LENGTHS)
+    real = torch.arange(longest) < torch.tensor(LENGTHS)[:, None]
+    original = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(real, PAD)
+    masked = (draw(3, *original.shape, seed=1) == 0) & real
+    original = original.masked_fill(masked & (draw(2, *original.shape, seed=4) == 0), FREQUENT)
+    shown = original.masked_fill(masked & (draw(10, *original.shape, seed=2) > 0), 3)
+    return {
+        "tokens": shown,
+        "original": original,
+        "targets": original.where(masked, -100),
+        "documents": real.long() - 1,
+        "segments": draw(2, *original.shape, seed=3),
+        "keys": KEYS,
+    }
+
+
+def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """The losses, and the tokens that the discriminator was given."""
+    seen: list[Tensor] = []
+    hook = model.discriminator.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    losses = model(**inputs).losses
+    hook.remove()
+    return losses, seen[0]
+
+
+def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
+    ours = build(CONFIG).to(dtype)
+    perturb(ours)
+    ours.generator.head.bias.data[FREQUENT] += 5
+    inputs = batch()
+    losses, corrupted = judged(ours, inputs)
+    real, masked = inputs["documents"] == 0, inputs["targets"] != -100
+    (losses["generator"] / masked.sum() + WEIGHT * losses["discriminator"] / real.sum()).backward()
+    assert torch.equal(corrupted[~masked], inputs["original"][~masked])
+    replaced = corrupted != inputs["original"]
+    assert 0 < replaced.sum() < masked.sum(), "some samples are the original token"
+    assert (corrupted == FREQUENT)[replaced].any()
+
+    figures, reference = Figures(), dict[str, Tensor]()
+    for part in parts_of(CONFIG):
+        theirs = half_of_theirs(
+            part.name, part.theirs, to_theirs(part.rules, dict(ours.named_parameters())), dtype
+        )
+        generates = part.folder == "generator"
+        output = theirs(
+            input_ids=inputs["tokens"] if generates else corrupted,
+            attention_mask=real.long(),
+            token_type_ids=inputs["segments"],
+            labels=inputs["targets"] if generates else replaced.long(),
+        )
+        figures.see_logits(losses[part.folder] / (masked if generates else real).sum(), output.loss, dtype)
+        (output.loss * (1 if generates else WEIGHT)).backward()
+        gradients = {name: p.grad for name, p in theirs.named_parameters()}
+        for rule in part.rules:
+            for name, gradient in zip(rule.ours, rule.back([gradients[n] for n in rule.theirs]), strict=True):
+                reference[name] = reference.get(name, torch.zeros_like(gradient)) + gradient
+    see_gradients(ours, reference, dtype)
+
+
+def half_of_theirs(
+    name: str, config: dict[str, object], weights: dict[str, Tensor], dtype: torch.dtype
+) -> nn.Module:
+    kind = getattr(transformers, name)
+    options = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
+    named = dict(theirs.named_parameters())
+    assert named.keys() == weights.keys()
+    for key, parameter in named.items():
+        parameter.data.copy_(weights[key])
+    return theirs
+
+
+def see_gradients(ours: nn.Module, reference: dict[str, Tensor], dtype: torch.dtype) -> None:
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
+    whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
+    assert reference.keys() == dict(ours.named_parameters()).keys()
+    for name, parameter in ours.named_parameters():
+        norm, error = float(reference[name].norm()), float((parameter.grad - reference[name]).norm())
+        if norm <= VANISHING * whole:
+            assert name.endswith("wk.bias"), f"nothing to compare for {name}"
+            norm = whole
+        assert error <= tolerance * norm, f"{name}: {error / norm:.1e}"
+    assert {f"discriminator.{name}" for name in SHARED} <= reference.keys()
+
+
+def test_no_gradient_goes_from_the_discriminator_into_the_generator() -> None:
+    ours = build(CONFIG).double()
+    perturb(ours)
+    ours(**batch()).losses["discriminator"].backward()
+    shared = {f"discriminator.{name}" for name in SHARED}
+    touched = {name for name, p in ours.named_parameters() if p.grad is not None and p.grad.any()}
+    assert shared <= touched
+    assert not [name for name in touched if name.startswith("generator.")]
+
+
+def test_samples_follow_the_generator_s_distribution() -> None:
+    """Pearson's χ² over 40,000 samples at each of two places, at one in 10⁵."""
+    ours = build(CONFIG).double()
+    perturb(ours)
+    n = 40_000
+    row = {name: values[:1] for name, values in batch().items()}
+    places = (row["targets"][0] != -100).nonzero()[:2, 0]
+    shares = ours.generator(row["tokens"], documents=row["documents"], segments=row["segments"]).logits[
+        0, places
+    ]
+    keys = torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(1))
+    many = {name: values.expand(n, -1) for name, values in row.items() if name != "keys"}
+    counts = torch.zeros(2, VOCABULARY)
+    with torch.no_grad():
+        for part in range(0, n, 4000):
+            piece = {name: values[part : part + 4000] for name, values in many.items()}
+            _, corrupted = judged(ours, piece | {"keys": keys[part : part + 4000]})
+            for i, place in enumerate(places):
+                counts[i] += torch.bincount(corrupted[:, place], minlength=VOCABULARY)
+    for observed, logits in zip(counts.double(), shares.detach(), strict=True):
+        expected = n * logits.softmax(-1)
+        often = expected >= 5
+        statistic = ((observed - expected).square() / expected)[often].sum()
+        degrees = int(often.sum()) - 1
+        assert degrees > 10
+        # Wilson & Hilferty 1931: the cube root is nearly normal; 4.3 standard deviations.
+        limit = degrees * (1 - 2 / (9 * degrees) + 4.3 * (2 / (9 * degrees)) ** 0.5) ** 3
+        assert statistic < limit
+
+
+def test_samples_depend_on_the_row_s_key_alone() -> None:
+    ours = build(CONFIG).double()
+    perturb(ours)
+    inputs = batch()
+    _, whole = judged(ours, inputs)
+    rows = [judged(ours, {name: values[i : i + 1] for name, values in inputs.items()})[1] for i in range(3)]
+    assert torch.equal(torch.cat(rows), whole)
+    _, other = judged(ours, inputs | {"keys": KEYS + 1})
+    assert not torch.equal(other, whole)
+
+
+def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
+    """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
+    figures = Figures()
+    plain = ModelConfig(**BERT)
+    both = pair(plain, dtype)
+    ours = build(plain.model_copy(update={"boundary_head": True})).to(dtype)
+    perturb(ours, seed=5)
+    ours.load_state_dict(both.ours.state_dict(), strict=False)
+    tokens, targets = draw(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
+    left, right = torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, dtype=torch.int64)
+    spans = [(2, 2), (4, 8), (10, 11)]
+    for first, last in spans:
+        for i in range(first, last + 1):
+            targets[0, i], left[0, i], right[0, i] = 5 + i, i - first + 1, last + 1 - i
+    losses = ours(tokens, targets=targets, span_left=left, span_right=right).losses
+    theirs = both.theirs(input_ids=tokens, labels=targets, output_hidden_states=True)
+    hidden, head = theirs.hidden_states[-1][0], ours.boundary
+    wanted = torch.zeros((), dtype=dtype)
+    for first, last in spans:
+        around = torch.cat([hidden[first - 1], hidden[last + 1]]).expand(last - first + 1, -1)
+        x = torch.cat([around, head.positions.weight[: last - first + 1]], -1)
+        for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
+            x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm_eps)
+        logits = x @ both.theirs.bert.embeddings.word_embeddings.weight.T + head.bias
+        wanted = wanted + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
+    n = (targets != -100).sum()
+    figures.see_logits(losses["masked"] / n, theirs.loss, dtype)
+    figures.see_logits(losses["boundary"] / n, wanted / n, dtype)
+    ((losses["masked"] + losses["boundary"]) / n).backward()
+    (theirs.loss + wanted / n).backward()
+    for name, parameter in both.ours.named_parameters():
+        parameter.grad = ours.get_parameter(name).grad
+    figures.see_gradients(both, dtype)
+    assert figures.compared > 20
