@@ -139,7 +139,9 @@ class Dense:
             x = x + self[f"{stack}.embedding.positions.weight"][: len(tokens)]
         if config.position == "sinusoidal":
             channel = torch.arange(config.d_model)
-            angle = torch.arange(len(tokens))[:, None] / 10000 ** (2 * (channel // 2).double() / config.d_model)
+            angle = torch.arange(len(tokens))[:, None] / 10000 ** (
+                2 * (channel // 2).double() / config.d_model
+            )
             x = x + torch.where(channel % 2 == 0, angle.sin(), angle.cos())
         return x
 
