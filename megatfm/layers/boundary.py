@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.table import Table
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import NORMS
+from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import LogitVariant
 from megatfm.ops.initial import Constant
 

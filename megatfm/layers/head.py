@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
-from megatfm.layers.table import Table
 from megatfm.layers.initialisation import Initialiser, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import NORMS
+from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
 from megatfm.ops.initial import Constant
 

@@ -28,7 +28,7 @@ def cross_entropy_shard(
     group: ProcessGroup,
     chunk: int = 512,
 ) -> Tensor:
-    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. first: of the rows held here."""
+    """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. first: row held here."""
     return cross_entropy(
         hidden_MD,
         weight_WD,

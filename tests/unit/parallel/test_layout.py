@@ -195,7 +195,9 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
 
 
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
-    boxes = [layout["head.weight"].box for layout, *_ in workers.run(lay_decoder, 2, 31, True)]
+    boxes = [
+        layout["decoder.embedding.tokens.weight"].box for layout, *_ in workers.run(lay_decoder, 2, 31, True)
+    ]
     assert boxes == [((0, 0), (16, 8)), ((16, 0), (15, 8))]
 
 
