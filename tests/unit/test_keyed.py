@@ -69,3 +69,38 @@ def test_permutations_are_uniform() -> None:
     assert np.abs(counts - 500).max() < 5 * np.sqrt(500)
     assert keyed.permutation(0, 1).tolist() == []
     assert keyed.permutation(1, 1).tolist() == [0]
+
+
+def test_golden_hashes() -> None:
+    """Masks, plans of packing and dropout hang on these: they are never to change."""
+    assert keyed.hashes((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
+        2514947007226666148,
+        15164154967367666321,
+    ]
+    assert keyed.piece_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
+        6198772376103169062,
+        15343448976193684557,
+        12554490214519274839,
+    ]
+    assert keyed.row_keys(3, np.array([0, 1])).tolist() == [163100055346747955, 5506878964348894781]
+    assert (
+        keyed.PieceKey(3, 9, 0, 1).planned.tolist()
+        == keyed.piece_keys(3, np.array([0]), np.array([1])).tolist()
+    )
+
+
+def test_hashes_are_uniform_and_differ() -> None:
+    samples, pieces = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
+    keys = keyed.piece_keys(0, samples, pieces)
+    assert len(set(keys.tolist())) == len(keys)
+    assert not set(keys.tolist()) & set(keyed.piece_keys(1, samples, pieces).tolist())
+    bits = (keys[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
+    assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(keys))
+    correlations = np.corrcoef(bits.T.astype(float))[np.triu_indices(64, 1)]
+    assert np.abs(correlations).max() < 6 / np.sqrt(len(keys))
+    counts, _ = np.histogram(keyed.fractions(keys), bins=64, range=(0, 1))
+    chi2 = float(((counts - len(keys) / 64) ** 2 / (len(keys) / 64)).sum())
+    assert 25 < chi2 < 120, "63 degrees of freedom: outside this once in a million"
+    rows = keyed.row_keys(0, np.arange(1000))
+    assert rows.dtype == np.int64
+    assert (rows >= 0).all()

@@ -112,3 +112,25 @@ def make_text() -> Callable[..., np.ndarray]:
 @pytest.fixture(scope="session")
 def build_one() -> Callable[..., Fields]:
     return built
+
+
+class Memory:
+    """What `PackedRows` needs of a corpus, from blocks of documents' lengths."""
+
+    folder = fingerprint = "memory"
+
+    def __init__(self, blocks: list[list[int]]) -> None:
+        self.documents = [text(n, seed) for seed, n in enumerate(n for block in blocks for n in block)]
+        self.blocks = np.cumsum([0] + [len(block) for block in blocks])
+        self.n_samples = len(self.documents)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(document) for document in self.documents], np.int64)
+
+    def block(self, number: int) -> list[tuple[int, np.ndarray]]:
+        return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
+
+
+@pytest.fixture(scope="session")
+def memory() -> type[Memory]:
+    return Memory

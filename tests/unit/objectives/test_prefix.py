@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatfm.keyed import piece_keys
 
@@ -33,8 +34,12 @@ def test_a_decoder_predicts_everything_after_its_prefix(
     assert len(epochs) > 5, "another one each epoch"
 
 
-def test_an_encoder_decoder_gets_both_parts(make_objective: Any, make_text: Any, build_one: Any) -> None:
-    made, tokens = make_objective("prefix", family="encoder_decoder", rows=(64, 32)), make_text(63)
+@pytest.mark.parametrize(("rows", "least"), [((64, 32), 32), ((32, 64), 1)])
+def test_an_encoder_decoder_gets_both_parts(
+    make_objective: Any, make_text: Any, build_one: Any, rows: tuple[int, int], least: int
+) -> None:
+    """Wherever both sides fit: with rows of 64 and 32 after 32 … 62 of 63 tokens, with 32 and 64 after 1 … 31."""
+    made, tokens = make_objective("prefix", family="encoder_decoder", rows=rows), make_text(63)
     assert made.max_tokens == 63
     cuts = []
     for sample in range(2000):
@@ -44,7 +49,7 @@ def test_an_encoder_decoder_gets_both_parts(make_objective: Any, make_text: Any,
         assert fields["targets"].tolist() == [*tokens[cut:].tolist(), EOS]
         assert fields["tokens"].tolist() == [PAD, *tokens[cut:].tolist()]
         cuts.append(cut)
-    counts = np.bincount(cuts, minlength=64)[32:63]
+    counts = np.bincount(cuts, minlength=64)[least : least + 31]
     assert counts.sum() == 2000, "both sides fit their rows"
     chi2 = float(((counts - 2000 / 31) ** 2 / (2000 / 31)).sum())
     assert abs(chi2 - 30) < 5 * (2 * 30) ** 0.5
