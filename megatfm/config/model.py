@@ -239,6 +239,17 @@ class ModelConfig(Section):
                 raise ValueError(f"{value} needs model.{key}: give it")
             if option is not None and not wanted:
                 raise ValueError(f"{key} belongs to {value}: leave it out, or set model.{value}")
+        for keys, key, names in (
+            (("n_kv_heads", "qk_norm", "attention_bias"), "attention", ("heads",)),
+            (("attention_softcap", "attention_scale"), "attention", ("heads", "latent")),
+            (("position_offset",), "position", ("learned",)),
+            (("rope_theta", "rope_scaling"), "position", ("rope",)),
+            (("relative_buckets",), "position", ("t5",)),
+            (("relative_distance",), "position", ("t5", "shaw", "disentangled")),
+            (("n_encoder_layers",), "family", ("encoder_decoder",)),
+            (("n_segments",), "family", ("decoder", "encoder", "discriminator", "electra")),
+        ):
+            self._refuse_unused(keys, key, names)
         only_encoder = {"sentence_classes": self.sentence_classes, "boundary_head": self.boundary_head}
         for key, given in only_encoder.items():
             if given and self.family != "encoder":
@@ -254,6 +265,29 @@ class ModelConfig(Section):
                 "norm_position = 'deepnorm' and init = 'deepnorm' belong together: set both, or neither"
             )
         return self
+
+    def _refuse_unused(self, keys: tuple[str, ...], part: str, names: tuple[str, ...]) -> None:
+        """Options that the part at hand would leave unread; parts of plugins may read what they like."""
+        known = {
+            "heads",
+            "latent",
+            "disentangled",
+            "encoder_decoder",
+            "decoder",
+            "encoder",
+            "electra",
+            "discriminator",
+        }
+        known |= {"sinusoidal", "learned", "rope", "alibi", "t5", "shaw", "none"}
+        chosen = getattr(self, part)
+        for key in keys:
+            default = type(self).model_fields[key].default
+            if chosen in known - set(names) and getattr(self, key) != default:
+                wanted = " or ".join(f"{part} = {name!r}" for name in names)
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} has no meaning with {part} = {chosen!r}: leave it out, or choose "
+                    f"{wanted}"
+                )
 
     @property
     def kv_heads(self) -> int:
