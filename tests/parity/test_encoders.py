@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.deberta import modeling_deberta
 
 from megatfm.config import ModelConfig
-from tests.parity.oracle import Figures, Pair, doubled, pair
+from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS = 47, (13, 9, 11)
 PAD = 1
@@ -133,11 +133,25 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
     return figures
 
 
+PRESETS = {
+    "bert": ["bert-base", "bert-base-cased", "bert-large"],
+    "bert-without-sentences": ["spanbert-base", "spanbert-large"],
+    "roberta": ["roberta-base", "roberta-large"],
+    "albert": ["albert-base"],
+    "deberta": ["deberta-base"],
+    "electra-generator": ["electra-small", "electra-base", "electra-large"],
+    "electra-discriminator": ["electra-small", "electra-base", "electra-large"],
+}
+"""The rows of docs/zoo.md whose figures are measured here."""
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_padded_rows(model: str, dtype: torch.dtype) -> None:
     figures = compare(model, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
+    for preset in PRESETS.get(model, []):
+        hold_to_the_docs(preset, dtype, figures)
 
 
 def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from torch import nn
 from megatfm.config import Config, load_config
 from megatfm.models import build
 from tests.golden.shapes import compressed
+from tests.parity.oracle import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -88,6 +89,17 @@ def test_the_header_states_the_count(preset: str) -> None:
     counts = [f"{number:,}" for number in (COUNTS | ELECTRA)[preset] if number]
     assert counts[0] in stated
     assert set(stated) <= set(counts)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_zoo_s_row_is_the_preset(preset: str) -> None:
+    config, _ = loaded(preset)
+    cells = row_of(preset)
+    place = re.findall(r"`([^`]+)`", cells[0]).index(preset)
+    assert cells[4].split("; ")[place] == f"{(COUNTS | ELECTRA)[preset][0]:,}"
+    assert f"`{config.objective.name}`" in cells[2]
+    text = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    assert all(f"{number:,}" in text for number in ELECTRA.get(preset, ()))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
