@@ -37,6 +37,13 @@ class Sums:
         """Σ weight · sum / count."""
         return sum(self.weights[term] * self.sums[term] / max(self.counts[term], 1) for term in self.sums)
 
+    @property
+    def terms(self) -> dict[str, float]:
+        """The mean of each term where there are several; else nothing that `loss` would not say."""
+        if len(self.sums) == 1:
+            return {}
+        return {term: total / max(self.counts[term], 1) for term, total in self.sums.items()}
+
 
 StepStats = Sums
 

@@ -174,9 +174,11 @@ def charts(run: Run) -> list[Chart]:
     def smoothed(name: str, curve: Curve) -> list[Line]:
         return [Line(name, curve, kind="thin"), Line(name, smooth(curve), kind="smooth")]
 
+    terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
     levels = [level for name in run.evaluated for level in baselines(run, name)]
     drawn = (
         chart("Loss", "nats per token", [*smoothed("training", run.curve("loss")), *evaluated("loss")]),
+        chart("Terms of the loss", "mean over their targets", terms),
         chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
         chart("Gradient norm", "before clipping", smoothed("gradient norm", run.curve("grad_norm"))),
         chart("Learning rate", "", [Line("learning rate", run.curve("lr"))], from_zero=True),

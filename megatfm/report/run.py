@@ -73,6 +73,11 @@ class Run:
             dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation")
         )
 
+    @property
+    def terms(self) -> list[str]:
+        """The terms of a loss that has several."""
+        return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
+
     def corpora(self) -> list[Corpus]:
         """The training corpus and the validation corpora that the config names."""
         data = self.config.get("data", {})

@@ -65,8 +65,8 @@ def evaluate(
     if objective.likelihood and byte_lengths is not None:
         bits = result.sums[objective.likelihood] / math.log(2)
         found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
-    if len(result.sums) > 1:
-        found["terms"] = {name: total / max(result.counts[name], 1) for name, total in result.sums.items()}
+    if result.terms:
+        found["terms"] = result.terms
     return found | {"tokens": result.counts[next(iter(objective.weights))], "rows": stop}
 
 

@@ -188,6 +188,7 @@ class Trainer:
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),
             "time": time.time(),
+            **({"terms": stats.terms} if stats.terms else {}),
             **({"skipped": True} if skipped else {}),
         }
 

@@ -199,3 +199,14 @@ def test_a_failed_write_leaves_the_old_page(run: Path, monkeypatch: pytest.Monke
         write_report(run)
     assert (run / "report.html").read_bytes() == old
     assert not list(run.glob(".*"))
+
+
+def test_terms_of_the_loss_have_a_chart_where_there_are_several(run: Path) -> None:
+    terms = {"masked": 6.5, "sentence": 0.7}
+    sets = {"code": {"loss": 7.0, "terms": terms, "tokens": 10, "rows": 1}}
+    replace_metrics(run, [{"step": n, "loss": 7.2, "terms": terms, "evaluation": sets} for n in (1, 2)])
+    page = report(run)
+    assert [label.split(",")[0] for label in page.charts()] == ["Loss", "Terms of the loss"]
+    assert "masked: 6.5 at step 1" in page.charts()[1]
+    assert "sentence: 0.7 at step 1" in page.charts()[1]
+    assert "Bits per byte" not in page.text

@@ -22,7 +22,7 @@ from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate
+from megatfm.train.evaluation import evaluate, summary
 from tests.workers import Workers
 
 LENGTH = 48
@@ -166,6 +166,32 @@ def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(
     assert result["loss"] == pytest.approx(math.log(400), rel=1e-12)
     wanted = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
     assert result["bits_per_byte"] == pytest.approx(wanted, rel=1e-12)
+
+
+def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]:
+    values = config(folder).model_dump()
+    values["objective"] = {"name": name}
+    values["model"] |= {"family": "encoder", "sentence_classes": classes}
+    settings, tokenizer = open_tokenizer(Config.model_validate(values))
+    corpora = open_corpora(settings, tokenizer)
+    engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")
+    for tensor in engine.local.values():
+        tensor.zero_()
+    rows = corpora.validation["all"]
+    return evaluate(engine, rows, corpora.objective, tokenizer.byte_lengths(), micro_batch=4)
+
+
+def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers, folder: Path) -> None:
+    (masked,) = workers.run(evaluated_terms, 1, folder, "masked")
+    assert masked.keys() == {"loss", "tokens", "rows"}
+    assert masked["loss"] == pytest.approx(math.log(400), rel=1e-12)
+    (both,) = workers.run(evaluated_terms, 1, folder, "next_sentence", 2)
+    assert both.keys() == {"loss", "terms", "tokens", "rows"}
+    assert both["terms"] == pytest.approx({"masked": math.log(400), "sentence": math.log(2)}, rel=1e-12)
+    assert both["loss"] == pytest.approx(math.log(800), rel=1e-12)
+    assert (
+        summary(both) == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
+    )
 
 
 def evaluated_uniform(folder: Path) -> dict[str, Any]:
