@@ -77,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         precise = _precise(hidden_MD)
         total = hidden_MD.new_zeros((), dtype=precise)
         hidden_gradient = torch.empty_like(hidden_MD)
-        weight_gradient = torch.zeros_like(weight_WD, dtype=precise)
+        weight_gradient = None
         bias_gradient = None if bias_W is None else torch.zeros_like(bias_W, dtype=precise)
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -88,9 +88,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 gradient = gradient.to(hidden.dtype)
                 hidden_gradient[part] = gradient @ weight_WD
-                weight_gradient += gradient.T @ hidden
+                weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
                 if bias_gradient is not None:
                     bias_gradient += gradient.sum(0, dtype=precise)
+        if weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight_WD)
         saved = [hidden_gradient, weight_gradient.to(weight_WD.dtype)]
         if bias_W is not None and bias_gradient is not None:
             saved.append(bias_gradient.to(bias_W.dtype))
@@ -102,6 +104,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # One factor for the whole sum: scaling afterwards is exact up to rounding.
         hidden, weight, *bias = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
         return hidden, weight, bias[0] if bias else None, None, None, None, None, None
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right in float32 or better, without passing over the total more often than needed."""
+    if total is None:
+        return left @ right
+    if total.dtype == right.dtype == _precise(right):
+        return total.addmm_(left, right)
+    return total.to(_precise(right)).add_(left @ right)
 
 
 def _chunk(
@@ -132,11 +143,13 @@ def _chunk(
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
     losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
-    gradient = exponentials.div_(normaliser).sub_(spread)
-    gradient.scatter_add_(1, local, (variant.smoothing - 1) * held.to(gradient.dtype))
+    gradient = exponentials.mul_(counted / normaliser)
+    if variant.smoothing:
+        gradient -= spread * counted
+    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
-    return losses.where(counted, 0).sum(), gradient.mul_(counted)
+    return losses.where(counted, 0).sum(), gradient
 
 
 def _precise(tensor: Tensor) -> torch.dtype:
