@@ -8,12 +8,18 @@ from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from data_prep.progress import Reporter
+    from data_prep.team import Team
 
 __all__ = ["PrepSummary", "cli", "run"]
 
 
-def run(config: PrepConfig, reporter: "Reporter | None" = None) -> PrepSummary:
+def run(
+    config: PrepConfig, reporter: "Reporter | None" = None, team: "Callable[[Path], Team] | None" = None
+) -> PrepSummary:
     """Prepare a corpus as `config` says; see `data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.
     try:
@@ -22,4 +28,4 @@ def run(config: PrepConfig, reporter: "Reporter | None" = None) -> PrepSummary:
         raise UsageError(
             f"the package {error.name} is missing: install it with pip install 'megatfm[prep]'"
         ) from error
-    return run_pipeline(config, reporter)
+    return run_pipeline(config, reporter, team)

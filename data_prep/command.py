@@ -1,18 +1,26 @@
 """The command line of data_prep, which `megatfm prep` shares."""
 
 import argparse
+import io
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
 import data_prep
 from data_prep.progress import Reporter
+from data_prep.team import Claims, Mpi, Team, read_part, under_mpi
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.errors import REQUEUE, MegatfmError
+from megatfm.errors import FAILED, REQUEUE, MegatfmError
+
+PART_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -22,33 +30,46 @@ def cli(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config", help="a TOML file or the name of a preset, for example quickstart-data")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example read.folder=my-texts")
+    parser.add_argument("--part", metavar="I/N", help=PART_HELP)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
-    console = Console(stderr=True)
     before = signal.signal(signal.SIGTERM, _interrupt)
+    world: Any = None
     try:
-        _prepare(load(PrepConfig, arguments.config, arguments.overrides), console)
+        world = None if arguments.part else under_mpi(os.environ)
+        _prepare(load(PrepConfig, arguments.config, arguments.overrides), arguments.part, world)
+        code = 0
     except MegatfmError as error:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        code = error.exit_code
     except OSError as error:
         if arguments.debug:
             raise
         print(f"error: {error.filename or 'system'}: {error.strerror}", file=sys.stderr)
-        return MegatfmError.exit_code
+        code = FAILED
     except KeyboardInterrupt:
-        print("stopped: finished stages are kept, the same command goes on from there", file=sys.stderr)
-        return REQUEUE
+        print("stopped: finished parts are kept, the same command goes on from there", file=sys.stderr)
+        code = REQUEUE
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
+    if code and world is not None:  # the other ranks wait for this one, and would for ever
+        sys.stderr.flush()
+        world.Abort(code)
+    return code
 
 
-def _prepare(config: PrepConfig, console: Console) -> None:
+def _prepare(config: PrepConfig, part: str | None, world: Any) -> None:
+    team: Callable[[Path], Team] | None = None
+    if part:
+        team = partial(Claims, *read_part(part))
+    elif world is not None:
+        team = lambda _: Mpi(world)  # noqa: E731
+    speaks = world is None or world.rank == 0
+    console = Console(stderr=True) if speaks else Console(file=io.StringIO())
     reporter = Reporter(console)
-    summary = data_prep.run(config, reporter)
+    summary = data_prep.run(config, reporter, team)
     for note in summary.result["notes"]:
         reporter.say(f"note: {note}")
     for skipped in summary.result["skipped_files"]:

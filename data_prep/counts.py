@@ -1,7 +1,8 @@
 """What a step did to the documents that passed through it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 EXAMPLES = 10
 
@@ -41,6 +42,20 @@ class Counts:
         dropped.bytes += size
         if len(dropped.examples) < EXAMPLES:
             dropped.examples.append(example)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> Self:
+        """The counts of all parts of a corpus, given as JSON in the order of the corpus."""
+        whole = cls(parts[0]["step"])
+        for part in parts:
+            for name in ("documents_in", "bytes_in", "changed", "documents_out", "bytes_out"):
+                setattr(whole, name, getattr(whole, name) + part[name])
+            for reason, dropped in part["dropped"].items():
+                total = whole.dropped.setdefault(reason, Dropped())
+                total.documents += dropped["documents"]
+                total.bytes += dropped["bytes"]
+                total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
+        return whole
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

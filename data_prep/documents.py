@@ -62,6 +62,50 @@ class DocumentWriter:
         self._file.discard()
 
 
+class PartsWriter:
+    """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `part_bytes` of text each; at least one."""
+
+    def __init__(self, folder: Path, name: str, part_bytes: int) -> None:
+        self._folder, self._name, self._part_bytes = folder, name, part_bytes
+        self.parts = 0
+        self.bytes = 0
+        self._size = 0
+        self._open = DocumentWriter(part_path(folder, name, 0))
+
+    def add(self, document: Document) -> None:
+        if self._size >= self._part_bytes:
+            self._open.commit()
+            self.parts += 1
+            self._size = 0
+            self._open = DocumentWriter(part_path(self._folder, self._name, self.parts))
+        self._open.add(document)
+        self._size += document.text_bytes
+        self.bytes += document.text_bytes
+
+    def commit(self) -> None:
+        self._open.commit()
+        self.parts += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, traceback)
+
+
+def part_path(folder: Path, name: str, part: int) -> Path:
+    """Where the documents of one part wait."""
+    return folder / f"{name}.{part:05d}.jsonl.zst"
+
+
+def read_parts(folder: Path, name: str, parts: int) -> Iterator[Document]:
+    """The documents of all parts, one after the other."""
+    for part in range(parts):
+        yield from read_documents(part_path(folder, name, part))
+
+
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of a file that a DocumentWriter committed."""
     # A stream_reader would take the end of a truncated file for the end of the documents.

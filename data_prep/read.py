@@ -1,27 +1,38 @@
 """Read files as documents: strict UTF-8, long ones cut at blank lines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.files import Listing, TextFile
+from data_prep.files import BadFile, Listing, TextFile
 from megatfm.errors import MegatfmError
 
 
 class Read:
-    """Turns the files of a listing into documents of at most `limit` bytes."""
+    """Turns files of a listing (`files`, else all) into documents of at most `limit` bytes.
 
-    def __init__(self, listing: Listing, limit: int) -> None:
+    `bad`: files that were found to be bad before, so that they are counted; those of the listing, if left out.
+    """
+
+    def __init__(
+        self,
+        listing: Listing,
+        limit: int,
+        files: Sequence[TextFile] | None = None,
+        bad: Sequence[BadFile] | None = None,
+    ) -> None:
         self.counts = Counts("read")
         self._listing = listing
         self._limit = limit
+        self._files = listing.files if files is None else files
+        self._bad = listing.bad if bad is None else bad
 
     def documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
         """The documents of all files; `advance` is told the bytes of every file that is done."""
-        for bad in self._listing.bad:
+        for bad in self._bad:
             self._drop(bad.reason, 0, str(bad.path))
-        for file in self._listing.files:
+        for file in self._files:
             for document in self._read(file):
                 self.counts.take(document.text_bytes)
                 if document.text.strip():

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ LATER = {"tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
 
 def identity(config: PrepConfig) -> dict[str, Any]:
     """What of a config determines the result."""
-    values = config.model_dump(mode="json", exclude={"out", "overwrite", "workers"})
+    values = config.model_dump(mode="json", exclude={"out", "overwrite", "workers", "part_bytes"})
     for name, later in LATER.items():
         section = getattr(config, name)
         for key in later:
@@ -53,12 +54,16 @@ class Workspace:
         self._config = config
         self._identity = identity(config)
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self, shared: bool = False) -> dict[str, Any] | None:
         """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
-        holds anything else."""
+        holds anything else. With `shared`, nothing is removed that others may look at."""
         result = _read(self.out / RESULT)
         if result is None:
             self._check_free()
+        elif self._config.overwrite and shared:
+            raise UsageError(
+                f"{self.out}: overwrite=true, but several tasks can't replace it at once: delete it first"
+            )
         elif self._config.overwrite:
             self._clear()
         elif result["config"] != self._identity:
@@ -73,6 +78,10 @@ class Workspace:
         self.folder.mkdir(exist_ok=True)
         return None
 
+    def result(self) -> dict[str, Any] | None:
+        """What `finish` wrote, if it has."""
+        return _read(self.out / RESULT)
+
     def stage(self, name: str, basis: Mapping[str, Any]) -> dict[str, Any] | None:
         """The committed result of a stage that depends on `basis`; None if it has to run."""
         committed = _read(self.folder / f"{name}.json")
@@ -85,22 +94,28 @@ class Workspace:
         """Note that a stage is finished."""
         _write(self.folder / f"{name}.json", {"basis": basis, "result": result})
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Commit the whole and remove what only the stages needed."""
+    def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
+        """Commit the whole and remove what only the stages needed, unless others may still look at it."""
         _write(self.out / RESULT, result)
-        shutil.rmtree(self.folder)
+        if clean:
+            shutil.rmtree(self.folder)
 
     @contextmanager
-    def lock(self) -> Iterator[bool]:
-        """Keep other preps out of `out`; the lock ends with the process, however it ends. Yields False where the
-        file system has no locks, as some network file systems."""
+    def lock(self, shared: bool = False) -> Iterator[bool]:
+        """Keep other preps out of `out`, or with `shared` only those that don't share the work.
+
+        The lock ends with the process, however it ends. Yields False where the file system has no locks, as some
+        network file systems. Of those who share, the last one to leave removes what only the stages needed.
+        """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise MegatfmError(f"{self.out}: can't be made ({error.strerror}): choose another out") from error
         try:
-            yield _locked(descriptor, self.out)
+            yield _locked(descriptor, self.out, shared)
+            if shared and (self.out / RESULT).exists():
+                _last_cleans(descriptor, self.folder)
         finally:
             os.close(descriptor)
 
@@ -138,9 +153,21 @@ class Workspace:
                 path.unlink(missing_ok=True)
 
 
-def _locked(descriptor: int, out: Path) -> bool:
+def _last_cleans(descriptor: int, folder: Path) -> None:
+    """Remove a folder if nobody shares it any more. Of two who leave at once, one may have to ask again."""
+    for _ in range(20):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # gives up its own share, so that the other one is now the last
+            time.sleep(0.05)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+def _locked(descriptor: int, out: Path, shared: bool) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{out}: another prep is working here: wait for it, or choose another out") from None
     except OSError:

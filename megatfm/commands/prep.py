@@ -1,15 +1,17 @@
-"""`megatfm prep CONFIG [key=value …]`."""
+"""`megatfm prep CONFIG [--part I/N] [key=value …]`."""
 
 import argparse
 
-from data_prep.command import cli
+from data_prep.command import PART_HELP, cli
 from megatfm.commands import add_config_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, example="read.folder=my-texts")
+    parser.add_argument("--part", metavar="I/N", help=PART_HELP)
 
 
 def main(args: argparse.Namespace) -> int:
     """Prepare a corpus; the same as `python -m data_prep`."""
-    return cli([args.config, *args.overrides, *(["--debug"] if args.debug else [])])
+    part = ["--part", args.part] if args.part else []
+    return cli([args.config, *args.overrides, *part, *(["--debug"] if args.debug else [])])

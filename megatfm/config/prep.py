@@ -101,6 +101,9 @@ class PrepConfig(Section):
     """Replace what an earlier prep with another config left in `out`."""
     workers: PositiveInt | None = None
     """Threads to tokenize with; left out, one per core. The result does not depend on it."""
+    part_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
+    """Text in a part of the work: what a process does at a time, and loses at most when it is killed. The result does
+    not depend on it."""
     read: ReadConfig
     split: SplitConfig = SplitConfig()
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()

@@ -57,7 +57,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         patch.setattr("data_prep.pipeline.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
-    for done in ("Read", "plan_split", "train_sentencepiece"):
+    for done in ("Read", "plan_split", "tokenizer.make"):
         monkeypatch.setattr(f"data_prep.pipeline.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()
@@ -70,7 +70,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
 def test_what_other_settings_made_is_not_used(
     config: Make, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,176 @@
+"""The processes that prepare one corpus together: alone, as tasks that claim parts, or as ranks under MPI.
+
+All of them run the same story. `share` divides the parts of a stage among them, and returns when all parts are
+done; `once` lets one of them do what can't be divided. Neither changes the result: parts depend on the config alone.
+"""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatfm.errors import MegatfmError, UsageError
+
+POLL_SECONDS = 0.2
+
+Result = dict[str, Any]
+
+
+class Team(Protocol):
+    """This process among those that work together; `number` counts from 1."""
+
+    number: int
+    size: int
+
+    def share(
+        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
+    ) -> None:
+        """Do some of the parts 0 … count − 1, each once for all; returns when all are done."""
+        ...
+
+    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+        """What `find` gives, or `work` by one of the team; the same for all."""
+        ...
+
+    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
+        """What all see: the same for those who must then do the same, that is, under MPI."""
+        ...
+
+
+class Alone:
+    """A single process."""
+
+    number = size = 1
+
+    def share(
+        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
+    ) -> None:
+        for part in range(count):
+            if not is_done(part):
+                work(part)
+
+    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+        found = find()
+        return work() if found is None else found
+
+    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
+        return look()
+
+
+class Claims:
+    """Tasks that start when they like, and claim parts by locks that die with them: one that is killed leaves its
+    part to the others, down to the last."""
+
+    def __init__(self, number: int, size: int, folder: Path) -> None:
+        self.number, self.size = number, size
+        self._folder = folder
+
+    def share(
+        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
+    ) -> None:
+        first = (self.number - 1) * count // self.size  # each begins elsewhere, so that few meet
+        left = [(first + part) % count for part in range(count)]
+        while left := [part for part in left if not is_done(part)]:
+            for part in left:
+                with self._claim(f"{name}.{part}") as mine:
+                    if mine and not is_done(part):
+                        work(part)
+            if not all(map(is_done, left)):
+                time.sleep(POLL_SECONDS)
+
+    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+        while (found := find()) is None:
+            with self._claim(name) as mine:
+                if mine and (found := find()) is None:
+                    return work()
+            if found is None:
+                time.sleep(POLL_SECONDS)
+        return found
+
+    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
+        return look()
+
+    @contextmanager
+    def _claim(self, name: str) -> Iterator[bool]:
+        folder = self._folder / "claims"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(file)
+
+
+class Mpi:
+    """Ranks under mpirun: parts by turns, the rest by rank 0. A rank that fails ends all, as MPI does."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self.number, self.size = world.rank + 1, world.size
+
+    def share(
+        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
+    ) -> None:
+        for part in range(self.number - 1, count, self.size):
+            if not is_done(part):
+                work(part)
+        self._wait()
+
+    def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+        result = None
+        if self.number == 1:
+            found = find()
+            result = work() if found is None else found
+        self._wait()  # a broadcast alone would keep the others' cores busy until it comes
+        shared: Result = self._world.bcast(result)
+        return shared
+
+    def agreed(self, look: Callable[[], Result | None]) -> Result | None:
+        seen: Result | None = self._world.bcast(look() if self.number == 1 else None)
+        return seen
+
+    def _wait(self) -> None:
+        """A barrier that leaves the cores to those who still work."""
+        barrier = self._world.Ibarrier()
+        while not barrier.Test():
+            time.sleep(0.01)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """`3/8` → (3, 8). Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    number, size = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= size:
+        raise UsageError(f"--part {text}: which task of how many, counted from 1, for example 3/8")
+    return number, size
+
+
+def under_mpi(environment: Mapping[str, str]) -> Any | None:
+    """MPI's world if mpirun started several of us, else None. Raises UsageError without a usable mpi4py."""
+    sizes = [environment.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]
+    of_srun = "PMIX_RANK" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    if all(size == "1" for size in sizes) and not of_srun:
+        return None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"started by mpirun, but mpi4py can't be used ({str(error).splitlines()[0]}): pip install 'megatfm[mpi]', "
+            "with an MPI library on the system"
+        ) from error
+    wanted = max(map(int, sizes))
+    if MPI.COMM_WORLD.size == 1 and wanted > 1:
+        raise MegatfmError(
+            f"mpirun started {wanted} processes, but mpi4py sees 1: it loads another MPI library; point MPI4PY_LIBMPI "
+            "at the one of this mpirun"
+        )
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else None

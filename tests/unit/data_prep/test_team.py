@@ -1,0 +1,157 @@
+"""However many prepare a corpus together, and whoever of them dies, the result is that of one process."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import data_prep
+from data_prep.team import Claims, read_part, under_mpi
+from megatfm.config import to_toml
+from megatfm.config.prep import PrepConfig
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data_prep.conftest import tree
+
+Make = Callable[..., PrepConfig]
+ROOT = Path(__file__).parents[3]
+PART = 20_000  # the corpus has 20 parts of this size
+
+
+@pytest.fixture
+def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start(*words, before=[…])`: prepare the corpus in small parts into `together`, in a process of its own."""
+    path = tmp_path / "prep.toml"
+    path.write_text(to_toml(config("together", part_bytes=PART, workers=1)))
+    started = []
+
+    def go(*words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*before, sys.executable, "-m", "data_prep", str(path), *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield go
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_size_of_parts_changes_nothing(config: Make) -> None:
+    whole = tree(data_prep.run(config()).out)
+    assert tree(data_prep.run(config("small", part_bytes=PART)).out) == whole
+
+
+def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
+    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    whole = tree(data_prep.run(config()).out)
+    victim = start("--part", "2/3")
+    work = tmp_path / "together" / ".work"
+    deadline = time.monotonic() + 60
+    while not (list(work.glob("clean.*.json")) and list(work.glob(".read.*.partial"))):
+        assert time.monotonic() < deadline
+        assert victim.poll() is None
+    victim.send_signal(signal.SIGSTOP)  # in the middle of a part, which it holds
+    others = [start("--part", f"{number}/3") for number in (1, 3)]
+    while len(list(work.glob("clean.*.json"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    victim.kill()
+    for process in others:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert tree(tmp_path / "together") == whole
+    late = start("--part", "2/3")
+    _, said = late.communicate(timeout=60)
+    assert late.returncode == 0
+    assert "already prepared" in said
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs MPI: run `make system-deps`")
+def test_ranks_under_mpirun_make_the_same(
+    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tree(data_prep.run(config()).out)
+    for name in (
+        "OMPI_ALLOW_RUN_AS_ROOT",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+        "OMPI_MCA_rmaps_base_oversubscribe",
+    ):
+        monkeypatch.setenv(name, "1")
+    together = start(before=("mpirun", "-n", "3"))
+    _, said = together.communicate(timeout=120)
+    assert together.returncode == 0, said
+    assert tree(tmp_path / "together") == whole
+    assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
+    (tmp_path / "together" / "prep.json").unlink()
+    (tmp_path / "together" / "stranger").touch()
+    failing = start(before=("mpirun", "-n", "3"))
+    _, said = failing.communicate(timeout=120)
+    assert failing.returncode == 2, "a mistake that one rank sees ends all"
+    assert "'stranger', which no prep made" in said
+
+
+def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
+    """Threads in the place of tasks: every part once, and none returns before all are done."""
+    done: list[int] = []
+    seen: list[int] = []
+
+    def work(part: int) -> None:
+        time.sleep(0.002)
+        done.append(part)
+
+    def member(number: int) -> None:
+        team = Claims(number, 4, tmp_path)
+        team.share("stage", 30, lambda part: part in done, work)
+        seen.append(len(set(done) - {99}))
+        team.once("rest", lambda: {"x": 1} if 99 in done else None, lambda: done.append(99) or {"x": 1})  # type: ignore[func-returns-value]
+
+    threads = [threading.Thread(target=member, args=(number,)) for number in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(done) == [*range(30), 99]
+    assert seen == [30] * 4
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/2/3", "-1/3", "1/0", ""])
+def test_a_part_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="counted from 1, for example 3/8"):
+        read_part(text)
+    assert read_part("3/8") == (3, 8)
+
+
+def test_several_tasks_replace_nothing(config: Make, tmp_path: Path) -> None:
+    data_prep.run(config())
+    before = tree(tmp_path / "out")
+    with pytest.raises(UsageError, match="delete it first"):
+        data_prep.run(config(overwrite=True), team=lambda folder: Claims(1, 2, folder))
+    assert tree(tmp_path / "out") == before
+
+
+def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UsageError, match="--part needs them: use mpirun"):
+        data_prep.run(config(), team=lambda folder: Claims(1, 2, folder))
+
+
+def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:
+    assert under_mpi({}) is None
+    with pytest.raises(MegatfmError, match="mpi4py sees 1"):
+        under_mpi({"PMI_SIZE": "2"})
