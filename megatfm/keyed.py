@@ -6,6 +6,7 @@ distributions are not, so whatever a resume or another layout must reproduce is 
 
 import hashlib
 import operator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,7 @@ def hashes(key: tuple[Part, ...], *columns: NDArray[Any]) -> NDArray[np.uint64]:
     For many keys at once, where a generator for each would be slow: SplitMix64's finaliser (Steele, Lea & Flood
     2014, figure 16, Stafford's variant 13), which is a bijection, applied to the hash so far plus the next column.
     """
-    start = int(raw(1, *key)[0])
-    hashed = np.full(max((np.size(column) for column in columns), default=1), start, np.uint64)
+    hashed = np.full(max((np.size(column) for column in columns), default=1), _first(*key), np.uint64)
     for column in columns:
         hashed = _mixed(hashed + _mixed(np.atleast_1d(np.asarray(column)).astype(np.uint64) + _GOLDEN))
     return hashed
@@ -78,6 +78,11 @@ def piece_keys(seed: int, samples: NDArray[Any], pieces: NDArray[Any]) -> NDArra
 def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:
     """A key ≥ 0 for each global position [n] of the order of rows: what dropout and sampling are drawn from."""
     return (hashes((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _first(*key: Part) -> int:
+    return int(raw(1, *key)[0])
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # so that 0 is no fixed point

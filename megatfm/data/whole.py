@@ -17,26 +17,26 @@ def best_fit(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[n
     Best fit decreasing takes at most 11/9 of the fewest possible rows, and a few (Johnson et al. 1974). With two
     sides, room and length are measured in parts of each side's row. Rows are numbered by their first sequences.
     """
-    if not len(lengths):
-        return np.zeros(0, np.int64)
-    rows = _fit_one(lengths[:, 0], capacities[0]) if len(capacities) == 1 else _fit_many(lengths, capacities)
+    rows = np.arange(len(lengths))
+    # A sequence that fills one side shares its row with none.
+    shared = np.flatnonzero((lengths != np.array(capacities)).all(axis=1))
+    fit = _fit_one if len(capacities) == 1 else _fit_many
+    rows[shared] = len(lengths) + fit(lengths[shared], capacities)
     _, first, number = np.unique(rows, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[number]
 
 
-def _fit_one(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    rows = np.full(len(lengths), -1, np.int64)
-    full = np.flatnonzero(lengths == capacity)
-    rows[full] = np.arange(len(full))
-    order = np.argsort(-lengths, kind="stable")[len(full) :]
+def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+    order = np.argsort(-lengths[:, 0], kind="stable")
+    rows = np.empty(len(lengths), np.int64)
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
-    n_rows = len(full)
-    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    n_rows = 0
+    for piece, length in zip(order.tolist(), lengths[order, 0].tolist(), strict=True):
         at = bisect_left(open_rows, (length, -1))
         if at < len(open_rows):
             room, row = open_rows.pop(at)
         else:
-            room, row = capacity, n_rows
+            room, row = capacities[0], n_rows
             n_rows += 1
         rows[piece] = row
         if room > length:
@@ -46,12 +46,12 @@ def _fit_one(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
     shares = lengths / np.array(capacities)
-    rows = np.full(len(lengths), -1, np.int64)
+    rows = np.empty(len(lengths), np.int64)
     room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
     left = np.full(len(lengths), float(len(capacities)))
     n_rows = 0
-    for piece in np.argsort(-shares.max(1), kind="stable").tolist():
-        fits = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(1))
+    for piece in np.argsort(-shares.max(axis=1), kind="stable").tolist():
+        fits = np.flatnonzero((room[:n_rows] >= lengths[piece]).all(axis=1))
         row = int(fits[left[fits].argmin()]) if len(fits) else n_rows
         n_rows = max(n_rows, row + 1)
         rows[piece] = row
