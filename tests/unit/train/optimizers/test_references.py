@@ -191,6 +191,19 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
         torch.testing.assert_close(moved[0] - moved[1], RATE * decay_of(name, 0.5) * start()[name])
 
 
+def test_adafactor_does_not_mind_how_small_gradients_are() -> None:
+    """In a large model that is clipped they are, and torch's own floor would make float32's updates larger."""
+    config = SECTION.validate_python({"name": "adafactor", "lr": RATE, "clip_update": 1e6})
+    (group,) = OPTIMIZERS.get("adafactor")(config, {"w": ParameterInfo((6, 4), "matrix", True, True)})
+    gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    moved = []
+    for scale in (1.0, 1e-6):
+        weight = torch.ones(6, 4)
+        TorchOptimizer(group, {"w": weight}).step({"w": scale * gradient}, RATE)
+        moved.append(weight - 1)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-6)
+
+
 def test_lamb() -> None:
     """You et al. 2020, algorithm 2, φ the identity; what doesn't decay is left to Adam."""
     adam = Adam(0.9, 0.99, 1e-6)
