@@ -28,10 +28,10 @@ OVERRIDES = (
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Six virtual nodes of one CPU each, up once for all tests: three jobs of two ranks run at a time."""
+    """Eight virtual nodes of one CPU each, up once for all tests: jobs share no node."""
     if reason := why_not():
         pytest.skip(reason)
-    cluster = Cluster(f"t{os.getpid()}", "--nodes", 6, "--cpus", 1)
+    cluster = Cluster(f"t{os.getpid()}", "--nodes", 8, "--cpus", 1)
     yield cluster
     cluster.down()
 
@@ -42,6 +42,7 @@ class Project:
 
     folder: Path
     cluster: Cluster
+    run_name: str = "run"
 
     def trouble(self, what: str, text: str = "") -> Path:
         """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
@@ -55,7 +56,12 @@ class Project:
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / "run"
+        return self.folder / self.run_name
+
+    @property
+    def small(self) -> list[object]:
+        """The small run, as the commands name it."""
+        return [self.config, *OVERRIDES, f"run_dir={self.run_dir}"]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,14 +78,15 @@ class Project:
         assert done.returncode == code, f"{command}: exit {done.returncode}\n{said}"
         return said
 
-    def launch(self, *words: object, run_dir: str = "run", nodes: int = 2) -> Job:
-        """Submit the small run: one process on each node."""
-        settings = [*OVERRIDES, f"run_dir={run_dir}"]
-        said = self.megatfm(
-            "launch", self.config, "--slurm", "--nodes", nodes, "--nproc", 1, *settings, *words
-        )
-        (number,) = re.findall(r"^job (\d+)", said, re.MULTILINE)
-        return self.cluster.job(number, self.folder / run_dir)
+    def submit(self, *words: object) -> list[Job]:
+        """`megatfm launch … --slurm`; returns the job, or all of a chain."""
+        said = self.megatfm("launch", *words, "--slurm")
+        (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
+        return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
+
+    def launch(self, *words: object, nodes: object = 2) -> Job:
+        """Submit the small run, one process on each node."""
+        return self.submit(*self.small, "--nodes", nodes, "--nproc", 1, *words)[0]
 
     def sbatch(self, script: str, *words: object, **environment: str) -> Job:
         """Submit a script of the test's own."""
@@ -93,15 +100,7 @@ class Project:
 
     def train_command(self) -> str:
         """The command of each rank of the small run, for a shell."""
-        words = [
-            sys.executable,
-            "-m",
-            "megatfm.cli",
-            "train",
-            self.config,
-            *OVERRIDES,
-            f"run_dir={self.run_dir}",
-        ]
+        words = [sys.executable, "-m", "megatfm.cli", "train", *self.small]
         return shlex.join(map(str, words))
 
 

@@ -1,5 +1,7 @@
 """A run that loses its time, its place or a node ends as the run that was never interrupted, bit by bit."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -21,9 +23,12 @@ def assert_same_run(job: Job, whole: Job) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+# Three jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
+
+
 @pytest.fixture(scope="module")
 def limited(new_project) -> Job:
-    """A job whose minute ends before its steps do. Submitted ahead of its test: others run meanwhile."""
+    """A job whose minute ends before its steps do."""
     project = new_project("limited")
     project.trouble("slow-first", "2")
     (project.folder / "site.toml").write_text("stop_seconds = 10\n")
@@ -31,20 +36,31 @@ def limited(new_project) -> Job:
 
 
 @pytest.fixture(scope="module")
-def bereft(new_project) -> tuple[Job, str]:
-    """A job that has lost its second node, with all that ran there; and that node."""
-    project = new_project("bereft")
-    if not project.cluster.has_namespaces:
+def bereft(new_project) -> Iterator[dict[str, tuple[Job, str]]]:
+    """Two jobs that have each lost their second node, with all that ran there: one has the other nodes to spare."""
+    spare, fewer = new_project("spare"), new_project("fewer")
+    if not spare.cluster.has_namespaces:
         pytest.skip("needs network namespaces: without them, what runs on a killed node lives on")
-    project.trouble("slow-first", "1")
-    job = project.launch()
-    job.until_step(7)
-    lost = job.nodes[-1]
-    project.cluster.node("kill", lost)
-    return job, lost
+    for project in (spare, fewer):
+        project.trouble("slow-first", "1")
+    (fewer.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
+    jobs = {"fewer": fewer.launch("--site", "site.toml", nodes="1-2"), "spare": spare.launch()}
+    lost = {}
+    for name, job in jobs.items():
+        job.until_step(7)
+        lost[name] = (job, job.nodes[-1])
+        job.cluster.node("kill", job.nodes[-1])
+    yield lost
+    for job, node in lost.values():
+        job.cluster.node("start", node)
 
 
-def test_requeued_in_the_middle(limited, bereft, whole, project):
+@pytest.fixture(autouse=True)
+def ahead(limited, bereft) -> None:
+    pass
+
+
+def test_requeued_in_the_middle(whole, project):
     slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
@@ -55,7 +71,18 @@ def test_requeued_in_the_middle(limited, bereft, whole, project):
     assert_same_run(job, whole)
 
 
-def test_cancelled_stays_cancelled_and_can_be_taken_up_again(limited, bereft, whole, project):
+def test_preempted(whole, project):
+    slow = project.trouble("slow", "0.5")
+    job = project.launch("--partition", "low")
+    job.until_step(7)
+    place = f"--nodelist={job.record()['NodeList']}"
+    project.sbatch("sleep 3", "--partition=main", "--nodes=2", place).finish()
+    slow.unlink()
+    assert job.finish()["Restarts"] == "1"
+    assert_same_run(job, whole)
+
+
+def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
     slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
@@ -69,28 +96,51 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(limited, bereft, wh
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_of_two_jobs_of_one_run_the_second_is_refused(limited, bereft, whole, project):
+def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
     slow = project.trouble("slow", "0.5")
     first = project.launch()
     first.until_step(2)
     second = project.launch()
     assert second.finish("FAILED")["ExitCode"] == "77:0"
-    assert "another" in second.log
+    assert "another process is training in this run directory (process " in second.log
+    assert f"job {first.number}" in second.log
     assert first.state == "RUNNING"
     slow.unlink()
     first.finish()
     assert_same_run(first, whole)
 
 
+def test_a_chain_of_three(whole, project):
+    """Where jobs may not be requeued: each is stopped as ahead of its time limit, and the next goes on."""
+    (project.folder / "site.toml").write_text("requeue = false\n")
+    slow = project.trouble("slow", "0.5")
+    links = project.submit(*project.small, "--nodes", 2, "--nproc", 1, "--chain", 3, "--site", "site.toml")
+    assert [link.record()["Dependency"] for link in links[1:]] == ["singleton"] * 2
+    for k, link in enumerate(links[:2]):
+        link.until_step(7 * (k + 1))
+        project.cluster.slurm("scancel", "--signal=USR1", "--batch", link.number)
+        assert link.finish("FAILED")["ExitCode"] == "75:0"
+    slow.unlink()
+    assert links[2].finish()["Requeue"] == "0"
+    assert_same_run(links[2], whole)
+
+
 def test_a_lost_node_is_replaced_by_a_spare(bereft, whole):
-    job, lost = bereft
-    try:
-        record = job.finish(timeout=150)
-    finally:
-        job.cluster.node("start", lost)
-    assert record["Restarts"] == "1"
-    assert lost not in job.nodes
+    job, node = bereft["spare"]
+    assert job.finish(timeout=150)["Restarts"] == "1"
+    assert node not in job.nodes
+    assert len(job.nodes) == 2
     assert_same_run(job, whole)
+
+
+def test_without_a_spare_the_run_goes_on_with_fewer(bereft, whole):
+    job, node = bereft["fewer"]
+    assert job.finish(timeout=150)["Restarts"] == "1"
+    assert {*job.nodes, node} == {"n7", "n8"}
+    whole.finish()
+    assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
+    for one, other in zip(curve(job.run_dir), curve(whole.run_dir), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
 def test_the_time_limit_ends_a_job_and_its_requeue_finishes_the_run(limited, whole):

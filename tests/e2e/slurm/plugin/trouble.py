@@ -1,8 +1,8 @@
 """A plugin (`plugins = ["trouble"]`) that lets a test steer the steps of a running job by files in $TROUBLE.
 
-`slow` makes each step take the seconds that it holds, until the file is gone; `slow-first` does so only until the job
-is requeued; `crash` makes every rank raise at the third step after its start; `hang` holds the rank that it names.
-The loader is hooked, because every step asks it for a batch.
+`slow` makes each step take the seconds that it holds, until the file is gone; `crash` makes every rank raise at the
+third step after its start; `hang` holds the rank that it names at the seventh. `slow-first` and so on do the same until
+the job is requeued. The loader is hooked, because every step asks it for a batch.
 """
 
 import os
@@ -20,23 +20,23 @@ _steps = 0
 
 
 def read(name):
-    try:
-        return (FOLDER / name).read_text()
-    except FileNotFoundError:
-        return None
+    for file in (name,) if RESTARTED else (name, f"{name}-first"):
+        try:
+            return (FOLDER / file).read_text()
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def next_with_trouble(loader):
     global _steps
     _steps += 1
     start = time.monotonic()
-    while (seconds := read("slow") or (not RESTARTED and read("slow-first"))) and (
-        time.monotonic() < start + float(seconds)
-    ):
+    while (seconds := read("slow")) and time.monotonic() < start + float(seconds):
         time.sleep(0.02)
     if read("crash") is not None and _steps == 3:
         raise RuntimeError("trouble was asked for")
-    while read("hang") == RANK:
+    while read("hang") == RANK and _steps >= 7:
         time.sleep(0.1)
     return _next(loader)
 

@@ -1,0 +1,89 @@
+"""What goes wrong for good ends with a code and a reason; what a restart mends is restarted."""
+
+import json
+
+import pytest
+
+from tests.e2e.slurm.cluster import Job
+from tests.e2e.test_training import curve
+
+
+@pytest.fixture(scope="module")
+def hanging(new_project) -> Job:
+    """A job whose second rank hangs at its seventh step, until the job is restarted."""
+    project = new_project("hanging")
+    project.trouble("hang-first", "1")
+    return project.launch("train.hang_seconds=20")
+
+
+@pytest.fixture(scope="module")
+def crashing(new_project) -> Job:
+    """A job that fails before its first checkpoint whenever it is started."""
+    project = new_project("crashing")
+    project.trouble("crash")
+    return project.launch("--max-restarts", 1)
+
+
+@pytest.fixture(autouse=True)
+def ahead(hanging, crashing) -> None:
+    """Both take their time, while the other tests run."""
+
+
+def test_a_config_that_can_not_be_is_not_tried_again(project):
+    job = project.launch("data.train=nowhere")
+    record = job.finish("FAILED")
+    assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0")
+    assert "nowhere" in job.log
+
+
+HOSTILE = "$(touch owned) `touch owned`; touch owned #"
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "a\n#SBATCH --wrap=x", "--x", "it's", 'say "x"'])
+def test_hostile_names_are_refused_before_they_are_submitted(project, name):
+    before = project.cluster.slurm("scontrol", "show", "jobs").count("JobId=")
+    said = project.megatfm("launch", project.config, "--slurm", f"--job-name={name}", code=2)
+    assert len(said.strip().splitlines()) == 1
+    assert project.cluster.slurm("scontrol", "show", "jobs").count("JobId=") == before
+    assert not list(project.folder.rglob("owned"))
+
+
+def test_hostile_paths_and_values_reach_no_shell(new_project):
+    project = new_project("$(touch owned) & `touch owned`; #")
+    project.run_name = "run $(touch owned) > owned"
+    site = f"container = ['env', 'A={HOSTILE}']\nenvironment = {{ B = '{HOSTILE}' }}\n"
+    (project.folder / "site.toml").write_text(site)
+    job = project.launch("train.steps=2", "--site", "site.toml")
+    job.finish()
+    assert [line["step"] for line in curve(job.run_dir)] == [1, 2]
+    assert not list(project.folder.parent.rglob("owned"))
+
+
+def test_torchrun_starts_the_ranks_of_each_node(whole, project):
+    slow = project.trouble("slow", "0.5")
+    job = project.launch("--start", "torchrun")
+    job.until_step(7)
+    project.cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
+    job.until(lambda: job.state != "RUNNING")
+    slow.unlink()
+    assert job.finish()["Restarts"] == "1"
+    assert "stopped by USR1" in job.log
+    whole.finish()
+    assert curve(job.run_dir) == curve(whole.run_dir)
+
+
+def test_a_crash_loop_stops_by_itself(crashing):
+    record = crashing.finish("FAILED")
+    assert (record["ExitCode"], record["Restarts"]) == ("76:0", "1")
+    assert "trouble was asked for" in crashing.log
+    assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in crashing.log
+
+
+def test_a_rank_that_hangs_is_named_and_the_run_restarted(hanging, whole):
+    assert hanging.finish()["Restarts"] == "1"
+    first, _ = json.loads((hanging.run_dir / "restarts.json").read_text())
+    assert (first["code"], first["failed_rank"], first["failed_host"]) == (1, 1, first["nodes"][1])
+    assert f"rank 1 on {first['failed_host']}" in hanging.log
+    assert "next_with_trouble" in (hanging.run_dir / "logs" / "rank-1.log").read_text(), "where it hung"
+    whole.finish()
+    assert curve(hanging.run_dir) == curve(whole.run_dir)
