@@ -1,0 +1,26 @@
+"""Optimizers with more to remember than moments, through the whole of a run that is stopped and resumed."""
+
+import pytest
+import torch
+
+from megatfm.errors import DONE, REQUEUE
+from tests.e2e.test_training import curve, final_state, run_training, run_until
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "soap"])
+def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, name):
+    """Evaluations and saves lie in between, at which schedule-free weights are exchanged for their average."""
+    options = [f'optimizer={{name="{name}", lr=3e-3}}', 'schedule={name="constant", warmup_steps=2}']
+    assert workers.run(run_training, 2, make_config(*options, run="whole")) == [DONE, DONE]
+    config = make_config(*options, run="stopped")
+    assert workers.run(run_until, 2, config, 5) == [REQUEUE, REQUEUE]
+    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    assert curve(tmp_path / "whole") == curve(tmp_path / "stopped")
+    whole, stopped = final_state(tmp_path / "whole"), final_state(tmp_path / "stopped")
+    assert whole.keys() == stopped.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(tensor, stopped[key]), key
+    expected = {"schedule_free_adamw": {"z", "trained"}, "soap": {"left_basis", "right_basis"}}[name]
+    assert expected <= {key.rpartition(".")[2] for key in whole}
+    losses = [line["loss"] for line in curve(tmp_path / "whole")]
+    assert losses[-1] < losses[0]
