@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
+    from megatfm.generate.decoding import Prompts
     from megatfm.generate.load import Loaded
     from megatfm.generate.sampling import Sampling
 
@@ -34,6 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="the likeliest that hold this probability (0.95)",
     )
+    parser.add_argument(
+        "--beams",
+        type=int,
+        default=0,
+        metavar="K",
+        help="beam search with K beams, in place of sampling (0: none)",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=0.6,
+        metavar="A",
+        help="with --beams: scores are divided by ((5 + length) / 6)^A (0.6)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
@@ -43,10 +58,17 @@ def main(args: argparse.Namespace) -> int:
     """Print prompt and continuation as they are made, and add them to RUN/samples.jsonl for the report."""
     if args.max_tokens < 1 or args.samples < 1:
         raise UsageError("--max-tokens and --samples: choose 1 or more")
+    if args.beams < 0 or (args.beams and args.samples > 1):
+        raise UsageError("--beams: choose 1 or more, and no --samples: beam search finds one text")
     from megatfm.generate.load import load
     from megatfm.generate.sampling import Sampling
 
     loaded = load(args.run_dir, _device(args.device))
+    if args.beams:
+        text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty)
+        print(f"{args.prompt}{text}")
+        _keep(loaded, args.prompt, [text])
+        return 0
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
@@ -71,20 +93,13 @@ def sample(
 ) -> list[str]:
     """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
 
-    A document starts with `bos` in training, so that is what stands before the prompt. `eos` ends a text.
+    The prompt stands where texts stood in training (see `prompt.py`); `eos` ends a text.
     """
-    import torch
-
     from megatfm.generate.generate import stream
     from megatfm.generate.text import TextStream
 
     tokenizer = loaded.tokenizer
-    ids = [tokenizer.bos, *tokenizer.encode(prompt).tolist()]
-    trained = loaded.config.data.sequence_length
-    if len(ids) + max_tokens > trained:
-        _note(f"up to {len(ids) + max_tokens} tokens, while this model was trained on {trained} at a time")
-    device = next(loaded.model.parameters()).device
-    prompts = torch.tensor([ids] * samples, device=device)
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples)
     decoders, texts = [TextStream(tokenizer) for _ in range(samples)], [""] * samples
     show(prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=tokenizer.eos):
@@ -96,6 +111,43 @@ def sample(
     rests = [decoder.end() for decoder in decoders]
     show(rests[0])
     return [text + rest for text, rest in zip(texts, rests, strict=True)]
+
+
+def search(loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_penalty: float) -> str:
+    """The continuation of a prompt that beam search finds."""
+    from megatfm.generate.beam import beam_search, wu
+    from megatfm.generate.text import TextStream
+
+    tokenizer = loaded.tokenizer
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1)
+    (found,) = beam_search(
+        loaded.model,
+        prompts,
+        beams=beams,
+        max_tokens=max_tokens,
+        stop_token=tokenizer.eos,
+        penalty=wu(length_penalty),
+        vocab_size=tokenizer.vocab_size,
+    )
+    decoder = TextStream(tokenizer)
+    return decoder.add(found.tokens.tolist()) + decoder.end()
+
+
+def _prepare(loaded: "Loaded", prompt: str, max_tokens: int, samples: int) -> tuple["Prompts", int]:
+    """The prompts on the model's device, and how many tokens there is room for."""
+    from megatfm.generate.prompt import prompts_of
+
+    prompts = prompts_of(loaded, prompt, samples).to(next(loaded.model.parameters()).device)
+    length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
+    trained = (
+        data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length
+    )
+    if length + max_tokens > trained:
+        _note(f"up to {length + max_tokens} tokens, while this model was trained on {trained} at a time")
+    if model.max_positions is not None and length + max_tokens - 1 > model.max_positions >= length:
+        max_tokens = model.max_positions + 1 - length
+        _note(f"at most {max_tokens} tokens are made: model.max_positions = {model.max_positions}")
+    return prompts, max_tokens
 
 
 def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatfm.errors import UsageError
+from megatfm.generate.decoding import Decoding, Prompts
 from megatfm.generate.sampling import Sampling
-from megatfm.layers.attention import KVCache
 
 # B rows, T tokens of the prompt, V vocabulary
 
 
 def generate(
     model: nn.Module,
-    tokens: Tensor,
+    tokens: Tensor | Prompts,
     *,
     max_tokens: int,
     temperature: float = 0.0,
@@ -26,17 +25,21 @@ def generate(
 ) -> Tensor:
     """Continue int64 tokens [B, T] by up to `max_tokens`; returns prompt and continuation [B, T + n].
 
-    The choice of a token is `Sampling`'s. A row that has reached `stop_token` repeats it until all rows have.
-    Without `cache` the whole prefix is computed again for each token. Raises UsageError, MegatfmError.
+    tokens: `Prompts`, for prompts of different lengths (the shorter are padded with 0 at their left) or an encoder-
+    decoder (whose start token is part of what is returned). The choice of a token is `Sampling`'s. A row that has
+    reached `stop_token` repeats it until all rows have. Without `cache` the whole prefix is computed again for each
+    token. Raises UsageError, MegatfmError.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    made = stream(model, tokens, sampling, max_tokens=max_tokens, stop_token=stop_token, cache=cache)
-    return torch.cat([tokens, *(token_B[:, None] for token_B in made)], dim=1)
+    prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
+    decoding = Decoding(model, prompts, max_tokens, cache=cache)
+    made = _steps(decoding, sampling, max_tokens, stop_token)
+    return torch.cat([decoding.tokens_BT, *(token_B[:, None] for token_B in made)], dim=1)
 
 
 def stream(
     model: nn.Module,
-    tokens_BT: Tensor,
+    tokens: Tensor | Prompts,
     sampling: Sampling,
     *,
     max_tokens: int,
@@ -44,21 +47,21 @@ def stream(
     cache: bool = True,
 ) -> Iterator[Tensor]:
     """The tokens [B] of `generate`, one position at a time, as they are made."""
-    if tokens_BT.shape[1] == 0:
-        raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
-    n_layers = model.config.n_layers  # type: ignore[union-attr]
-    past = KVCache(n_layers, tokens_BT.shape[1] + max_tokens) if cache else None
-    ended_B = torch.zeros(len(tokens_BT), dtype=torch.bool, device=tokens_BT.device)
-    seen_BT = unseen_BT = tokens_BT
+    prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
+    return _steps(Decoding(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
+
+
+def _steps(
+    decoding: Decoding, sampling: Sampling, max_tokens: int, stop_token: int | None
+) -> Iterator[Tensor]:
+    ended_B = torch.zeros(len(decoding.tokens_BT), dtype=torch.bool, device=decoding.tokens_BT.device)
     for _ in range(max_tokens):
-        with torch.no_grad():
-            logits_BV = model(unseen_BT, cache=past).logits[:, -1]
-        token_B = sampling.choose(logits_BV, position=seen_BT.shape[1])
+        places = (decoding.tokens_BT.shape[1] - decoding.skipped_B1[:, 0]).tolist()
+        token_B = sampling.choose(decoding.logits(), places)
         if stop_token is not None:
             token_B = token_B.masked_fill(ended_B, stop_token)
             ended_B |= token_B == stop_token
+        decoding.append(token_B)
         yield token_B
         if ended_B.all():
             return
-        seen_BT = torch.cat([seen_BT, token_B[:, None]], dim=1)
-        unseen_BT = token_B[:, None] if cache else seen_BT

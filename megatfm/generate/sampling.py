@@ -1,5 +1,6 @@
 """How the next token is chosen from logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,12 +38,13 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p = {self.top_p}: choose more than 0 and at most 1 (no limit), e.g. 0.95")
 
-    def choose(self, logits_BV: Tensor, position: int) -> Tensor:
-        """The token [B] of each row at `position` of the sequence. Raises MegatfmError if logits are not finite."""
+    def choose(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
+        """The token [B] of each row at its `position` of the sequence. Raises MegatfmError if logits are not finite."""
         logits_BV = logits_BV[:, : self.vocab_size]
+        positions = [position] * len(logits_BV) if isinstance(position, int) else position
         if not torch.isfinite(logits_BV).all():
             raise MegatfmError(
-                f"the logits at position {position} are not finite: the weights are, or the training was, broken; "
+                f"the logits at position {positions[0]} are not finite: the weights are, or the training was, broken; "
                 "use an earlier checkpoint"
             )
         if self.temperature == 0:
@@ -54,7 +56,8 @@ class Sampling:
         mass_BV = probabilities_BV.cumsum(-1)
         kept_B1 = (mass_BV - probabilities_BV < self.top_p).sum(-1, keepdim=True)
         share_B = [
-            float(keyed.uniform(1, self.seed, "sample", row, position)[0]) for row in range(len(ids_BV))
+            float(keyed.uniform(1, self.seed, "sample", row, position)[0])
+            for row, position in enumerate(positions)
         ]
         point_B1 = mass_BV.gather(1, kept_B1 - 1) * torch.from_numpy(np.array(share_B))[:, None].to(mass_BV)
         chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)

@@ -47,12 +47,13 @@ def wide() -> ModelConfig:
     return MODEL.model_copy(update={"vocab_size": 420, "tie_embeddings": True})
 
 
-def write_run(folder: Path, tokenizer_model: bytes, model: Decoder) -> Path:
+def write_run(folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal") -> Path:
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
     config = Config(
         name="small",
         model=model.config,
+        objective={"name": objective},
         data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=24),
         optimizer=AdamWConfig(lr=1e-3),
         train=TrainConfig(steps=30, global_batch=2, micro_batch=2),

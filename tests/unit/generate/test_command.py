@@ -46,6 +46,15 @@ def test_several_samples_are_kept_beside_the_first_ones(
     assert capsys.readouterr().out.count("--- sample") == 3
 
 
+def test_beams(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The likeliest text of three beams, which is not the greedy one, printed and kept."""
+    run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--temperature", "0")
+    run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--beams", "3", "--length-penalty", "0")
+    greedy, best = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert greedy != best
+    assert capsys.readouterr().out == f"Gr{greedy}\nGr{best}\n"
+
+
 def test_says_when_the_text_outgrows_the_training_length(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +74,15 @@ def test_broken_weights_end_in_one_line(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--max-tokens", "0"], ["--samples", "0"], ["--device", "cuda:99"], ["--top-p", "2"]]
+    "words",
+    [
+        ["--max-tokens", "0"],
+        ["--samples", "0"],
+        ["--device", "cuda:99"],
+        ["--top-p", "2"],
+        ["--beams", "-1"],
+        ["--beams", "2", "--samples", "2"],
+    ],
 )
 def test_bad_arguments(run: Path, words: list[str]) -> None:
     with pytest.raises(UsageError):

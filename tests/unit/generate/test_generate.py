@@ -37,43 +37,6 @@ def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) 
     assert fast[:, 5:].unique().numel() > 5, "a sequence this dull would prove nothing"
 
 
-def hugging_face(model: Decoder) -> torch.nn.Module:
-    """LlamaForCausalLM with the same weights, our names mapped."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = model.config
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
-            num_key_value_heads=config.kv_heads, rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_embeddings, bos_token_id=1, eos_token_id=None, pad_token_id=None,
-        )
-    )  # fmt: skip
-    ours_to_theirs = {
-        "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "attn_residual": "input_layernorm",
-        "ffn_residual": "post_attention_layernorm", "wq": "self_attn.q_proj", "wk": "self_attn.k_proj",
-        "wv": "self_attn.v_proj", "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
-        "w_down": "mlp.down_proj",
-    }  # fmt: skip
-    weights = {}
-    for name, weight in model.state_dict().items():
-        *place, module, _ = name.removeprefix("decoder.").split(".")
-        layer = f"model.layers.{place[1]}." if place and place[0] == "layers" else ""
-        module = place[-1] if place and place[-1].endswith("_residual") else module
-        weights[f"{layer}{ours_to_theirs[module]}.weight"] = weight
-    llama.load_state_dict(weights)
-    return llama.double().eval()
-
-
-def test_greedy_equals_transformers(model: Decoder) -> None:
-    theirs = hugging_face(model).generate(
-        PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=40, do_sample=False
-    )
-    assert torch.equal(generate(model, PROMPT, max_tokens=40), theirs)
-
-
 def test_the_longest_context_is_still_exact(model: Decoder) -> None:
     """The cache has room for every token of prompt and continuation, and not for one more."""
     assert generate(model, PROMPT, max_tokens=1).shape == (2, 6)

@@ -1,0 +1,127 @@
+"""A batch of texts that grow token by token: prompts of any lengths, decoders and encoder-decoders, cached or not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention import KVCache
+
+# B rows, T tokens so far with padding before the prompts, S tokens of the encoder with padding after them
+
+PADDING = -1
+"""The document of padding."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is to be continued: int64 tokens [n] for each row.
+
+    encoder: what an encoder-decoder's encoder reads, for each row; the decoder goes on from `tokens`, at least its
+    start token. prefix: all tokens of a prompt see one another, as in a prefix language model.
+    """
+
+    tokens: Sequence[Tensor]
+    encoder: Sequence[Tensor] | None = None
+    prefix: bool = False
+
+    def to(self, device: torch.device) -> "Prompts":
+        """The same on another device."""
+        encoder = None if self.encoder is None else [row.to(device) for row in self.encoder]
+        return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix)
+
+
+class Decoding:
+    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference."""
+
+    def __init__(self, model: nn.Module, prompts: Prompts, max_tokens: int, *, cache: bool = True) -> None:
+        """Raises UsageError for prompts that can't be continued, or not by `max_tokens`."""
+        config = cast(ModelConfig, model.config)
+        if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
+            raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
+        if (config.family == "encoder_decoder") != (prompts.encoder is not None) or config.family not in (
+            "decoder",
+            "encoder_decoder",
+        ):
+            raise UsageError(
+                f"model.family = {config.family!r} "
+                + ("needs tokens for its encoder" if "decoder" in config.family else "makes no text")
+            )
+        self.model, self.config = model, config
+        self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
+        self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
+        self.skipped_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
+        self.ragged = bool(self.skipped_B1.any())
+        longest = self.tokens_BT.shape[1] + max_tokens
+        if config.max_positions is not None and longest - 1 > config.max_positions:
+            raise UsageError(
+                f"{longest - max_tokens} tokens and {max_tokens} more, but model.max_positions = "
+                f"{config.max_positions}: ask for at most {config.max_positions + 1 - longest + max_tokens}"
+            )
+        self.cache = KVCache(config.n_layers, longest) if cache else None
+        self.fed = 0
+        self.memory: dict[str, Any] = {}
+        if prompts.encoder is not None:
+            self.memory = self._encoded(prompts.encoder)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Of the next token of each row, [B, V]."""
+        fed = self.fed if self.cache is not None else 0
+        inputs: dict[str, Any] = dict(self.memory)
+        if self.ragged:
+            places_T = torch.arange(fed, self.tokens_BT.shape[1], device=self.tokens_BT.device)
+            inputs["positions"] = (places_T - self.skipped_B1).clamp(min=0)
+            inputs["documents"] = self.documents_BT[:, fed:]
+        if self.prefix and fed == 0:
+            places_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+            inputs["prefix"] = (places_T < self.prefix) & (self.documents_BT != PADDING)
+        if self.cache is not None:
+            inputs["cache"] = self.cache
+        self.fed = self.tokens_BT.shape[1]
+        return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
+
+    def append(self, tokens_B: Tensor) -> None:
+        """The rows' next tokens."""
+        self.tokens_BT = torch.cat([self.tokens_BT, tokens_B[:, None]], dim=1)
+        self.documents_BT = torch.cat([self.documents_BT, torch.zeros_like(tokens_B)[:, None]], dim=1)
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows, int64 [rows], each as often as it is named."""
+        self.tokens_BT, self.documents_BT = self.tokens_BT[rows], self.documents_BT[rows]
+        self.skipped_B1 = self.skipped_B1[rows]
+        self.memory = {key: value[rows] for key, value in self.memory.items()}
+        if self.cache is not None:
+            self.cache.select(rows)
+
+    @torch.no_grad()
+    def _encoded(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
+        if len(tokens) != len(self.tokens_BT) or min(len(row) for row in tokens) == 0:
+            raise UsageError("the encoder needs at least one token for each prompt")
+        if self.config.max_positions is not None and max(map(len, tokens)) > self.config.max_positions:
+            raise UsageError(
+                f"{max(map(len, tokens))} tokens for the encoder, but model.max_positions = "
+                f"{self.config.max_positions}: give it fewer"
+            )
+        tokens_BS, documents_BS = _padded(tokens, left=False)
+        where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
+        memory = cast(Any, self.model).encode(tokens_BS, **where)
+        return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
+
+
+def _padded(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows as one tensor, and their documents: 0, and −1 for padding."""
+    longest = max(len(row) for row in rows)
+
+    def fill(row: Tensor, value: int) -> Tensor:
+        empty = row.new_full((longest - len(row),), value)
+        return torch.cat([empty, row] if left else [row, empty])
+
+    return (
+        torch.stack([fill(row, 0) for row in rows]),
+        torch.stack([fill(torch.zeros_like(row), PADDING) for row in rows]),
+    )

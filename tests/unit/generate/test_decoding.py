@@ -1,0 +1,119 @@
+"""Prompts of different lengths together, with and without cache, under every kind of position."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.generate.beam import beam_search
+from megatfm.generate.decoding import Decoding, Prompts
+from megatfm.generate.generate import generate
+from megatfm.models import build
+from megatfm.ops.initial import set_buffers
+from tests.parity.oracle import perturb
+
+SMALL = {"vocab_size": 30, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "tie_embeddings": False}
+MODELS = {
+    "rope": {"n_kv_heads": 2},
+    "alibi": {"position": "alibi"},
+    "t5": {"position": "t5", "relative_buckets": 8, "relative_distance": 6},
+    "shaw": {"position": "shaw", "relative_distance": 3},
+    "sinusoidal": {"position": "sinusoidal", "norm_position": "post"},
+    "learned": {"position": "learned", "max_positions": 40},
+    "none": {"position": "none"},
+    "latent": {"attention": "latent", "latent": {"kv_rank": 6, "rope_dim": 4}},
+    "shared layers": {"n_layers": 4, "distinct_layers": 2},
+    "soft caps": {"attention_softcap": 2.0, "logit_softcap": 9.0},
+}
+SIDES = ("decoder", "prefix", "encoder_decoder")
+LENGTHS = (6, 1, 4)
+NEW = 7
+
+
+def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
+    family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
+    model = build(ModelConfig(**(SMALL | MODELS[parts]), family=family)).double().eval()
+    set_buffers(model)
+    perturb(model, seed=1, scale=0.5)
+    random = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 30, (n,), generator=random) for n in LENGTHS]
+    encoder = [torch.randint(0, 30, (n,), generator=random) for n in (2, 5, 3)]
+    return model, Prompts(prompts, encoder if family == "encoder_decoder" else None, side == "prefix")
+
+
+def steps(model: torch.nn.Module, prompts: Prompts, *, cache: bool) -> Tensor:
+    """Logits [B, NEW, V] while the rows grow by some tokens."""
+    decoding, logits = Decoding(model, prompts, NEW, cache=cache), []
+    for step in range(NEW):
+        logits.append(decoding.logits())
+        decoding.append(torch.full((len(prompts.tokens),), step + 3))
+    return torch.stack(logits, 1)
+
+
+def alone(prompts: Prompts, row: int) -> Prompts:
+    encoder = None if prompts.encoder is None else [prompts.encoder[row]]
+    return Prompts([prompts.tokens[row]], encoder, prompts.prefix)
+
+
+@pytest.mark.parametrize(
+    ("parts", "side"),
+    [pair for pair in itertools.product(MODELS, SIDES) if pair != ("latent", "encoder_decoder")],
+)
+def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> None:
+    model, prompts = made(parts, side)
+    together = steps(model, prompts, cache=True)
+    torch.testing.assert_close(together, steps(model, prompts, cache=False), rtol=1e-10, atol=1e-10)
+    for row in range(len(LENGTHS)):
+        for cache in (True, False):
+            single = steps(model, alone(prompts, row), cache=cache)
+            torch.testing.assert_close(together[row : row + 1], single, rtol=1e-10, atol=1e-10)
+
+
+def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
+    """The model run over the whole text at once, with the prompt as its prefix."""
+    model, prompts = made("rope", "prefix")
+    together = steps(model, prompts, cache=True)
+    for row, prompt in enumerate(prompts.tokens):
+        text = torch.cat([prompt, torch.arange(3, 3 + NEW - 1)])[None]
+        prefix = (torch.arange(text.shape[1]) < len(prompt))[None]
+        with torch.no_grad():
+            whole = model(text, prefix=prefix).logits[0, len(prompt) - 1 :]
+            causal = model(text).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(together[row], whole, rtol=1e-10, atol=1e-10)
+        assert (whole - causal).abs().max() > 0.01 or len(prompt) == 1
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_beams_select_all_that_belongs_to_a_row(side: str) -> None:
+    """Rows in another order, some twice, go on as themselves."""
+    model, prompts = made("rope", side)
+    order = torch.tensor([2, 0, 0, 1])
+    decoding = Decoding(model, prompts, NEW)
+    decoding.logits()
+    decoding.append(torch.tensor([7, 8, 9]))
+    decoding.select(order)
+    got = decoding.logits()
+    for place, row in enumerate(order.tolist()):
+        single = Decoding(model, alone(prompts, row), NEW)
+        single.logits()
+        single.append(torch.tensor([7 + row]))
+        torch.testing.assert_close(got[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
+
+
+def test_one_beam_is_greedy() -> None:
+    model, prompts = made("rope", "decoder")
+    greedy = generate(model, prompts, max_tokens=NEW)[:, -NEW:]
+    found = beam_search(model, prompts, beams=1, max_tokens=NEW, stop_token=None)
+    assert torch.equal(torch.stack([each.tokens for each in found]), greedy)
+
+
+def test_sampling_counts_positions_without_padding() -> None:
+    """So a prompt that stands first gives the same text whatever stands beside it."""
+    model, prompts = made("rope", "decoder")
+    short_first = Prompts([prompts.tokens[1], prompts.tokens[0]])
+    options = {"max_tokens": NEW, "temperature": 1.0, "seed": 4}
+    together = generate(model, short_first, **options)
+    single = generate(model, prompts.tokens[1][None], **options)
+    assert torch.equal(together[0, -NEW:], single[0, -NEW:])

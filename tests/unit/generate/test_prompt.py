@@ -1,0 +1,113 @@
+"""A prompt stands where the objective has put the given part of a text in training."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.generate.command import sample, search
+from megatfm.generate.decoding import Prompts
+from megatfm.generate.load import Loaded, load
+from megatfm.generate.prompt import prompts_of
+from megatfm.generate.sampling import Sampling
+from megatfm.objectives import SpecialTokens
+from megatfm.objectives.two_sides import pair, prefixed
+
+from .conftest import MODEL, random_model, write_run
+
+TEXT = "import textwrap"
+PAIRS = MODEL.model_copy(update={"family": "encoder_decoder"})
+
+
+def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> Loaded:
+    return load(write_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective))
+
+
+def special_of(loaded: Loaded) -> SpecialTokens:
+    return SpecialTokens(*(getattr(loaded.tokenizer, role) for role in ("bos", "eos", "pad")))
+
+
+def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
+    """The prompt is what the fields of a sequence start with, before anything that was wanted."""
+    given = len(prompts.tokens[0])
+    assert prompts.tokens[0].tolist() == fields["tokens"][:given].tolist()
+    assert fields["targets"][: given - 1].tolist() == [-100] * (given - 1)
+    assert fields["targets"][given - 1] != -100
+    if prompts.encoder is not None:
+        assert prompts.encoder[0].tolist() == fields["encoder_tokens"].tolist()
+    if prompts.prefix:
+        assert fields["prefix"][:given].all()
+        assert not fields["prefix"][given:].any()
+
+
+@pytest.mark.parametrize("text", [TEXT, "a <extra_1> b <extra_id_0>"])
+@pytest.mark.parametrize("config", [MODEL, PAIRS])
+def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes) -> None:
+    loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
+    s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
+    given = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
+    wanted = np.array([s[0], 9])
+    make = pair if config is PAIRS else prefixed
+    check(prompts_of(loaded, text), make(np.array(given), wanted, special_of(loaded)))
+
+
+def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:
+    loaded = opened(tmp_path, tokenizer_model, PAIRS, "span_corruption")
+    with pytest.raises(UsageError, match="<extra_9>: the tokenizer has 4 sentinels"):
+        prompts_of(loaded, "a <extra_9>")
+
+
+@pytest.mark.parametrize("objective", ["prefix", "denoisers"])
+@pytest.mark.parametrize("config", [MODEL, PAIRS])
+def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes) -> None:
+    """UL2's end of a text is a prefix, too, after its mode token where there is one."""
+    loaded = opened(tmp_path, tokenizer_model, config, objective)
+    tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
+    mode = loaded.tokenizer.modes.get("S") if objective == "denoisers" else None
+    if config is PAIRS:
+        given = tokens if mode is None else np.append(mode, tokens)
+        check(prompts_of(loaded, TEXT), pair(given, np.array([9]), special))
+    else:
+        first = special.bos if mode is None else mode
+        check(prompts_of(loaded, TEXT), prefixed(np.append(first, tokens), np.array([9]), special))
+
+
+def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
+    loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
+    tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
+    whole = pair(np.zeros(0, np.int64), np.append(tokens, 9), special)
+    prompts = prompts_of(loaded, TEXT)
+    assert prompts.tokens[0].tolist() == whole["tokens"].tolist()[:-1]
+    assert prompts.encoder[0].tolist() == whole["encoder_tokens"].tolist()
+    assert not prompts.prefix
+
+
+def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
+    loaded = opened(tmp_path, tokenizer_model, MODEL.model_copy(update={"family": "encoder"}), "masked")
+    with pytest.raises(UsageError, match="'encoder' makes no text"):
+        prompts_of(loaded, TEXT)
+
+
+@pytest.mark.parametrize(("config", "objective"), [(MODEL, "prefix"), (PAIRS, "span_corruption")])
+def test_samples_and_beams_from_a_prompt(
+    config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
+) -> None:
+    loaded = opened(tmp_path, tokenizer_model, config, objective)
+    shown: list[str] = []
+    (greedy,) = sample(loaded, TEXT, Sampling(vocab_size=400), 9, 1, shown.append)
+    assert "".join(shown) == TEXT + greedy
+    assert search(loaded, TEXT, 9, 1, 0.0) == greedy
+    assert search(loaded, TEXT, 9, 8, 0.6)
+
+
+def test_no_more_than_the_positions_there_are(
+    tmp_path: Path, tokenizer_model: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = MODEL.model_copy(update={"position": "learned", "max_positions": 12})
+    loaded = opened(tmp_path, tokenizer_model, config, "causal")
+    length = 1 + len(loaded.tokenizer.encode("import"))
+    search(loaded, "import", 40, 2, 0.6)
+    assert f"at most {13 - length} tokens are made: model.max_positions = 12" in capsys.readouterr().err
