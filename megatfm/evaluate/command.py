@@ -76,7 +76,7 @@ def evaluate_run(
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
     if with_compressors and not tokenizer.lossless:
         raise UsageError(
-            f"--compressors: {config.data.tokenizer} does not keep every text as it is, so there is nothing to compare: "
+            f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
             "leave it out"
         )
     source = find_checkpoint(run_dir)

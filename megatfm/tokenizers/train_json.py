@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -67,7 +68,8 @@ def train_wordpiece(
     reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in names(sentinels, modes))]
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     cut = pre_tokenizers.BertPreTokenizer()
-    normal = [normalizer.normalize_str(text) for text in texts]
+    with _unicode():
+        normal = [normalizer.normalize_str(text) for text in texts]
     alphabet = _alphabet(normal)
     # The trainer would number the characters that continue a word as it meets them, in an order that changes from run
     # to run, and break ties between pairs by these numbers. Taken for special tokens they have an order of their own.
@@ -107,12 +109,8 @@ def _train(
             f"tokenizer.vocab_size={least} or more"
         )
     seen = Counter[bool]()
-    try:
+    with _unicode():
         made.train_from_iterator(_counted(texts, seen), trainer)
-    except UnicodeEncodeError as error:
-        raise MegatfmError(
-            f"can't train on text: {error.reason} at character {error.start}: it is not Unicode"
-        ) from None
     if not seen[True]:
         raise UsageError("no text to train a tokenizer on: every document is empty")
     most = made.get_vocab_size()
@@ -121,6 +119,16 @@ def _train(
             f"tokenizer.vocab_size = {vocab_size}: too large for this little text, which gives at most {most} "
             f"pieces: set tokenizer.vocab_size={most} or less, or add text"
         )
+
+
+@contextmanager
+def _unicode() -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise MegatfmError(
+            f"can't train on text: {error.reason} at character {error.start}: it is not Unicode"
+        ) from None
 
 
 def _counted(texts: Iterable[str], seen: Counter[bool]) -> Iterator[str]:

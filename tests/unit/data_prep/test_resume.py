@@ -65,7 +65,13 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "settings", [{"read": {"exclude": ["dbm"]}}, {"split": {"seed": 1}}, {"tokenizer": {"vocab_size": 800}}]
+    "settings",
+    [
+        {"read": {"exclude": ["dbm"]}},
+        {"split": {"seed": 1}},
+        {"tokenizer": {"vocab_size": 800}},
+        {"tokenizer": {"kind": "byte-bpe"}},
+    ],
 )
 def test_what_other_settings_made_is_not_used(
     config: Make, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -1,10 +1,17 @@
 """Training: deterministic, silent, nothing skipped, pieces that help code, errors that say what to do."""
 
+from functools import partial
+from typing import Literal
+
 import pytest
 import sentencepiece
 
+import megatfm.tokenizers
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer, train_sentencepiece
+from megatfm.tokenizers.train import _SEGMENT
+
+Type = Literal["bpe", "unigram"]
 
 
 def test_the_same_texts_give_the_same_bytes(texts: list[str], model: bytes) -> None:
@@ -18,29 +25,45 @@ def test_other_sentinels_leave_the_learnt_pieces(texts: list[str], model: bytes)
     assert pieces(fewer)[7:] == pieces(more)[15:]
 
 
-def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    train_sentencepiece(texts[:1], vocab_size=500)
+TYPES = ("bpe", "unigram")
+FEW = {"bpe": 295, "unigram": 283}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_it_is_silent(texts: list[str], capfd: pytest.CaptureFixture[str], model_type: Type) -> None:
+    train_sentencepiece(texts[:1], vocab_size=500, model_type=model_type)
     assert capfd.readouterr() == ("", "")
 
 
-def test_pieces_may_hold_breaks_indentation_and_tabs(tokenizer: SentencePieceTokenizer) -> None:
-    learnt = pieces(tokenizer)
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
+def test_pieces_may_hold_breaks_indentation_and_tabs(own: dict[str, Tokenizer], kind: str) -> None:
+    learnt = pieces(own[kind])
     assert any(piece.startswith("\n\u2581\u2581\u2581\u2581") for piece in learnt)
-    assert any("\t" in piece and len(piece) > 1 for piece in learnt)
+    assert any("\t" in piece and (len(piece) > 1 or kind == "sentencepiece-unigram") for piece in learnt)
 
 
+@pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("mark", ["\u2585", "\u2581", "\t", "\0", "\u2047", "\ue009", "\ue020"])
-def test_no_line_is_skipped_for_a_special_character(mark: str) -> None:
-    line = f"unmistakable {mark} word\n"
-    learnt = pieces(SentencePieceTokenizer(train_sentencepiece([line * 50], vocab_size=310, sentinels=0)))
-    assert any("unmistakable" in piece for piece in learnt)
+def test_no_line_is_skipped_for_a_special_character(mark: str, model_type: Type) -> None:
+    # A unigram model learns a word only if it is a part of two different segments.
+    text = f"unmistakable {mark} word\nunmistakable1 " * 50
+    model = train_sentencepiece([text], vocab_size=FEW[model_type], sentinels=0, model_type=model_type)
+    assert any("unmistak" in piece for piece in pieces(SentencePieceTokenizer(model)))
 
 
-def test_a_text_without_breaks_is_not_skipped() -> None:
-    learnt = pieces(
-        SentencePieceTokenizer(train_sentencepiece(["unmistakable " * 30_000], vocab_size=290, sentinels=0))
-    )
-    assert any("unmistakable" in piece for piece in learnt)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_text_without_breaks_is_not_skipped(model_type: Type) -> None:
+    text = "unmistakable unmistakable1 " * 20_000
+    model = train_sentencepiece([text], vocab_size=FEW[model_type] - 5, sentinels=0, model_type=model_type)
+    assert any("unmistak" in piece for piece in pieces(SentencePieceTokenizer(model)))
+
+
+@pytest.mark.parametrize("size", [700, 1500])
+def test_unigram_pieces_stay_within_segments(texts: list[str], size: int) -> None:
+    """As those of BPE do: a word or a run of signs with the space before it, or a break with its indentation."""
+    model = train_sentencepiece(texts, vocab_size=size, sentinels=0, model_type="unigram")
+    spelled = [piece.replace("\u2581", " ") for piece in pieces(SentencePieceTokenizer(model))[7 + 256 :]]
+    assert all(_SEGMENT.fullmatch(piece) for piece in spelled)
 
 
 def test_the_model_is_a_plain_sentencepiece_model(model: bytes, texts: list[str]) -> None:
@@ -52,7 +75,7 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
     """Against the protobuf library, where it fits SentencePiece."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", exc_type=Exception).ModelProto
     changed = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
-    monkeypatch.setattr("megatfm.tokenizers.train._with_spaces", lambda model: model)
+    monkeypatch.setattr("megatfm.tokenizers.train._with_spaces", lambda model, marks: model)
     expected = proto.FromString(train_sentencepiece(texts, vocab_size=900, sentinels=8))
     assert changed != expected
     for piece in expected.pieces:
@@ -60,8 +83,10 @@ def test_only_the_text_of_pieces_is_changed(texts: list[str], monkeypatch: pytes
     assert changed == expected
 
 
-def test_a_vocabulary_too_large_names_one_that_fits() -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_vocabulary_too_large_names_one_that_fits(model_type: Type) -> None:
     text = "too little text for so many pieces\n" * 5
+    train_sentencepiece = partial(megatfm.tokenizers.train_sentencepiece, model_type=model_type)
     with pytest.raises(UsageError, match="too large for this little text") as caught:
         train_sentencepiece([text], vocab_size=5000)
     fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
@@ -70,8 +95,10 @@ def test_a_vocabulary_too_large_names_one_that_fits() -> None:
         train_sentencepiece([text], vocab_size=fitting + 1)
 
 
-def test_a_vocabulary_too_small_names_one_that_fits() -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_vocabulary_too_small_names_one_that_fits(model_type: Type) -> None:
     text = "the bytes alone need 256 pieces\n" * 5
+    train_sentencepiece = partial(megatfm.tokenizers.train_sentencepiece, model_type=model_type)
     with pytest.raises(UsageError, match="too small for the characters") as caught:
         train_sentencepiece([text], vocab_size=100)
     fitting = int(str(caught.value).split("vocab_size=")[1].split()[0])
@@ -95,5 +122,5 @@ def test_what_goes_wrong_while_reading_is_raised_as_it_is(failure: BaseException
     assert caught.value is failure
 
 
-def pieces(tokenizer: SentencePieceTokenizer) -> list[str]:
+def pieces(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]

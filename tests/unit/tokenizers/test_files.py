@@ -1,0 +1,93 @@
+"""What a path or a folder holds, and what must be copied of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import UsageError
+from megatfm.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    files,
+    find,
+    load,
+    train_byte_bpe,
+)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, model: bytes, tokenizer: Tokenizer) -> Path:
+    """As prep leaves it."""
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.describe()))
+    return tmp_path
+
+
+def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tokenizer) -> None:
+    assert find(corpus) == corpus / "tokenizer.model"
+    for path in (corpus, str(corpus), corpus / "tokenizer.model"):
+        loaded = load(path)
+        assert isinstance(loaded, SentencePieceTokenizer)
+        assert loaded.hash == tokenizer.hash
+    with pytest.raises(UsageError, match=r"tokenizer.json: no tokenizer, .*: give tokenizer.model"):
+        load(corpus / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "sentencepiece.bpe.model", "tokenizer.model"])
+def test_models_go_by_several_names(tmp_path: Path, model: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(model)
+    assert find(tmp_path) == tmp_path / name
+    assert list(files(tmp_path)) == ["tokenizer.model"]
+
+
+def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
+    (tmp_path / "a").write_bytes(model)
+    (tmp_path / "b").write_bytes(train_byte_bpe(texts, vocab_size=400))
+    assert isinstance(load(tmp_path / "a"), SentencePieceTokenizer)
+    assert isinstance(load(tmp_path / "b"), HuggingFaceTokenizer)
+
+
+def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Path], model: bytes) -> None:
+    """T5's model alone has no sentinels."""
+    folder = folders["t5"]
+    (folder / "spiece.model").write_bytes(model)
+    assert len(load(folder).sentinels) == 100
+    (folder / "spiece.model").unlink()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta", "bert", "t5", "llama2"])
+def test_a_copy_is_the_same_tokenizer(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """Written in the order that is given; while one is missing there is no tokenizer."""
+    before = load(folders[family])
+    for name, content in files(folders[family] / "tokenizer.json").items():
+        assert find(tmp_path) is None
+        (tmp_path / name).write_bytes(content)
+    after = load(tmp_path)
+    assert (after.hash, after.special) == (before.hash, before.special)
+
+
+def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: bytes) -> None:
+    """A slow tokenizer's folder: its config adds tokens which the model lacks."""
+    (tmp_path / "spiece.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 100}')
+    assert find(tmp_path) is None
+    with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
+        load(tmp_path)
+    assert load(tmp_path / "spiece.model").sentinels
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json"])
+def test_folders_of_old_say_how_to_go_on(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
+        load(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    with pytest.raises(UsageError, match=r"no tokenizer.model or tokenizer.json here: .*megatfm prep"):
+        load(tmp_path)
+    with pytest.raises(UsageError, match=r"x\.json: can't read the tokenizer \(No such file"):
+        load(tmp_path / "x.json")

@@ -1,0 +1,268 @@
+"""tokenizer.json files and Hugging Face folders, against transformers and the tokenizers library themselves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatfm.errors import UsageError
+from megatfm.generate.text import TextStream
+from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
+from tests.unit.tokenizers.conftest import ODD
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ("gpt2", "roberta", "bert", "t5", "llama2")
+any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD)).map("".join)
+File = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pairs(folders: dict[str, Path]) -> dict[str, tuple[Tokenizer, Any]]:
+    """Ours and transformers', of each folder."""
+    return {
+        name: (load(folder), transformers.AutoTokenizer.from_pretrained(folder))
+        for name, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_text_has_the_ids_of_transformers(
+    pairs: dict[str, tuple[Tokenizer, Any]], family: str, texts: list[str]
+) -> None:
+    ours, theirs = pairs[family]
+    for text in (*texts, *texts[0].splitlines(keepends=True)):
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == decoded
+        stream = TextStream(ours)
+        assert "".join(stream.add([token]) for token in ids) + stream.end() == decoded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=100, deadline=None)
+@given(text=any_text)
+def test_odd_text_has_the_ids_of_transformers(
+    pairs: dict[str, tuple[Tokenizer, Any]], family: str, text: str
+) -> None:
+    """But where a text spells a piece that unigram models can't tell from a reserved one: there ours spells on."""
+    ours, theirs = pairs[family]
+    expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    reserved = ours.special.reserved - {ours.unk}
+    assert family == "t5" or not set(expected) & reserved
+    if not set(expected) & reserved:
+        assert ours.encode(text).tolist() == expected
+    assert not set(ours.encode(text).tolist()) & reserved
+    if ours.lossless:
+        assert ours.decode(ours.encode(text)) == text
+        assert ours.byte_lengths()[ours.encode(text)].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_are_those_of_transformers(pairs: dict[str, tuple[Tokenizer, Any]], family: str) -> None:
+    ours, theirs = pairs[family]
+    roles = {
+        role: getattr(theirs, f"{role}_token_id") for role in ("bos", "eos", "pad", "mask", "cls", "sep")
+    }
+    fallbacks = {"bos": roles["cls"] or roles["eos"], "eos": roles["sep"], "pad": roles["eos"]}
+    for role, token in roles.items():
+        assert getattr(ours, role) == (fallbacks.get(role) if token is None else token), role
+    assert ours.unk == (None if family == "gpt2" else theirs.unk_token_id)
+    assert set(theirs.all_special_ids) == ours.special.reserved
+    assert ours.vocab_size == len(theirs)
+    assert ours.lossless == (family in ("gpt2", "roberta"))
+
+
+def test_sentinels_of_t5_descend(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+    ours, theirs = pairs["t5"]
+    assert ours.sentinels == tuple(range(ours.vocab_size - 1, ours.vocab_size - 101, -1))
+    assert list(ours.sentinels[:2]) == theirs.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>"])
+
+
+def test_which_ids_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: list[str]) -> None:
+    """Against the words that the tokenizers library counts: what is cut at white space."""
+    small = pairs["t5"][0]  # it lacks some signs, and one unknown id may stand for several
+    text = " ".join(word for word in texts[0].split() if small.unk not in small.encode(word))
+    for family, (ours, theirs) in pairs.items():
+        starts = ours.word_starts()
+        ids = ours.encode(text)
+        assert starts is not None
+        assert starts[sorted(ours.special.reserved)].all()
+        if family == "bert":
+            found = theirs(text, add_special_tokens=False).word_ids()
+            assert starts[ids].tolist() == [a != b for a, b in zip([None, *found], found, strict=False)]
+        else:
+            words = [b for a, b in zip(" " + text, text, strict=False) if a == " "]
+            assert starts[ids].sum() == len(words) - (
+                family in ("gpt2", "roberta")
+            )  # no mark before the first
+
+
+def test_unigram_pieces_that_look_reserved_are_spelled_out(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+    ours, theirs = pairs["t5"]
+    for text in ("a</s>b", "<pad>", "<extra_id_3> x</s></s>"):
+        expected: list[int] = []
+        for token in theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]:
+            spelled = theirs.convert_tokens_to_ids(list(theirs.convert_ids_to_tokens(token)))
+            expected += spelled if token in ours.special.reserved - {ours.unk} else [token]
+        assert ours.encode(text).tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def plain(texts: list[str]) -> File:
+    return json.loads(train_byte_bpe(texts, vocab_size=400, sentinels=2))
+
+
+@pytest.fixture
+def changed(plain: File) -> Callable[[Callable[[File], None]], HuggingFaceTokenizer]:
+    """`changed(change)`: a tokenizer of the file after `change(file)`."""
+
+    def make(change: Callable[[File], None], config: bytes | None = None) -> HuggingFaceTokenizer:
+        file = json.loads(json.dumps(plain))
+        change(file)
+        return HuggingFaceTokenizer(json.dumps(file).encode(), config)
+
+    return make
+
+
+def nothing(file: File) -> None:
+    pass
+
+
+Changed = Callable[..., HuggingFaceTokenizer]
+
+
+def test_what_cuts_pads_or_varies_is_switched_off(changed: Changed) -> None:
+    def change(file: File) -> None:
+        file["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+        file["padding"] = {
+            "strategy": {"Fixed": 50},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 2,
+            "pad_type_id": 0,
+            "pad_token": "<pad>",
+        }
+        file["model"]["dropout"] = 0.5
+
+    text = "a long text is encoded whole, and always alike: " * 20
+    expected = changed(nothing).encode(text).tolist()
+    for _ in range(3):
+        assert changed(change).encode(text).tolist() == expected
+
+
+LOSES: dict[str, Callable[[File], None]] = {
+    "normalises": lambda file: file.update(normalizer={"type": "NFC"}),
+    "puts a space in front": lambda file: file["pre_tokenizer"].update(add_prefix_space=True),
+    "drops spaces": lambda file: file.update(
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [{"type": "WhitespaceSplit"}, file["pre_tokenizer"]],
+        }
+    ),
+    "drops matches": lambda file: file.update(
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False},
+                file["pre_tokenizer"],
+            ],
+        }
+    ),
+    "lacks a byte": lambda file: file["model"]["vocab"].update(
+        {"unreachable": file["model"]["vocab"].pop("Ā")}  # the byte 0
+    ),
+    "decodes otherwise": lambda file: file.update(decoder={"type": "Fuse"}),
+    "an added token swallows spaces": lambda file: file["added_tokens"].append(added("x!", lstrip=True)),
+    "an added token can't be decoded": lambda file: file["added_tokens"].append(added("é")),
+}
+
+
+def added(content: str, **settings: bool) -> File:
+    defaults = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    return {"id": 400, "content": content, **defaults, **settings}
+
+
+@pytest.mark.parametrize("way", LOSES)
+def test_each_way_to_lose_text_is_noticed(changed: Changed, way: str) -> None:
+    assert changed(nothing).lossless
+    tokenizer = changed(LOSES[way])
+    assert not tokenizer.lossless
+    assert tokenizer.byte_lengths() is None
+    stream, ids = TextStream(tokenizer), tokenizer.encode("still decoded  x!é\0").tolist()
+    assert stream.add(ids) + stream.end() == tokenizer.decode(ids)
+
+
+def test_added_tokens_keep_their_bytes(changed: Changed) -> None:
+    """Runs of spaces, as code models have them, are found in text before all else."""
+    tokenizer = changed(lambda file: file["added_tokens"].append(added("    ")))
+    text = "    if x:\n        y"
+    ids = tokenizer.encode(text)
+    assert 400 in ids
+    assert tokenizer.lossless
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_lengths()[ids].sum() == len(text)
+    assert tokenizer.word_starts()[400]
+    assert tokenizer.vocab_size == 401
+
+
+CONFIG = {"eos_token": "<extra_1>", "bos_token": None, "mask_token": {"content": "<sep>", "special": True}}
+
+
+def test_roles_of_the_config_go_before_names_and_into_the_hash(changed: Changed) -> None:
+    alone, told = changed(nothing), changed(nothing, json.dumps(CONFIG).encode())
+    assert told.piece(told.eos) == "<extra_1>"
+    assert told.piece(told.mask) == "<sep>"
+    assert told.bos == alone.bos
+    assert told.hash != alone.hash
+    same = {"eos_token": "</s>", "chat_template": "anything", "model_max_length": 5}
+    assert changed(nothing, json.dumps(same).encode()).hash == alone.hash
+
+
+def test_a_token_that_only_the_config_calls_special_is_special(changed: Changed) -> None:
+    def change(file: File) -> None:
+        file["added_tokens"] = [each for each in file["added_tokens"] if each["content"] != "<mask>"]
+
+    assert changed(change).mask is None
+    told = changed(change, b'{"mask_token": "<mask>"}')
+    assert told.piece(told.mask) == "<mask>"
+    assert told.mask not in told.encode("a <mask> b")
+
+
+def test_words_that_end_with_a_mark_begin_nowhere(changed: Changed) -> None:
+    """GPT-1's kind: whether a piece begins a word is told by the piece before it."""
+
+    def change(file: File) -> None:
+        file["pre_tokenizer"] = {"type": "Whitespace"}
+        file["model"]["end_of_word_suffix"] = "</w>"
+
+    tokenizer = changed(change)
+    assert tokenizer.kind == "bpe"
+    assert tokenizer.word_starts() is None
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "message"),
+    [
+        (b"{}", None, "not a tokenizer.json of the tokenizers library"),
+        (b"{", None, "not a tokenizer.json of the tokenizers library"),
+        (None, b"[]", "tokenizer_config.json beside it is not valid"),
+        (None, b"{", "tokenizer_config.json beside it is not valid"),
+        (
+            None,
+            b'{"pad_token": "<nowhere>"}',
+            "has no '<nowhere>', which tokenizer_config.json beside it calls",
+        ),
+    ],
+)
+def test_broken_files_are_refused_in_one_line(
+    plain: File, data: bytes | None, config: bytes | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^x.json: .*{message}") as caught:
+        HuggingFaceTokenizer(data or json.dumps(plain).encode(), config, "x.json")
+    assert "\n" not in str(caught.value)
