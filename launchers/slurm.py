@@ -41,22 +41,24 @@ class Slurm:
             keep_trailing_newline=True,
         ).get_template(name)
         agent = self.site.start == "torchrun" and job.kind == "train"
+        tasks = 1 if agent else job.processes_per_node
         cpus = self.site.cpus_per_task
         cpus = cpus * job.processes_per_node if cpus and agent else cpus
+        of_srun = cpus or (1 if job.max_nodes else None)
         folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
         number = "%A_%a" if job.kind == "prep" else "%j"
         script = template.render(
             job=job,
             site=self.site,
             environment=self._environment(),
-            cpus_per_task=cpus,
+            cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
             # srun does not take it from the job by itself (SLURM 22.05 and later).
-            srun=[*([f"--cpus-per-task={cpus}"] if cpus else []), *self.site.srun],
+            srun=[*([f"--cpus-per-task={of_srun}"] if of_srun else []), *self.site.srun],
             command=[*self.site.container, *self._command(job)],
             python=sys.executable,
             pythonpath=f"{self._folder(job) / snapshot.take(_plugins(job)).name}:{folder}",
             node_range=f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes),
-            tasks_per_node=1 if agent else job.processes_per_node,
+            tasks_per_node=tasks,
             # In a chain, the next link goes on; on nodes lost, SLURM itself requeues where that is allowed.
             requeue="--requeue" if self.site.requeue and job.chain == 1 else "--no-requeue",
             config=self._folder(job) / "config.toml",
@@ -77,6 +79,8 @@ class Slurm:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
             code = snapshot.take(_plugins(job)).write(folder)
+            if code.name not in next(iter(files.values())):
+                raise MegatfmError("the code changed while it was copied: submit again")
             for name, text in files.items():
                 write_whole(folder / name, text)
             script = folder / next(iter(files))

@@ -32,8 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(FAKE_RANK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for module in ("job", "slurm"):
-        monkeypatch.setattr(f"launchers.{module}.TRAIN", (sys.executable, str(program), "train"))
+    monkeypatch.setattr("launchers.job.TRAIN", (sys.executable, str(program), "train"))
     return tmp_path
 
 

@@ -1,0 +1,57 @@
+"""On how many nodes a run fits, against what the run itself would say."""
+
+import pytest
+
+from launchers.fit import misfit, most_nodes
+from megatfm.config import load_config
+from megatfm.data import check_batch
+from megatfm.errors import UsageError
+from megatfm.parallel.mesh import axis_sizes
+from megatfm.train.fit import fit
+
+LAYOUTS = [
+    [],
+    ["parallel.tp=2"],
+    ["parallel.dp_replicate=2"],
+    ["parallel.dp_shard=4"],
+    ["parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.tp=2"],
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_says_what_training_would_say(layout: list[str]) -> None:
+    config = load_config("quickstart", ["train.global_batch=24", "train.micro_batch=2", *layout])
+    fits = []
+    for processes in range(1, 33):
+        try:
+            sizes = axis_sizes(config.parallel, processes)
+            check_batch(24, 2, sizes["dp_replicate"] * sizes["dp_shard"])
+            fits.append(processes)
+        except UsageError:
+            pass
+    assert fits, "else this test tests nothing"
+    assert [n for n in range(1, 33) if misfit(config, n) is None] == fits
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_and_what_an_elastic_run_would(layout: list[str]) -> None:
+    words = ["train.global_batch=24", "train.micro_batch=2", "resilience.elastic=true", *layout]
+    config = load_config("quickstart", words)
+    fits = []
+    for processes in range(1, 33):
+        try:
+            fit(config, processes)
+            fits.append(processes)
+        except UsageError:
+            pass
+    assert fits
+    assert [n for n in range(1, 33) if misfit(config, n) is None] == fits
+
+
+def test_the_most_nodes_on_which_it_fits() -> None:
+    config = load_config("quickstart", ["train.global_batch=8", "train.micro_batch=1"])
+    assert most_nodes(config, range(2, 5), 1) == 4
+    assert most_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
+    assert most_nodes(config, range(3, 4), 1) is None
+    assert most_nodes(config, range(5, 4), 1) is None
+    assert "does not divide into micro-batches of 1 on 3 data ranks" in str(misfit(config, 3))
