@@ -51,6 +51,19 @@ every = 1
 sinks = []
 """
 
+PREP = """
+out = "{out}"
+
+[read]
+folder = "{texts}"
+
+[split]
+validation = 0.2
+
+[tokenizer]
+vocab_size = 512
+"""
+
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,10 +82,7 @@ def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """They, prepared."""
     out = tmp_path_factory.mktemp("corpora") / "small"
     config = out.with_name("prep.toml")
-    config.write_text(
-        f'out = "{out}"\n[read]\nfolder = "{texts}"\n'
-        "[split]\nvalidation = 0.2\n[tokenizer]\nvocab_size = 512\n"
-    )
+    config.write_text(PREP.format(out=out, texts=texts))
     data_prep.run(load(PrepConfig, config))
     return out
 

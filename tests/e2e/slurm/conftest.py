@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMALL
+from tests.e2e.conftest import PREP, SMALL
 from tests.e2e.slurm.cluster import HERE, Cluster, Job, run, why_not
 
 # The run of these tests: two layers, forty steps, a checkpoint every five. Layout: ZeRO-3 on two ranks.
@@ -98,10 +98,9 @@ class Project:
         )
         return self.cluster.job(said.strip(), self.run_dir)
 
-    def train_command(self) -> str:
-        """The command of each rank of the small run, for a shell."""
-        words = [sys.executable, "-m", "megatfm.cli", "train", *self.small]
-        return shlex.join(map(str, words))
+    def command(self, *words: object) -> str:
+        """A command of megatfm, for a shell."""
+        return shlex.join([sys.executable, "-m", "megatfm.cli", *map(str, words)])
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +116,19 @@ def new_project(
         return project
 
     return make
+
+
+@pytest.fixture(scope="session")
+def prep_config(texts: Path) -> Callable[[Project], Path]:
+    """`prep_config(project)`: what made the corpus of these tests, in many parts, into the project's folder."""
+
+    def write(project: Project) -> Path:
+        file = project.folder / "prep.toml"
+        settings = PREP.format(out=project.folder / "corpus", texts=texts)
+        file.write_text(f"part_bytes = 5000\nworkers = 1\n{settings}")
+        return file
+
+    return write
 
 
 @pytest.fixture

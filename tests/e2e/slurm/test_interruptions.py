@@ -115,7 +115,7 @@ def test_a_chain_of_three(whole, project):
     (project.folder / "site.toml").write_text("requeue = false\n")
     slow = project.trouble("slow", "0.5")
     links = project.submit(*project.small, "--nodes", 2, "--nproc", 1, "--chain", 3, "--site", "site.toml")
-    assert [link.record()["Dependency"] for link in links[1:]] == ["singleton"] * 2
+    assert all(link.record()["Dependency"].startswith("singleton") for link in links[1:])
     for k, link in enumerate(links[:2]):
         link.until_step(7 * (k + 1))
         project.cluster.slurm("scancel", "--signal=USR1", "--batch", link.number)

@@ -1,4 +1,5 @@
-"""MPI starts the same run as srun alone: Open MPI's mpirun, MPICH's, and srun with its PMI plugins."""
+"""MPI starts the same run as srun alone, and prepares the same corpus as one process: Open MPI's mpirun, MPICH's, and
+srun with its PMI plugins."""
 
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 from tests.e2e.slurm.cluster import Job, run
 from tests.e2e.slurm.conftest import Project
 from tests.e2e.test_training import curve
+from tests.unit.data_prep.conftest import tree
 
 WAYS = ("Open MPI", "MPICH", "pmi2", "pmix")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -16,14 +18,20 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 def starter(way: str, project: Project) -> tuple[str, dict[str, str]]:
     """The words before the command of two ranks, and the variables that they need; skips what is not here."""
-    if way in ("pmi2", "pmix"):
-        if way not in project.cluster.slurm("srun", "--mpi=list").split():
-            pytest.skip(f"needs SLURM's {way} plugin: run `make system-deps`")
-        return f"srun --mpi={way}", {}
-    program = {"Open MPI": "mpirun.openmpi", "MPICH": "mpirun.mpich"}[way]
-    if not shutil.which(program):
-        pytest.skip(f"needs {way}: run `make system-deps`")
-    return f"{program} -n 2", AS_ROOT if way == "Open MPI" else debian_mpich(project.folder)
+    needed = {
+        "Open MPI": "mpirun.openmpi",
+        "MPICH": "mpirun.mpich",
+        "pmi2": "mpirun.mpich",
+        "pmix": "mpirun.openmpi",
+    }
+    if not shutil.which(needed[way]):
+        pytest.skip(f"needs {needed[way]}: run `make system-deps`")
+    environment = AS_ROOT if needed[way] == "mpirun.openmpi" else debian_mpich(project.folder)
+    if way not in ("pmi2", "pmix"):
+        return f"{needed[way]} -n 2", environment
+    if way not in project.cluster.slurm("srun", "--mpi=list").split():
+        pytest.skip(f"needs SLURM's {way} plugin: run `make system-deps`")
+    return f"srun --mpi={way}", environment
 
 
 def debian_mpich(folder: Path) -> dict[str, str]:
@@ -31,11 +39,12 @@ def debian_mpich(folder: Path) -> dict[str, str]:
     (library,) = re.findall(r"libmpich\.so\.12 .*=> (\S+)", run("ldconfig", "-p"))
     (folder / "lib").mkdir()
     (folder / "lib" / "libmpi.so.12").symlink_to(library)
-    return {"LD_LIBRARY_PATH": str(folder / "lib"), "MPI4PY_LIBMPI": str(folder / "lib" / "libmpi.so.12")}
+    settings = {"LD_LIBRARY_PATH": str(folder / "lib"), "MPI4PY_LIBMPI": str(folder / "lib" / "libmpi.so.12")}
+    return {**settings, "UCX_TLS": "tcp,self"}  # the nodes share no memory
 
 
 @pytest.fixture(scope="module")
-def jobs(new_project, whole) -> dict[str, Job | str]:
+def jobs(new_project, prep_config, whole) -> dict[str, Job | str]:
     """A job for each way, all submitted at once, or why there is none."""
     found: dict[str, Job | str] = {}
     for way in WAYS:
@@ -45,15 +54,17 @@ def jobs(new_project, whole) -> dict[str, Job | str]:
         except pytest.skip.Exception as reason:
             found[way] = str(reason)
         else:
-            script = f"{words} {project.train_command()}"
+            prep = project.command("prep", prep_config(project))
+            script = f"{words} {project.command('train', *project.small)} && {words} {prep}"
             found[way] = project.sbatch(script, "--nodes=2", "--ntasks-per-node=1", **environment)
     return found
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_run_is_the_same(way, jobs, whole):
+def test_run_and_corpus_are_the_same(way, jobs, whole, corpus):
     if isinstance(job := jobs[way], str):
         pytest.skip(job)
     assert job.finish()["NumNodes"] == "2"
     whole.finish()
     assert curve(job.run_dir) == curve(whole.run_dir)
+    assert tree(job.run_dir.with_name("corpus")) == tree(corpus)

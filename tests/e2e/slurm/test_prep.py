@@ -1,0 +1,38 @@
+"""Tasks of an array prepare one corpus together; one that is killed leaves its part to the others."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.e2e.slurm.cluster import Job
+from tests.unit.data_prep.conftest import tree
+
+
+def process_of(part: str) -> int | None:
+    """The Python that does this part: nodes share the machine's kernel, so it can be seen from here."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if part.encode() in words and b"srun" not in words[0] and b"prep" in words:
+            return int(file.parent.name)
+    return None
+
+
+def test_an_array_with_one_task_killed_makes_what_one_process_makes(project, corpus, prep_config):
+    array, *_ = project.submit(prep_config(project), "--prep", "--array", 3)
+    tasks = [Job(project.cluster, f"{array.number}_{k}", project.run_dir) for k in (1, 2, 3)]
+    out = project.folder / "corpus"
+    end = time.monotonic() + 60
+    while (victim := process_of("2/3")) is None or not list((out / ".work").glob("clean.*.json")):
+        assert time.monotonic() < end, tasks[1].report("it never got to work")
+        time.sleep(0.01)
+    os.kill(victim, signal.SIGSTOP)  # it can't come to its end before SLURM kills it
+    assert not (out / "prep.json").exists()
+    project.cluster.slurm("scancel", "--signal=KILL", tasks[1].number)
+    assert tasks[1].finish("FAILED")["ExitCode"] != "0:0"
+    for task in (tasks[0], tasks[2]):
+        task.finish()
+    assert tree(out) == tree(corpus)
