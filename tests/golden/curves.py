@@ -1,0 +1,88 @@
+"""Training a small model on keyed documents, from a config, through objective, packing, engine and optimizer."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatfm import keyed
+from megatfm.config import Config
+from megatfm.data.block import pack
+from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.train.schedules import factor
+
+RESERVED, TOPICS, WORDS = 24, 4, 16
+"""Ids below RESERVED are no text; each topic has a vocabulary of WORDS of its own."""
+VOCABULARY = RESERVED + TOPICS * WORDS
+SPECIAL = SpecialTokens(
+    bos=1, eos=2, pad=0, vocab_size=VOCABULARY, mask=3, cls=4, sep=5, sentinels=range(RESERVED - 1, 7, -1),
+    word_starts=np.ones(VOCABULARY, bool),
+)  # fmt: skip
+
+
+@cache
+def next_words() -> NDArray[np.int64]:
+    """The word that follows each word."""
+    return keyed.permutation(WORDS, "golden", "follows")
+
+
+def document(number: int, length: int) -> NDArray[np.int64]:
+    """A text on one topic, in which each token follows from the one before, seven times in eight."""
+    follows = next_words()
+    noise = keyed.raw(length + 1, "golden", "document", number)
+    words = (noise[1:] % np.uint64(WORDS)).astype(np.int64)
+    expected = noise[1:] >> np.uint64(61) != 0
+    for place in range(1, length):
+        if expected[place]:
+            words[place] = follows[words[place - 1]]
+    return RESERVED + int(noise[0] % np.uint64(TOPICS)) * WORDS + words
+
+
+def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
+    """A global batch: packed rows of documents that no other step has."""
+    lengths = [n for n in (config.data.sequence_length, config.data.target_length) if n]
+    rows: list[dict[str, NDArray[Any]]] = []
+    first = step * 10_000
+    for number in range(config.train.global_batch):
+        start = first + 10 * number
+        documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
+        packed = pack(documents, objective, row_lengths=lengths[: len(objective.sides)], seed=0, first=start)
+        rows.append(packed.row(0, config.data.attend_across_documents))
+    fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    positions = step * config.train.global_batch + np.arange(config.train.global_batch)
+    return fields | {"keys": torch.from_numpy(keyed.row_keys(0, positions))}
+
+
+def curves(
+    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None
+) -> dict[str, list[float]]:
+    """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced.
+
+    values: a config, dumped. steps: only the first ones. Runs inside a process group.
+    """
+    config = Config.model_validate(values)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
+    lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
+    objective = make(config.objective, config.model, SPECIAL, lengths)
+    found: dict[str, list[float]] = {}
+    if config.model.family == "electra":
+        engine.model.discriminator.register_forward_pre_hook(
+            lambda module, args, options: found.setdefault("replaced", []).append(share(options["replaced"])),
+            with_kwargs=True,
+        )
+    for step in range(1, 1 + (steps or config.train.steps)):
+        stats = engine.forward_backward([batch(config, objective, step)], objective)
+        for term, value in {"loss": stats.loss, **stats.terms}.items():
+            found.setdefault(term, []).append(value)
+        rate = config.optimizer.lr * lr_factor * factor(config.schedule, step, config.train.steps)
+        engine.step(rate, config.optimizer.clip)
+    return found
+
+
+def share(replaced: torch.Tensor) -> float:
+    """Of the tokens that count, those that are not the original."""
+    return float((replaced == 1).sum() / (replaced >= 0).sum())
