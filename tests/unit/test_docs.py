@@ -196,34 +196,49 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == written | generated
 
 
-def test_adding_a_norm_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatfm.layers.norm import NORMS
-    from megatfm.models import build
-    from megatfm.ops.initial import draw
+def follow(page: str, folder: Path) -> None:
+    """Write the files of a page."""
+    for path, title, text in fences("python"):
+        if path.name == page and title:
+            (folder / title).write_text(text, encoding="utf-8")
 
-    for _, title, text in fences("python"):
-        if title in ("my_parts.py", "test_my_parts.py"):
-            (tmp_path / title).write_text(text, encoding="utf-8")
+
+@pytest.mark.parametrize(
+    ("part", "option", "test", "kind", "count"),
+    [
+        ("norm", "scale_norm", "test_scale_norm_is_its_formula", "ScaleNorm", 3),
+        ("position", "kerple", "test_kerple_is_its_formula", "Kerple", 1),
+    ],
+)
+def test_adding_a_part_works_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, option: str, test: str, kind: str, count: int
+) -> None:
+    """Its own test passes, and a model of the quickstart has it and learns its parameters."""
+    from megatfm.layers.norm import NORMS
+    from megatfm.layers.position import POSITIONS
+    from megatfm.models import build
+    from megatfm.ops.initial import initialise
+    from megatfm.registry import import_plugins
+
+    follow(f"add-a-{part}.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))  # so that other tests don't meet the new norm
+    for registry in (NORMS, POSITIONS):  # so that other tests don't meet the new part
+        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
+    options = [f'plugins=["my_{part}"]', f"model.{part}={option}", "model.vocab_size=32", "model.n_layers=1"]
+    config = load(Config, "quickstart", options)
     try:
-        module(tmp_path / "test_my_parts.py").test_layer_norm_is_its_formula()
-        config = load(
-            Config, "quickstart", ["model.norm=layer_norm", "model.vocab_size=32", "model.n_layers=1"]
-        )
+        import_plugins(config.plugins)
+        getattr(module(tmp_path / f"test_my_{part}.py"), test)()
         model = build(config.model)
     finally:
-        sys.modules.pop("my_parts", None)
-    norms = [part for part in model.modules() if type(part).__name__ == "LayerNorm"]
-    assert len(norms) == 3
-    for name, parameter in model.named_parameters():
-        owner, _, key = name.rpartition(".")
-        initial = model.get_submodule(owner).initial[key]
-        with torch.no_grad():
-            parameter.copy_(draw(initial, 0, name, parameter.shape, [0] * parameter.dim(), parameter.shape))
+        sys.modules.pop(f"my_{part}", None)
+    initialise(model, seed=0)
+    parts = [each for each in model.modules() if type(each).__name__ == kind]
+    assert len(parts) == count
     tokens = torch.arange(8).view(1, 8)
-    model(tokens, targets=tokens).losses["causal"].backward()
-    assert all(part.bias.grad.abs().sum() > 0 for part in norms)
+    model(tokens, targets=tokens.roll(-1, 1)).losses["causal"].backward()
+    grads = [parameter.grad for each in parts for parameter in each.parameters()]
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
 def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
