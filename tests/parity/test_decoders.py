@@ -13,7 +13,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
-from tests.parity.oracle import Figures, Pair, doubled, pair
+from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
@@ -60,6 +60,16 @@ MODELS = {
 }  # fmt: skip
 DECODERS = [name for name in MODELS if not name.startswith("t5")]
 ENCODER_DECODERS = ["t5", "t5-v1.1"]
+DOCUMENTED = {
+    "gpt1": ["gpt1"],
+    "gpt2": ["gpt2-124m", "gpt3-175b"],
+    "llama": ["llama3-8b"],
+    "mistral": ["mistral-7b"],
+    "mla": ["mla-1b"],
+    "t5": ["t5-base"],
+    "t5-v1.1": ["t5-v1.1-base"],
+}
+"""The rows of docs/zoo.md whose figures are measured here."""
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
@@ -116,6 +126,8 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
     figures = compare_decoder(model, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
+    for preset in DOCUMENTED.get(model, ()):
+        hold_to_the_docs(preset, dtype, figures)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-3.1"])
@@ -194,6 +206,8 @@ def test_padded_pairs(model: str, dtype: torch.dtype) -> None:
     figures = compare_encoder_decoder(model, dtype)
     assert figures.logits > 0
     assert figures.compared > 40
+    for preset in DOCUMENTED[model]:
+        hold_to_the_docs(preset, dtype, figures)
 
 
 @pytest.mark.parametrize("model", ENCODER_DECODERS)

@@ -34,7 +34,8 @@ MASKS = ("causal", "prefix", "full", "pairs")
 PARTS = {
     "transformer-2017": {
         "family": "encoder_decoder", "norm": "layer_norm", "norm_position": "post", "activation": "relu",
-        "ffn_bias": True, "position": "sinusoidal", "embedding_scale": 4.0, "label_smoothing": 0.1, "n_encoder_layers": 3,
+        "ffn_bias": True, "position": "sinusoidal", "embedding_scale": 4.0, "label_smoothing": 0.1,
+        "n_encoder_layers": 3,
     },
     "grouped heads, qk-norm": {"n_heads": 4, "n_kv_heads": 2, "qk_norm": True, "head_dim": 6},
     "soft caps": {"attention_softcap": 1.5, "logit_softcap": 2.0, "head_bias": True, "position": "alibi"},
@@ -43,7 +44,8 @@ PARTS = {
         "n_kv_heads": 1,
     },
     "label smoothing, soft cap, scales": {
-        "label_smoothing": 0.2, "logit_softcap": 3.0, "head_scale": 0.5, "attention_scale": 0.7, "tie_embeddings": False,
+        "label_smoothing": 0.2, "logit_softcap": 3.0, "head_scale": 0.5, "attention_scale": 0.7,
+        "tie_embeddings": False,
     },
     "later tokens": {"future_tokens": 2, "label_smoothing": 0.1},
     "alibi with six heads": {"n_heads": 6, "d_model": 24, "position": "alibi"},

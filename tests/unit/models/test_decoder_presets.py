@@ -3,6 +3,7 @@
 After a change that is meant: `python tests/unit/models/test_decoder_presets.py` writes the golden files anew.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatfm.config import Config, load_config
 from megatfm.config.load import ALIASES
 from megatfm.models import build
 from tests.golden.shapes import compressed
+from tests.parity.oracle import row_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -78,6 +80,14 @@ def test_counts(preset: str) -> None:
 def test_the_header_states_count_and_command(preset: str) -> None:
     assert f"megatfm describe {preset} " in header(preset)
     assert f"# {COUNTS[preset]:,} parameters" in header(preset)
+
+
+@pytest.mark.parametrize("preset", OF_RELEASED_MODELS)
+def test_the_zoo_s_row_is_the_preset(preset: str) -> None:
+    cells = row_of(preset)
+    place = re.findall(r"`([^`]+)`", cells[0]).index(preset)
+    assert cells[4].split("; ")[place] == f"{COUNTS[preset]:,}"
+    assert f"`{loaded(preset)[0].objective.name}`" in cells[2]
 
 
 @pytest.mark.parametrize("preset", COUNTS)
