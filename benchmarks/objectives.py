@@ -130,7 +130,7 @@ def main() -> None:
         f"`python benchmarks/objectives.py`, {platform.processor() or platform.machine()}, NumPy {np.__version__}.\n"
     )
     print(
-        "| Objective | Family | `build`, M tokens/s | a block packed, M tokens/s | plan, µs a sequence | rows filled |"
+        "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |"
     )
     print("|---|---|---|---|---|---|")
     for name, families in CASES.items():

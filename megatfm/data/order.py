@@ -160,8 +160,12 @@ class PackedRows:
         """The rows of every block [n_blocks]."""
         blocks, n_tokens = self.corpus.blocks, self.corpus.lengths()
         if self.objective.max_tokens is None:
-            pieces = pieces_of(n_tokens, self.objective, 0, self.seed)
-            built = np.add.reduceat(pieces.lengths[:, 0], blocks[:-1])
+            built = np.concatenate(
+                [
+                    np.add.reduceat(pieces.lengths[:, 0], starts[:-1])
+                    for _, starts, pieces in self._planned(n_tokens)
+                ]
+            )
             self._check_size(int(built.sum()))
             return -(-built // self.sequence_length)
         counts, total, dropped, alone = np.zeros(len(blocks) - 1, np.int64), 0, 0, 0
@@ -188,17 +192,20 @@ class PackedRows:
             )
         return counts
 
-    def _pieces_by_block(self, n_tokens: NDArray[np.int64]) -> Iterator[tuple[int, Pieces]]:
-        blocks = self.corpus.blocks
-        begin = 0
+    def _planned(self, n_tokens: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], Pieces]]:
+        """Some blocks at once: the number of the first, where the pieces of each start [n + 1], and the pieces."""
+        blocks, begin = self.corpus.blocks, 0
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
             pieces = pieces_of(n_tokens[first : blocks[end]], self.objective, first, self.seed)
-            bounds = np.searchsorted(pieces.documents, blocks[begin : end + 1] - first)
-            for block in range(begin, end):
-                yield block, pieces.take(np.arange(*bounds[block - begin : block - begin + 2]))
+            yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
             begin = end
+
+    def _pieces_by_block(self, n_tokens: NDArray[np.int64]) -> Iterator[tuple[int, Pieces]]:
+        for begin, starts, pieces in self._planned(n_tokens):
+            for number in range(len(starts) - 1):
+                yield begin + number, pieces.take(np.arange(*starts[number : number + 2]))
 
     def _check_lengths(self, pieces: Pieces) -> None:
         if (pieces.lengths > np.array(self._lengths)).any() or (pieces.lengths == 0).any():

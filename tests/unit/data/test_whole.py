@@ -246,3 +246,15 @@ def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:
         MegatfmError, match=r"of lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"
     ):
         PackedRows(memory_corpus([[30]]), Whole(20), sequence_length=20, seed=0)
+
+
+def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
+    corpus: Corpus, causal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for objective in (causal, Whole(50)):
+        plans = set()
+        for at_once in (1, 7, 2**18):
+            monkeypatch.setattr("megatfm.data.order.SAMPLES_AT_ONCE", at_once)
+            rows = PackedRows(corpus, objective, sequence_length=64, seed=3)
+            plans.add(str([rows.place(position) for position in range(len(rows))]))
+        assert len(plans) == 1
