@@ -212,7 +212,7 @@ def rotated(x: Tensor, theta: float) -> Tensor:
 
 
 def slopes(n: int) -> list[float]:
-    """ALiBi (section 3, and its released code): geometric; for other than powers of two filled up from twice as many."""
+    """ALiBi (section 3, and its released code): geometric; for other than powers of two filled from twice as many."""
     if n & (n - 1) == 0:
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
     power = 1 << (n.bit_length() - 1)
