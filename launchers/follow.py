@@ -60,9 +60,9 @@ def _number(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def show(run: Path, count: int, everything: bool = False, out: TextIO = sys.stdout) -> list[Tail]:
+def show(run: Path, count: int, everything: bool = False, out: TextIO | None = None) -> list[Tail]:
     """Print the last `count` lines of each file; returns where to go on from."""
-    tails = []
+    out, tails = out or sys.stdout, []
     for path, label in chosen(run, everything).items():
         tail = Tail(path, label)
         lines = list(tail.news())
@@ -79,10 +79,10 @@ def follow(
     tails: list[Tail],
     everything: bool = False,
     is_over: Callable[[], bool] = lambda: False,
-    out: TextIO = sys.stdout,
+    out: TextIO | None = None,
 ) -> None:
     """Print new lines, each with its file's label, until `is_over`. Ranks that get into trouble join in."""
-    known = {tail.path: tail for tail in tails}
+    out, known = out or sys.stdout, {tail.path: tail for tail in tails}
     while True:
         ending = is_over()  # asked first, so that the last words are still shown
         for path, label in chosen(run, everything).items():

@@ -31,42 +31,38 @@ class Foreground:
     def run(self, job: Job, attempt: Callable[[], int]) -> int:
         """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing."""
         run = job.run_dir
-        me = f"{socket.gethostname()}:{os.getpid()}"
-        restarts = Restarts(run)
         if other := process(run):
             raise LockedError(
                 f"{run}: process {other.pid} runs this already: wait for it or give another name"
             )
+        note = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
         try:
             run.mkdir(parents=True, exist_ok=True)
-            note_launch(
-                run,
-                launcher=self.name,
-                kind=job.kind,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                started=psutil.Process().create_time(),
-            )
-            if job.kind != "train":
-                return attempt()
-            while True:
-                begun = restarts.begin(
-                    Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()])
-                )
-                code = attempt()
-                reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
-                ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
-                if code in FINAL or code == REQUEUE or not self.max_restarts:
-                    return code
-                if spent := restarts.spent(me, self.max_restarts):
-                    print(f"megatfm: no progress: {spent}", file=sys.stderr)
-                    restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
-                    return NO_PROGRESS
-                print("megatfm: starting again from the newest checkpoint", file=sys.stderr)
+            note_launch(run, **note, pid=os.getpid(), started=psutil.Process().create_time())
+            try:
+                return self._again_and_again(run, attempt) if job.kind == "train" else attempt()
+            finally:
+                note_launch(run, **note)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or run}: can't write the run directory: {error.strerror}"
             ) from error
+
+    def _again_and_again(self, run: Path, attempt: Callable[[], int]) -> int:
+        """Attempts until one ends for good, or they gain nothing."""
+        me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", Restarts(run)
+        while True:
+            begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
+            code = attempt()
+            reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
+            ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
+            if code in FINAL or code == REQUEUE or not self.max_restarts:
+                return code
+            if spent := restarts.spent(me, self.max_restarts):
+                print(f"megatfm: no progress: {spent}", file=sys.stderr)
+                restarts.end(replace(ended, code=NO_PROGRESS, reason=spent))
+                return NO_PROGRESS
+            print("megatfm: starting again from the newest checkpoint", file=sys.stderr)
 
     def status(self, run: Path) -> State:
         """RUNNING while the process that launched it lives; else how it ended."""

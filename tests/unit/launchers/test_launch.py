@@ -4,19 +4,19 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launchers import Job, Local, Mpi, Slurm, add_arguments, main
-from launchers.site import Site, load_site
+from launchers import Job, Local, Mpi, add_arguments, main
 from megatfm.config import load_config
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import LockedError, UsageError
 
-GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "launchers" / "pretrain.sbatch"
-CLUSTER = ["--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--job-name", "big-run"]
+ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PMIX_RANK")
@@ -93,6 +93,47 @@ def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
     assert not (folder / "owned").exists()
 
 
+def test_a_failure_is_tried_again_as_often_as_was_asked(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x'); sys.exit(3)")
+    assert launch("--nproc", "1") == 1
+    assert (folder / "starts").read_text() == "x"
+    assert launch("--nproc", "1", "--max-restarts", "2") == 76
+    assert (folder / "starts").read_text() == "xxxx", "three of the second launch"
+    assert "no progress: 3 attempts in a row failed without a new checkpoint" in capfd.readouterr().err
+
+
+def test_what_another_start_would_not_help_is_not_started_again(folder: Path) -> None:
+    for code in (0, 2, 75, 76, 77):
+        (folder / "starts").write_text("")
+        (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
+        assert launch("--nproc", "1", "--max-restarts", "2") == code
+        assert (folder / "starts").read_text() == "x"
+
+
+def test_a_run_that_is_under_way_is_not_started_beside(folder: Path) -> None:
+    note = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    (folder / "runs" / "quickstart").mkdir(parents=True)
+    (folder / "runs" / "quickstart" / "launch.json").write_text(json.dumps(note))
+    with pytest.raises(LockedError, match=f"process {os.getpid()} runs this already"):
+        launch("--nproc", "1")
+
+
+def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    add_arguments(parser)
+    (folder / "texts").mkdir()
+    words = ["quickstart-data", "read.folder=texts", "out=made", "--prep", "--nproc", "2"]
+    assert main(parser.parse_intermixed_args(words)) == 0
+    said = json.loads(capfd.readouterr().out)
+    logged = json.loads((folder / "made.jobs" / "logs" / "worker-2.log").read_text())
+    assert said["arguments"] == ["prep", "quickstart-data", "read.folder=texts", "out=made", "--part", "1/2"]
+    assert logged["arguments"][-1] == "2/2"
+
+
 def test_a_wrong_config_starts_nothing(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"train\.step: unknown key"):
         launch("--nproc", "2", "train.step=1")
@@ -125,151 +166,6 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
     assert "OMPI_MCA_rmaps_base_oversubscribe=1" in words
 
 
-# ------------------------------------------------------------------------------------------------------- slurm
-
-
-def test_the_script_is_the_golden_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launchers.slurm.TRAIN", ("/env/bin/python", "-m", "megatfm.cli", "train"))
-    site = Site(
-        partition="gpu",
-        account="physics",
-        constraint="a100&infiniband",
-        cpus_per_task=8,
-        modules=["cuda/12.8", "openmpi"],
-        container=["apptainer", "exec", "--nv", "/images/torch 2.sif"],
-        interface="ib0",
-        environment={"NCCL_IB_HCA": "mlx5"},
-    )
-    big = job(name="big-run", nodes=4, processes_per_node=8, gpus_per_node=8, time_limit="24:00:00")
-    script = Slurm(site).render(big)["pretrain.sbatch"].replace(str(folder), "/home/ada/my-project")
-    if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
-        GOLDEN.write_text(script)
-    assert script == GOLDEN.read_text()
-
-
-def test_the_dry_run_prints_the_script_and_the_config(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    assert launch(*CLUSTER, "--partition", "gpu", "--dry-run", "train.steps=77") == 0
-    said = capsys.readouterr().out
-    for line in (
-        "--job-name=big-run",
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--time=24:00:00",
-    ):
-        assert f"#SBATCH {line}\n" in said
-    assert "#SBATCH --partition=gpu\n" in said
-    assert "\nsteps = 77\n" in said
-    assert not (folder / "runs").exists()
-
-
-HOSTILE = [
-    "a\nrm -rf x",
-    "$(touch owned)",
-    "`touch owned`",
-    "it's",
-    'say "x"',
-    "a;touch owned",
-    "a b",
-]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("flag", ["--job-name", "--partition", "--account", "--constraint", "--time"])
-def test_hostile_flags_are_refused(flag: str, text: str) -> None:
-    with pytest.raises(UsageError) as error:
-        launch("--slurm", f"{flag}={text}", "--dry-run")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "text", ["$(touch owned)", "`touch owned`", "it's; touch owned", '"; touch owned; "', "&|>#~*"]
-)
-def test_what_reaches_the_shell_is_quoted(folder: Path, text: str) -> None:
-    """The rendered script runs in a real bash, with an srun that shows its arguments."""
-    bin_folder = folder / "bin"
-    bin_folder.mkdir()
-    srun = bin_folder / "srun"
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$HOSTILE"\n')
-    srun.chmod(0o755)
-    site = Site(environment={"HOSTILE": text}, container=["run", text])
-    script = Slurm(site).render(job())["pretrain.sbatch"]
-    path = f"{bin_folder}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    words = done.stdout.splitlines()
-    assert words[words.index("run") :][:2] == ["run", text]
-    assert words[-1] == text
-    assert not (folder / "owned").exists()
-
-
-@pytest.mark.parametrize("name", ["it's", 'say "x"', "100%", "a\nb", "back\\slash"])
-def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
-    resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
-    with pytest.raises(UsageError, match="can't write to a path with quotes"):
-        Slurm(Site()).render(job(resolved=resolved))
-
-
-def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
-    assert load_site(None, {}) == Site(), "what ships is all comments and defaults"
-    (folder / "slurm").mkdir()
-    (folder / "slurm" / "site.toml").write_text('partition = "cpu"\naccount = "a"\n[environment]\nX = "1"\n')
-    site = load_site(None, {"partition": "gpu", "account": None})
-    assert (site.partition, site.account, site.environment) == ("gpu", "a", {"X": "1"})
-    (folder / "other.toml").write_text('partitoin = "cpu"\n')
-    with pytest.raises(UsageError, match=r"other\.toml: partitoin: unknown key .did you mean 'partition'"):
-        load_site(folder / "other.toml", {})
-
-
-@pytest.fixture
-def sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for sbatch that answers with what FAKE_SBATCH holds."""
-    path = folder / "bin" / "sbatch"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('#!/bin/sh\necho "$@" >sbatch.arguments\neval "$FAKE_SBATCH"\n')
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    return path
-
-
-@pytest.mark.usefixtures("sbatch")
-def test_submit_writes_the_files_and_says_where_to_look(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FAKE_SBATCH", "echo '4711;cluster'")
-    assert launch(*CLUSTER, "train.steps=77") == 0
-    said = capsys.readouterr().out
-    assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
-    run_dir = folder / "runs" / "quickstart"
-    assert f"{run_dir}/logs/slurm-4711.log" in said
-    assert (folder / "sbatch.arguments").read_text() == f"--parsable {run_dir}/slurm/pretrain.sbatch\n"
-    assert sorted(path.name for path in (run_dir / "slurm").iterdir()) == ["config.toml", "pretrain.sbatch"]
-    queued = load_config(run_dir / "slurm" / "config.toml")
-    assert (queued.train.steps, queued.run_dir) == (77, str(run_dir))
-    assert (run_dir / "logs").is_dir()
-
-
-@pytest.mark.usefixtures("sbatch")
-def test_a_refusal_of_sbatch_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "FAKE_SBATCH", "printf 'sbatch: error: no such\\nsbatch: error: partition\\n' >&2; exit 1"
-    )
-    with pytest.raises(
-        MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
-    ):
-        launch("--slurm")
-
-
-def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
-        launch("--slurm")
-
-
 # ------------------------------------------------------------------------------------------------------- usage
 
 
@@ -288,6 +184,14 @@ def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--slurm", "--nproc", "2", "--gpus-per-node", "8"], "2 processes on 8 GPUs"),
         (["--slurm", "--gpus-per-node", "-1"], "--gpus-per-node -1"),
         (["--slurm", "--time", "tomorrow"], "--time 'tomorrow'"),
+        (["--slurm", "--nodes", "4-2"], "--nodes 4-2: the least number comes first"),
+        (["--slurm", "--nodes", "a few"], "--nodes 'a few': give a number"),
+        (["--slurm", "--chain", "0"], "number of links of the chain is 0"),
+        (["--slurm", "--array", "4"], "--array: not for training"),
+        (["--slurm", "--start", "ssh"], "start = 'ssh'"),
+        (["--slurm", "--max-restarts", "-1"], "--max-restarts -1"),
+        (["--nproc", "2", "--chain", "2"], "--chain: only with --slurm"),
+        (["--nproc", "2", "--evaluate"], "quickstart: not a run directory"),
     ],
 )
 def test_flags_that_do_not_go_together(words: list[str], reason: str) -> None:
@@ -305,4 +209,4 @@ def test_processes_of_a_job() -> None:
 
 def test_launching_needs_no_torch() -> None:
     code = "import sys, launchers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=GOLDEN.parents[3]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

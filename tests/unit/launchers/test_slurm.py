@@ -1,0 +1,453 @@
+"""SLURM jobs: what is rendered, that bash reads it as it was meant, and what is submitted."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launchers import Job, Slurm, add_arguments, main, snapshot
+from launchers.site import Site, load_site
+from megatfm.config import load, load_config
+from megatfm.config.prep import PrepConfig
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.launchers.conftest import FakeSlurm
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "launchers"
+CLUSTER = ["--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--job-name", "big-run"]
+FITS = ["train.global_batch=64", "train.micro_batch=1"]
+BIG = Site(
+    partition="gpu",
+    account="physics",
+    qos="long",
+    constraint="a100&infiniband",
+    exclude="gpu[07,12]",
+    cpus_per_task=8,
+    memory="480G",
+    exclusive=True,
+    sbatch=["--mail-type=FAIL"],
+    srun=["--mpi=none"],
+    modules=["cuda/12.8", "openmpi"],
+    setup=[["source", "/my venv/bin/activate"]],
+    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"],
+    python="python3",
+    interface="ib0",
+    environment={"NCCL_IB_HCA": "mlx5"},
+)
+SMALL = Site(
+    partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to launch from."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*words: str, config: str = "quickstart") -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    add_arguments(parser)
+    return main(parser.parse_intermixed_args([config, *words]))
+
+
+def job(**changes: object) -> Job:
+    fields: dict[str, object] = {
+        "config": "quickstart",
+        "overrides": (),
+        "resolved": load_config("quickstart"),
+        "name": "quickstart",
+    }
+    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def prep_job(**changes: object) -> Job:
+    resolved = load(PrepConfig, "quickstart-data")
+    return job(kind="prep", config="quickstart-data", resolved=resolved, name="prep", array=8, **changes)
+
+
+GPUS = {"name": "big-run", "nodes": 4, "processes_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
+RENDERED = {
+    "pretrain.sbatch": lambda: Slurm(BIG).render(job(**GPUS)),
+    "pretrain-chain.sbatch": lambda: Slurm(SMALL).render(job(**GPUS, chain=3)),
+    "pretrain-range.sbatch": lambda: Slurm(Site()).render(job(nodes=2, max_nodes=4, processes_per_node=2)),
+    "data_prep.sbatch": lambda: Slurm(BIG).render(prep_job()),
+    "data_prep-no-requeue.sbatch": lambda: Slurm(SMALL).render(prep_job()),
+    "evaluate.sbatch": lambda: Slurm(BIG).render(job(**GPUS, kind="evaluate")),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
+    """MEGATFM_UPDATE_GOLDEN=1 writes them anew."""
+    files = RENDERED[name]()
+    script = next(iter(files.values()))
+    for found, shown in (
+        (snapshot.take([]).name, "code-0123456789ab"),
+        (str(folder), "/home/ada/my-project"),
+        (sys.executable, "/env/bin/python"),
+    ):
+        script = script.replace(found, shown)
+    if os.environ.get("MEGATFM_UPDATE_GOLDEN"):
+        (GOLDEN / name).write_text(script)
+    assert script == (GOLDEN / name).read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert not list(folder.iterdir()), "rendering touches nothing"
+
+
+def test_the_dry_run_prints_the_script_and_the_config(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert launch(*CLUSTER, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
+    said = capsys.readouterr()
+    for line in (
+        "--job-name=big-run",
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--time=24:00:00",
+        "--partition=gpu",
+    ):
+        assert f"#SBATCH {line}\n" in said.out
+    assert "\nsteps = 77\n" in said.out
+    assert said.err == ""
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        UsageError, match=r"does not fit 32 processes: train\.global_batch = 16 does not divide"
+    ):
+        launch(*CLUSTER)
+    launch(*CLUSTER, "--dry-run")
+    assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
+        launch("--slurm", "--nodes", "3-3", "--nproc", "1")
+
+
+# --------------------------------------------------------------------------------------------- hostile fields
+
+HOSTILE = [
+    "a\nrm -rf x",
+    "$(touch owned)",
+    "`touch owned`",
+    "it's",
+    'say "x"',
+    "a;touch owned",
+    "a b",
+    "100%",
+    "-x",
+    "--wrap=touch owned",
+    "a\\b",
+    "",
+]
+
+
+FLAGS = ("job-name", "partition", "account", "qos", "constraint", "time", "start", "nodes")
+AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE]
+)
+def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        launch("--slurm", f"--{flag}={text}", "--dry-run")
+    assert "\n" not in str(error.value)
+    assert not (folder / "owned").exists()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(
+    "field",
+    [
+        "partition = {}",
+        "account = {}",
+        "qos = {}",
+        "constraint = {}",
+        "exclude = {}",
+        "memory = {}",
+        "interface = {}",
+        "modules = [{}]",
+        "sbatch = [{}]",
+        "srun = [{}]",
+        "environment = {{ {} = 'x' }}",
+    ],
+)
+def test_hostile_sites_are_refused(field: str, text: str, folder: Path) -> None:
+    (folder / "site.toml").write_text(field.format(json.dumps(text)))
+    with pytest.raises(UsageError) as error:
+        load_site(folder / "site.toml", {})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\x00b", "a\x1bb"])
+@pytest.mark.parametrize("field", ["container = [{}]", "python = {}", "setup = [[{}]]", "environment.X = {}"])
+def test_control_characters_are_refused_everywhere(field: str, text: str, folder: Path) -> None:
+    (folder / "site.toml").write_text(field.format(json.dumps(text)))
+    with pytest.raises(UsageError):
+        load_site(folder / "site.toml", {})
+
+
+QUOTED = [
+    "$(touch owned)",
+    "`touch owned`",
+    "it's; touch owned",
+    '"; touch owned; "',
+    "&|>#~*",
+    "%s %j",
+    "-n",
+    "a b",
+]
+STUB = """#!/bin/bash
+printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
+exit 0
+"""
+PYTHON = """#!/bin/bash
+printf '%s\\n' jobside "$@" >>"$SEEN"
+[ "$3" != begin ] || echo "2 n1 n1,n2"
+"""
+
+
+@pytest.mark.parametrize("text", QUOTED)
+@pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
+def test_what_reaches_the_shell_is_quoted(
+    folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rendered script runs in a real bash, with commands that note their arguments."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("srun", "scontrol", "squeue", "prepare"):
+        (programs / name).write_text(STUB)
+    (programs / "python it's").write_text(PYTHON)
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(programs / "python it's"))
+    site = Site(
+        environment={"HOSTILE": text},
+        container=["run", text],
+        python=text,
+        setup=[["prepare", text]],
+        start="torchrun" if kind == "torchrun" else "srun",
+    )
+    wanted = prep_job() if kind == "prep" else job(nodes=2, kind="train" if kind == "torchrun" else kind)
+    script = next(iter(Slurm(site).render(wanted).values()))
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SEEN": str(folder / "seen"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    seen = (folder / "seen").read_text().splitlines()
+    step = seen[seen.index("srun") :]
+    assert step[step.index("run") :][:4] == ["run", text, text, "-m"], "container, then the Python inside it"
+    assert f"HOSTILE={text}" in step
+    assert seen[seen.index("prepare") :][:2] == ["prepare", text]
+    if kind in ("train", "torchrun"):
+        assert "--nodelist=n1,n2" in step
+        assert seen[-1 - seen[::-1].index("jobside") :][1:4] == ["-m", "launchers.jobside", "end"]
+    assert not (folder / "owned").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["bin", "seen"]
+
+
+@pytest.mark.parametrize("name", ["it's", 'say "x"', "100%", "a\nb", "back\\slash", "a:b"])
+def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
+    resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
+    with pytest.raises(UsageError, match="can't write to a path with quotes"):
+        Slurm(Site()).render(job(resolved=resolved))
+
+
+# ------------------------------------------------------------------------------------------------- the script
+
+
+def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[int, list[str]]:
+    """Run pretrain.sbatch in bash with an srun of the test's own; the code, and what the helper was asked."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (programs / "python").write_text(
+        f'#!/bin/bash\nshift 2\necho "$@" >>"$SEEN"\ncase $1 in begin) {plan} ;; end) exit 42 ;; esac\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    script = Slurm(Site()).render(job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SEEN": str(folder / "seen"),
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
+    return done.returncode, (folder / "seen").read_text().splitlines()
+
+
+def test_the_script_ends_as_the_helper_says(folder: Path) -> None:
+    code, asked = run_script(folder, "exit 3")
+    assert code == 42
+    assert asked[-1].split(" --log")[0] == f"end --run {folder}/runs/quickstart"
+    assert "--code 3 --asked  --requeue --max-restarts 3" in asked[-1]
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_reaches_srun_and_its_code_is_not_lost(folder: Path, number: str) -> None:
+    srun = (
+        "trap 'sleep 0.3; exit 75' USR1\n"
+        f"kill -{number} $PPID; kill -{number} $PPID\n"
+        "for _ in $(seq 200); do sleep 0.05; done"
+    )
+    code, asked = run_script(folder, srun)
+    assert code == 42
+    assert f"--code 75 --asked {number} --requeue" in asked[-1]
+
+
+def test_a_signal_ahead_of_the_start_is_not_lost(folder: Path) -> None:
+    srun = "trap 'exit 75' USR1\nfor _ in $(seq 100); do sleep 0.05; done"
+    code, asked = run_script(folder, srun, plan="kill -USR1 $PPID; echo 1 n1 n1")
+    assert code == 42
+    assert "--asked USR1" in asked[-1]
+
+
+@pytest.mark.parametrize(("plan", "code"), [("true", 0), ("exit 76", 76), ("exit 2", 2)])
+def test_without_a_plan_nothing_is_started(folder: Path, plan: str, code: int) -> None:
+    assert run_script(folder, "touch started", plan=plan)[0] == code
+    assert not (folder / "started").exists()
+    assert len((folder / "seen").read_text().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- site
+
+
+def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
+    assert load_site(None, {}) == Site(), "what ships is all comments and defaults"
+    (folder / "slurm").mkdir()
+    (folder / "slurm" / "site.toml").write_text('partition = "cpu"\naccount = "a"\n[environment]\nX = "1"\n')
+    site = load_site(None, {"partition": "gpu", "account": None, "max_restarts": 5})
+    assert (site.partition, site.account, site.environment, site.max_restarts) == ("gpu", "a", {"X": "1"}, 5)
+    (folder / "other.toml").write_text('partitoin = "cpu"\n')
+    with pytest.raises(UsageError, match=r"other\.toml: partitoin: unknown key .did you mean 'partition'"):
+        load_site(folder / "other.toml", {})
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "slurm" / "sites").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
+    site = load_site(path, {})
+    assert path.read_text().startswith("# "), "says what kind of site it is"
+    for wanted in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
+        for name, text in Slurm(site).render(wanted).items():
+            if name.endswith(".sbatch"):
+                subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_every_setting_of_a_site_is_shown_in_the_file_that_ships() -> None:
+    text = (ROOT / "slurm" / "site.toml").read_text()
+    assert [name for name in Site.model_fields if f"{name} = " not in text and f"[{name}]" not in text] == []
+
+
+# ----------------------------------------------------------------------------------------------------- submit
+
+
+def test_submit_writes_the_files_and_says_where_to_look(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "4711;cluster\n")
+    assert launch(*CLUSTER, "train.steps=77", *FITS) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
+    run = folder / "runs" / "quickstart"
+    for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
+        assert part in said
+    assert fake_slurm.calls == [f"sbatch --parsable {run}/slurm/pretrain.sbatch"]
+    code = snapshot.take([]).name
+    assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
+    assert f"PYTHONPATH={run}/slurm/{code}:" in (run / "slurm" / "pretrain.sbatch").read_text()
+    queued = load_config(run / "slurm" / "config.toml")
+    assert (queued.train.steps, queued.run_dir) == (77, str(run))
+    assert (run / "logs").is_dir()
+    note = json.loads((run / "launch.json").read_text())
+    assert (note["launcher"], note["jobs"], note["code"]) == ("slurm", ["4711"], code)
+
+
+def test_a_chain_is_submitted_link_by_link(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bin").mkdir()
+    sbatch = fake_slurm.folder / "bin" / "sbatch"
+    sbatch.write_text('#!/bin/bash\necho x >>"$SLURM_FAKE/n"\nwc -l <"$SLURM_FAKE/n"\n')
+    assert launch("--slurm", "--chain", "3") == 0
+    assert capsys.readouterr().out.startswith("jobs 1, 2, 3 are queued")
+    assert json.loads((folder / "runs/quickstart/launch.json").read_text())["jobs"] == ["1", "2", "3"]
+    assert (
+        "#SBATCH --dependency=singleton\n" in (folder / "runs/quickstart/slurm/pretrain.sbatch").read_text()
+    )
+
+
+def test_where_nothing_is_requeued_a_single_job_is_warned_about(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "site.toml").write_text("requeue = false\n")
+    fake_slurm.answer("sbatch", "1\n")
+    launch("--slurm", "--site", "site.toml")
+    assert "--chain N queues N jobs" in capsys.readouterr().out
+    launch("--slurm", "--site", "site.toml", "--chain", "2")
+    assert "note" not in capsys.readouterr().out
+
+
+def test_another_config_does_not_slip_under_a_queued_job(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    fake_slurm.answer("squeue", "PENDING|Resources|\n")
+    launch("--slurm")
+    launch("--slurm")  # the same again may wait behind it: the lock lets one of them train
+    with pytest.raises(UsageError, match="job 12 of this run is still queued or running with another config"):
+        launch("--slurm", "train.steps=700")
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
+    launch("--slurm", "train.steps=700")
+
+
+def test_a_preparation_and_an_evaluation_are_submitted(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "5\n")
+    (folder / "texts").mkdir()
+    launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
+    assert capsys.readouterr().out.startswith("job 5 is queued: 4 tasks\n")
+    queued = load(PrepConfig, folder / "made.jobs" / "slurm" / "config.toml")
+    assert (queued.out, queued.read.folder) == (str(folder / "made"), str(folder / "texts"))
+    assert not (folder / "made").exists(), "prep refuses a folder with what it didn't make"
+    launch("--slurm", name_of(folder))
+    launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
+    assert "megatfm.cli evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
+
+
+def name_of(folder: Path) -> str:
+    """A run with a config, to evaluate."""
+    (folder / "runs" / "mine").mkdir(parents=True)
+    (folder / "runs" / "mine" / "config.toml").write_text(
+        (ROOT / "megatfm" / "presets" / "quickstart.toml").read_text().replace('"quickstart"', '"mine"', 1)
+    )
+    return "name=mine"
+
+
+def test_a_refusal_of_sbatch_is_one_line(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
+    with pytest.raises(
+        MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
+    ):
+        launch("--slurm")
+
+
+def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
+        launch("--slurm")

@@ -1,0 +1,306 @@
+"""`megatfm status`, `logs` and `cancel`, on run directories as runs leave them."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launchers.follow import chosen, follow, show
+from launchers.progress import look
+from launchers.restarts import Attempt, dump
+from megatfm import cli
+from tests.unit.launchers.conftest import FakeSlurm
+
+ROOT = Path(__file__).parents[3]
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """`make("name", launcher="slurm", jobs=["7"])`: a run of 100 steps that came to step 40."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str = "mine", steps: int = 40, **note: Any) -> Path:
+        folder = tmp_path / "runs" / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "config.toml").write_text('name = "mine"\n[train]\nsteps = 100\n')
+        lines = [
+            {"step": n, "loss": 5 - n / 50, "tokens_per_second": 1000.0 + (n == 2) * 9e9, "step_seconds": 2.0}
+            for n in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if note:
+            (folder / "launch.json").write_text(json.dumps(note))
+        return folder
+
+    return run
+
+
+def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    said = capsys.readouterr()
+    return int(left.value.code or 0), said.out + said.err
+
+
+def attempts(run: Path, *codes: int | None) -> None:
+    made = [
+        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
+        for code in codes
+    ]
+    (run / "restarts.json").write_text(dump(made))
+
+
+# ------------------------------------------------------------------------------------------------------ status
+
+
+def test_a_run_in_full(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(launcher="slurm", jobs=["7", "8"])
+    attempts(run, 1, 75, None)
+    (run / "checkpoints" / "step-00000030").mkdir(parents=True)
+    (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
+    fake_slurm.answer("squeue", "RUNNING|None|n[1-2]\n")
+    code, said = megatfm("status", "runs/mine", capsys=capsys)
+    assert code == 0
+    assert said.splitlines() == [
+        f"run         {run}",
+        "state       RUNNING: job 7, n[1-2], 1 more in the chain",
+        "step        40 of 100",
+        "loss        4.2000",
+        "tokens/s    1,000",
+        "time left   2 min 00 s",
+        "checkpoint  step 30",
+        "restarts    2",
+        "last event  resumed: from step-00000030",
+    ]
+
+
+def test_several_runs_in_a_table(
+    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("a", launcher="slurm", jobs=["7"])
+    make("b", steps=0, launcher="slurm", jobs=["9"])
+    (Path("runs") / "no-run").mkdir()
+    fake_slurm.answer("squeue", "PENDING|Resources|\n")
+    _, said = megatfm("status", capsys=capsys)
+    heading, first, second = (line.split() for line in said.splitlines())
+    assert heading == ["run", "state", "step", "loss", "tokens/s", "left", "restarts"]
+    assert " ".join(first) == "a PENDING 40 of 100 4.2000 1,000 2 min 00 s job 7, Resources"
+    assert second == ["b", "PENDING", "0", "of", "100", "job", "9,", "Resources"]
+
+
+def test_for_programs(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(launcher="slurm", jobs=["7"])
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    _, said = megatfm("status", "runs/mine", "--json", capsys=capsys)
+    found = json.loads(said)
+    assert (found["run"], found["state"], found["step"], found["steps"]) == (str(run), "RUNNING", 40, 100)
+    assert found["seconds_left"] == 120.0
+
+
+@pytest.mark.parametrize(
+    ("codes", "record", "state"),
+    [
+        ((1, 0), "", "DONE: job 7: of a test"),
+        ((1, 76), "", "NO PROGRESS: job 7: of a test"),
+        ((75,), "", "STOPPED: job 7: of a test"),
+        ((2,), "", "FAILED: job 7: of a test"),
+        ((75,), "JobId=7 JobState=CANCELLED ExitCode=0:15", "CANCELLED: job 7: exit code 0:15"),
+        ((), "JobId=7 JobState=NODE_FAIL ExitCode=1:0", "NODE_FAIL: job 7: exit code 1:0"),
+        ((None,), "", "GONE: job 7: SLURM has forgotten it"),
+    ],
+)
+def test_after_the_job_has_left_the_queue(
+    make: Make, fake_slurm: FakeSlurm, codes: tuple[int | None, ...], record: str, state: str
+) -> None:
+    """squeue knows it no more; scontrol may, for some minutes; then the run's own record tells."""
+    run = make(launcher="slurm", jobs=["7"])
+    attempts(run, *codes)
+    fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
+    if record:
+        fake_slurm.answer("scontrol-show", f"{record}\n")
+    else:
+        fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
+    found = look(run)
+    assert f"{found.state.word}: {found.state.detail}" == state
+    assert found.state.is_over
+    assert found.seconds_left is None
+
+
+def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) -> None:
+    run = make(launcher="slurm", jobs=["7"])
+    for command in ("squeue", "scontrol-show"):
+        fake_slurm.fail(command, "Invalid job id specified\n")
+    fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
+    assert (look(run).state.word, look(run).state.detail) == ("OUT_OF_MEMORY", "job 7: exit code 0:125")
+
+
+def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: Make, fake_slurm: FakeSlurm) -> None:
+    run = make(launcher="slurm", jobs=["7"])
+    fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
+    found = look(run)
+    assert (found.state.word, found.step) == ("UNKNOWN", 40)
+    assert "Unable to contact" in found.state.detail
+
+
+def test_a_local_run_is_known_by_its_process(make: Make) -> None:
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    assert look(make("now", launcher="local", **me)).state.word == "RUNNING"
+    assert look(make("reused", launcher="local", **{**me, "started": 5.0})).state.word == "FAILED"
+    assert look(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.word == "UNKNOWN"
+    ended = make("ended", launcher="local", host=socket.gethostname())
+    attempts(ended, 75)
+    assert look(ended).state.word == "STOPPED"
+
+
+def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: Make) -> None:
+    run = make()
+    assert look(run).state.word == "ENDED"
+    (run / "events.jsonl").write_text('{"event": "finished", "detail": "step 100"}\n')
+    assert look(run).state.word == "DONE"
+    holder = {"host": socket.gethostname(), "pid": os.getpid()}
+    (run / "lock").write_text(json.dumps(holder))
+    assert look(run).state.word == "RUNNING"
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    (run / "lock").write_text(json.dumps({**holder, "pid": process.pid}))
+    assert look(run).state.word == "DONE", "its holder is dead"
+    (run / "lock").write_text(json.dumps({**holder, "host": "n9"}))
+    assert look(run).state.word == "RUNNING", "somebody elsewhere moves it"
+    os.utime(run / "lock", (1, 1))
+    assert look(run).state.word == "DONE", "nobody does"
+    assert not list(run.glob(".now*"))
+
+
+def test_a_loss_that_is_no_number_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
+    _, said = megatfm("status", "runs/mine", capsys=capsys)
+    assert "loss        nan" in said
+    assert "step        1 of 100" in said
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_what_is_no_run_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = megatfm(command, "nothing", capsys=capsys)
+    assert code == 2
+    assert said == "error: nothing: not a run directory: give one such as runs/quickstart\n"
+
+
+# -------------------------------------------------------------------------------------------------------- logs
+
+
+def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(launcher="slurm", jobs=["7", "8"])
+    for rank in range(12):
+        (run / "logs" / f"rank-{rank}.log").write_text(f"all is well on {rank}\n" * 30)
+    (run / "logs" / "slurm-7.log").write_text("of the first link\n")
+    (run / "logs" / "slurm-8.log").write_text("of the second link\n")
+    with (run / "logs" / "rank-10.log").open("a") as file:
+        file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
+    assert list(chosen(run).values()) == ["job", "rank 0", "rank 10"]
+    _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
+    assert said.splitlines() == [
+        f"==> {run}/logs/slurm-8.log <==",
+        "of the second link",
+        f"==> {run}/logs/rank-0.log <==",
+        "all is well on 0",
+        "all is well on 0",
+        f"==> {run}/logs/rank-10.log <==",
+        "all is well on 10",
+        "2026-11-21 15:00:00,000 ERROR the disk is full",
+    ]
+    assert len(chosen(run, everything=True)) == 13
+
+
+def test_following_shows_what_comes_and_who_gets_into_trouble(make: Make) -> None:
+    run = make()
+    for rank in range(2):
+        (run / "logs" / f"rank-{rank}.log").write_text("old\n")
+    out, over = io.StringIO(), threading.Event()
+    tails = show(run, 1, out=out)
+    thread = threading.Thread(target=follow, args=(run, tails, False, over.is_set, out))
+    thread.start()
+
+    def until(text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in out.getvalue():
+            assert time.monotonic() < deadline, out.getvalue()
+            time.sleep(0.02)
+
+    with (run / "logs" / "rank-0.log").open("a") as file:
+        file.write("a new li")
+        file.flush()
+        time.sleep(0.1)
+        assert "a new li" not in out.getvalue(), "whole lines only"
+        file.write("ne\n")
+    until("rank 0 | a new line\n")
+    with (run / "logs" / "rank-1.log").open("a") as file:
+        file.write("Traceback (most recent call last):\n")
+    until("rank 1 | old\nrank 1 | Traceback (most recent call last):\n")
+    with (run / "logs" / "rank-0.log").open("a") as file:
+        file.write("the last word\n")
+    over.set()
+    thread.join(10)
+    assert out.getvalue().endswith("rank 0 | the last word\n")
+
+
+# ------------------------------------------------------------------------------------------------------ cancel
+
+
+def test_all_links_of_a_chain_are_cancelled(
+    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(launcher="slurm", jobs=["7", "8"])
+    fake_slurm.answer("squeue", "PENDING|Dependency|\n")
+    assert megatfm("cancel", "runs/mine", capsys=capsys) == (0, "cancelled jobs 7, 8\n")
+    assert fake_slurm.calls[-1] == "scancel 7 8"
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
+    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert code == 2
+    assert "none of its jobs is in the queue" in said
+
+
+def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = psutil.Process(process.pid).create_time()
+    make(launcher="local", host=socket.gethostname(), pid=process.pid, started=started)
+    assert megatfm("cancel", "runs/mine", capsys=capsys) == (
+        0,
+        f"told process {process.pid} to save and stop\n",
+    )
+    assert process.wait(10) == -signal.SIGTERM
+    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, said.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
+
+
+def test_watching_needs_no_torch(make: Make) -> None:
+    make()
+    program = (
+        "import sys; from megatfm import cli\n"
+        "for words in (['status', 'runs/mine'], ['logs', 'runs/mine'], ['cancel', 'runs/mine']):\n"
+        "    try: cli.main(words)\n"
+        "    except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}
+        ).returncode
+        == 0
+    )
