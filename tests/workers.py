@@ -32,7 +32,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-PRELOAD = ["numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOAD = ["numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")

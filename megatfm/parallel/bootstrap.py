@@ -25,6 +25,9 @@ Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 # Below the kernel's range for outgoing connections (32768 up), so no connection sits on the port by accident.
 FIRST_PORT, N_PORTS = 12_000, 20_000
 
+MEET_SECONDS = 300.0
+"""For ranks to meet: they may come from machines that load the same libraries at very different speeds."""
+
 # Rank, world size and local rank as the two families of mpirun tell them (Intel MPI is of MPICH's).
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")

@@ -26,13 +26,17 @@ class Sign:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ends: the ranks to blame (none, where all failed alike) with their hosts, and a line for people."""
+    """Why the run ends: the ranks to blame (none, where all failed alike) with their hosts, and a line for people.
+
+    reporter: the rank that writes it down.
+    """
 
     ranks: list[int]
     hosts: list[str]
     step: int
     text: str
     hung: bool
+    reporter: int = 0
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -52,6 +56,10 @@ class _Rank:
     ended: float | None = None  # when it failed, or was lost
     reason: str | None = None  # what it said, if it said anything
     victim: bool = False
+
+    @property
+    def gone(self) -> bool:
+        return self.ended is not None and self.reason is None
 
     def stall(self, now: float) -> float:
         return self.sign.age + now - self.heard
@@ -150,4 +158,8 @@ class Judge:
 
     def _name(self, blamed: list[_Rank], text: str, hung: bool) -> Verdict:
         numbers = [self._ranks.index(rank) for rank in blamed]
-        return Verdict(numbers, [rank.host for rank in blamed], blamed[0].sign.step, text, hung)
+        able = [
+            n for n, rank in enumerate(self._ranks) if not (rank.left or rank.gone or (hung and n in numbers))
+        ]
+        hosts = [rank.host for rank in blamed]
+        return Verdict(numbers, hosts, blamed[0].sign.step, text, hung, able[0] if able else 0)

@@ -44,7 +44,7 @@ def train(config: Config) -> int:
     record_flights(run_folder(config), config.train.device)
     hang = config.train.hang_seconds
     with (
-        bootstrap.joined(hang, config.train.device, collective_timeout=1.5 * hang + 60) as rank,
+        bootstrap.joined(max(hang, bootstrap.MEET_SECONDS), config.train.device, 1.5 * hang + 60) as rank,
         Watch(rank, hang) as watch,
     ):
         if rank.device.type == "cpu":

@@ -95,8 +95,8 @@ def check_space(run: Run, state: int, keep: int) -> None:
     free = shutil.disk_usage(run.folder).free
     if free < due * state:
         raise MegatfmError(
-            f"{run.folder}: {_gb(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_gb(state)} will be "
-            "written: make room, lower checkpoint.keep, or give another run_dir"
+            f"{run.folder}: {_size(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_size(state)} "
+            "will be written: make room, lower checkpoint.keep, or give another run_dir"
         )
 
 
@@ -107,7 +107,7 @@ def check_memory(engine: NativeEngine) -> None:
     free = free_memory(engine.device)
     if needed > free:
         raise MegatfmError(
-            f"{_gb(free)} of memory are free for this rank, but gradients and optimizer state need {_gb(needed)} "
+            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need {_size(needed)} "
             "besides the weights: shard over more ranks (parallel.dp_shard, parallel.tp), or make the model smaller"
         )
 
@@ -165,7 +165,7 @@ def find_slow(everyone: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
     """The same, from (host, check → seconds) of every rank."""
     lines = []
     for check in everyone[0][1]:
-        middle = statistics.median(seconds[check] for _, seconds in everyone)
+        middle = statistics.median_low(seconds[check] for _, seconds in everyone)
         for rank, (host, seconds) in enumerate(everyone):
             if seconds[check] > max(SLOW * middle, middle + SLACK_SECONDS.get(check, SUM_SLACK_SECONDS)):
                 lines.append(
@@ -198,11 +198,19 @@ def _end_if(problems: list[str]) -> None:
     """Raise the same error on all ranks if any has a problem."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (socket.gethostname(), problems))
-    said = [f"rank {n} on {host}: {'; '.join(texts)}" for n, (host, texts) in enumerate(everyone) if texts]
-    if said:
-        more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
-        raise MegatfmError(f"the check before training failed: {said[0]}{more}")
+    ranks: dict[str, list[str]] = {}  # problem → those who have it
+    for rank, (host, texts) in enumerate(everyone):
+        for text in texts:
+            ranks.setdefault(text, []).append(f"rank {rank} on {host}")
+    if ranks:
+        said = [f"{_few(names)}: {text}" for text, names in ranks.items()]
+        more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""
+        raise MegatfmError(f"the check before training failed: {'; '.join(said[:3])}{more}")
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

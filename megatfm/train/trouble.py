@@ -62,6 +62,8 @@ class Decisions:
         if self.is_writer:
             try:
                 with self.path.open("ab") as file:
+                    whole = self.path.read_bytes().rfind(b"\n") + 1
+                    file.truncate(whole)  # a kill may have torn the last line
                     file.write(json.dumps(record).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())

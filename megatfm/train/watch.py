@@ -172,19 +172,16 @@ class Watch:
 
     def _blame_the_hub(self, what: str, hung: bool) -> None:
         text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
-        self._verdict = self._verdict or Verdict([0], [self._hosts[0]], self._step, text, hung)
+        self._verdict = self._verdict or Verdict([0], [self._hosts[0]], self._step, text, hung, reporter=1)
 
     def _carry_out(self, verdict: Verdict) -> None:
         """Leave what there is to know, then end this process if its main thread doesn't."""
         me = self._rank.rank
-        reporter = next((n for n in range(self._rank.world_size) if n not in verdict.ranks), me)
-        if verdict.ranks == [0] and not verdict.hung and self._hub:
-            reporter = 0  # it has failed, but it can still speak
         if verdict.hung:
             self._write(f"\n{verdict.text}\nThe stacks of rank {me}, at step {self._step}, {self._phase}:\n")
             faulthandler.dump_traceback(self._file(), all_threads=True)
             dump_flights(self._file(), me)
-        if me == reporter and self._report:
+        if me == verdict.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
                 self._report(verdict)
         self._told.set()
@@ -204,8 +201,11 @@ class Watch:
             self._line.send(message)
 
     def _arm(self) -> None:
-        """Our thread needs the interpreter: where a call never gives it back, C code leaves the stacks and ends us."""
-        faulthandler.dump_traceback_later(self._limit, exit=True, file=self._file())
+        """Our thread needs the interpreter: where a call never gives it back, C code leaves the stacks and ends us.
+
+        A little late, so that the others have found out that we are silent.
+        """
+        faulthandler.dump_traceback_later(1.2 * self._limit + 1, exit=True, file=self._file())
 
     def _file(self) -> int:
         return 2 if self._log is None else self._log

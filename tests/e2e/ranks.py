@@ -5,6 +5,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ PHASES = ("startup", "step", "evaluation", "save")
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does wrong, and when: `how` is a function of this module."""
+    """What one rank (−1: each) does wrong, and when: `how` is a function of this module."""
 
     rank: int
     phase: str
@@ -40,7 +41,10 @@ class Ranks:
     processes: list[ForkServerProcess] = field(default_factory=list)
     started: float = 0.0
 
-    def start(self, count: int, fault: Fault | None = None, **environment: str) -> "Ranks":
+    def start(
+        self, count: int, fault: Fault | None = None, absent: Sequence[int] = (), **environment: str
+    ) -> "Ranks":
+        """Start ranks 0 … count−1, except those that are absent."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,9 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
             }  # fmt: skip
             words = ["train", self.config, f"run_dir={self.folder}", *self.overrides]
-            mine = fault if fault and fault.rank == rank else None
+            if rank in absent:
+                continue
+            mine = fault if fault and fault.rank in (rank, -1) else None
             process = context.Process(target=live, args=(words, variables, str(self.said_at(rank)), mine))
             process.start()
             self.processes.append(process)
@@ -125,11 +131,14 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
 
 
 def plant(fault: Fault) -> None:
-    """Make this rank misbehave at the n-th call of what marks the phase."""
+    """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
     from megatfm.engines import NativeEngine
     from megatfm.train import loop
 
+    if fault.phase in ("preflight", "meeting"):
+        globals()[fault.how]()
+        return
     place: Any
     place, name, call = {
         "startup": (loop, "build_engine", 1),
@@ -182,3 +191,40 @@ def sticks_and_holds_the_interpreter() -> None:
     mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
+
+
+def has_no_room_for_a_file() -> None:
+    """Files may not grow beyond so many bytes: the kernel then refuses writes, as a full disk does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def has_little_patience() -> None:
+    from megatfm.parallel import bootstrap
+
+    bootstrap.MEET_SECONDS = 5.0
+
+
+def has_no_memory() -> None:
+    from megatfm.train import preflight
+
+    preflight.free_memory = lambda device: 1000
+
+
+def writes_slowly() -> None:
+    from megatfm.train import preflight
+
+    genuine = preflight.probe_disk
+
+    def slowly(folder: Path, rank: int) -> None:
+        time.sleep(1.0)
+        genuine(folder, rank)
+
+    preflight.probe_disk = slowly
+
+
+def miscounts() -> None:
+    from megatfm.parallel.mesh import Mesh
+
+    genuine = Mesh.rank
+    Mesh.rank = lambda mesh, axis: genuine(mesh, axis) + 1  # type: ignore[method-assign]
