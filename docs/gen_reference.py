@@ -38,12 +38,10 @@ def page(title: str, kind: type[BaseModel]) -> str:
     alone = {name: field for name, field in kind.model_fields.items() if not sections(field)}
     parts.append(table(alone.items()))
     for name, field in kind.model_fields.items():
-        shared: set[str] = set()
         for section in sections(field):
-            own = {key: item for key, item in section.model_fields.items() if key not in shared}
+            # Every key each time: a key that one section has and another has not would else look alike.
             parts.append(f"## `[{name}]`{variant(section) if len(sections(field)) > 1 else ''}")
-            parts += [str(section.__doc__), table(own.items())]
-            shared |= own.keys() - {"name"}
+            parts += [str(section.__doc__), table(section.model_fields.items())]
     return "\n\n".join(parts) + "\n"
 
 

@@ -38,7 +38,7 @@ class AdamWConfig(OptimizerSection):
 
 
 class MuonConfig(AdamWConfig):
-    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW with the fields above for all the rest."""
+    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for all the rest."""
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]
     matrix_lr: PositiveFloat = Field(default=0.02, examples=[0.02])
