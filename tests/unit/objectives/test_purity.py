@@ -79,7 +79,9 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     ]
     others = Others([make_text(50, 1), make_text(9, 2)])
     one, two = (made(make_objective, name, family) for _ in range(2))
-    tokens = make_text(40)
+    tokens = make_text(40).astype(
+        np.int64
+    )  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
     forwards = [digest(one.build(tokens, others, key)) for key in keys]
     backwards = [digest(two.build(tokens, others, key)) for key in reversed(keys)]
