@@ -100,7 +100,8 @@ def sample(
 
     tokenizer = loaded.tokenizer
     prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples)
-    decoders, texts = [TextStream(tokenizer) for _ in range(samples)], [""] * samples
+    decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
+    texts = [""] * samples
     show(prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=tokenizer.eos):
         for row, token in enumerate(tokens.tolist()):
@@ -129,7 +130,7 @@ def search(loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_pe
         penalty=wu(length_penalty),
         vocab_size=tokenizer.vocab_size,
     )
-    decoder = TextStream(tokenizer)
+    decoder = TextStream(tokenizer, before=prompts.tokens[0].tolist())
     return decoder.add(found.tokens.tolist()) + decoder.end()
 
 

@@ -9,11 +9,14 @@ _BROKEN = "\ufffd"
 
 
 class TextStream:
-    """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole."""
+    """Decodes ids that arrive one after the other. The bytes of a character are held back until it is whole.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    before: the ids of a prompt that they continue, and which is not shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
         spelled = tokenizer.token_bytes()
-        self._stream = _InContext(tokenizer) if spelled is None else _ByBytes(tokenizer, spelled)
+        self._stream = _InContext(tokenizer, before) if spelled is None else _ByBytes(tokenizer, spelled)
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that is certain now. Bytes that are no UTF-8 become U+FFFD, and reserved ids nothing."""
@@ -46,9 +49,9 @@ class _InContext:
     What a new id adds is what `decode` gives more with it, decoded from the ids on that made the text before.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []  # the last ids that gave text
+        self._shown = list(before)  # the last ids that gave text
         self._held: list[int] = []  # ids since then
 
     def add(self, token: int) -> str:

@@ -141,6 +141,17 @@ def marked(text: str) -> str:
     return re.sub("\ufffd+", "\ufffd", text)
 
 
+@pytest.mark.parametrize("kind", OWN)
+def test_a_continuation_is_decoded_as_part_of_its_text(own: Own, kind: str, texts: list[str]) -> None:
+    """Its first id may go on with the last word of the prompt, or stand apart from it."""
+    tokenizer = own[kind]
+    ids = tokenizer.encode(texts[0][:300]).tolist()
+    for split in range(len(ids)):
+        before = tokenizer.decode(ids[:split])
+        stream = TextStream(tokenizer, before=[tokenizer.bos, *ids[:split]])
+        assert before + stream.add(ids[split:]) + stream.end() == tokenizer.decode(ids)
+
+
 WORDS = {
     "sentencepiece": ["▁we", "x", "\n"],
     "sentencepiece-unigram": ["▁we", "x", "\n"],
