@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatfm import tokenizers
 from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError
 from megatfm.train.console import RunLog, log
@@ -88,6 +89,22 @@ def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         "config.toml", "environment.json", "lock", "logs", "plan.txt", "tokenizer.model",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["tokenizer.json", "."])
+def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given: str) -> None:
+    """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
+    (tmp_path / "from").mkdir()
+    text = ["def f(x):\n    return x\n" * 20]
+    (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
+    (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
+    given = str(tmp_path / "from" / given)
+    data = config.data.model_copy(update={"tokenizer": given})
+    with Run(tmp_path / "a", 0) as run:
+        run.describe(config.model_copy(update={"data": data}), "the plan")
+    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
+    assert kept.hash == before.hash
+    assert kept.piece(kept.eos) == "<sep>"
 
 
 def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
