@@ -1,56 +1,83 @@
 """The tokenizer's files, beside the weights in both formats."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from megatfm import tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config
+from megatfm.convert.folder import read_json
 from megatfm.errors import MegatfmError
+from megatfm.tokenizers import Tokenizer
 
-MODELS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
-"""Files that hold a whole tokenizer, the best first."""
-BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-)
-"""Files that say more about it; config.json's are made anew."""
+ABOUT = "tokenizer_config.json"
+BESIDE = (ABOUT, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+"""Files of transformers that say more of a tokenizer; they travel along."""
 
 
 def to_hf(checkpoint: Path, config: Config, folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json."""
     run = checkpoint.absolute().parent.parent
-    name = Path(config.data.tokenizer).name
-    place = next((path for path in (run / name, Path(config.data.tokenizer)) if path.is_file()), None)
-    if place is None:
-        return [f"no tokenizer: there is none at {run / name} or {config.data.tokenizer}"], {}
-    _copy(place.parent, folder, [place.name, *BESIDE])
+    place = tokenizers.find(run) or Path(config.data.tokenizer)
+    if not place.is_file():
+        return [f"no tokenizer: there is none in {run}, nor at {place}"], {}
     opened = tokenizers.load(place)
-    return [], {
-        "bos_token_id": opened.bos,
-        "eos_token_id": opened.eos,
-        "pad_token_id": opened.pad,
-    }
+    _copy(place, folder)
+    notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder)
+    ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
+    if config.model.family == "encoder_decoder":
+        ids["decoder_start_token_id"] = opened.pad
+    return notes, ids
 
 
 def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     """Copy the tokenizer of a folder in the Hugging Face format; returns its file's name, and notes."""
-    name = next((name for name in MODELS if (source / name).is_file()), None)
-    if name is None:
-        return None, [f"no tokenizer: {source} has none of {', '.join(MODELS)}"]
+    place = tokenizers.find(source) or _plain_model(source) or source
     try:
-        tokenizers.load(source / name)
+        tokenizers.load(place)
     except MegatfmError as error:
         return None, [f"no tokenizer: {error}"]
-    _copy(source, folder, [name, *BESIDE])
-    return name, []
+    return _copy(place, folder), []
 
 
-def _copy(source: Path, target: Path, names: list[str]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            disk.write_file(target / name, [memoryview(disk.read_file((source / name).resolve()))])
+def _plain_model(source: Path) -> Path | None:
+    """A SentencePiece model to which the files beside it add no token, such as one that `to_hf` left."""
+    place, about = source / "tokenizer.model", source / ABOUT
+    if not place.is_file() or (source / "added_tokens.json").is_file():
+        return None
+    more = about.is_file() and read_json(about).get("added_tokens_decoder")
+    return None if more else place
+
+
+def _copy(place: Path, target: Path) -> str:
+    """Write what belongs to the tokenizer at `place`; returns the name of its file."""
+    files = tokenizers.files(place)
+    if place.name == "tokenizer.json":
+        files |= {
+            name: (place.parent / name).read_bytes() for name in BESIDE if (place.parent / name).is_file()
+        }
+    for name, content in files.items():
+        disk.write_file(target / name, [memoryview(content)])
+    return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
+
+
+def _describe(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Write what transformers needs to read a tokenizer as we do, where it has a class for it; returns notes."""
+    about: dict[str, Any] = {
+        f"{role}_token": tokenizer.piece(token)
+        for role in ("bos", "eos", "unk", "pad", "mask", "cls", "sep")
+        if (token := getattr(tokenizer, role)) is not None
+    }
+    notes = []
+    if tokenizer.kind == "sentencepiece":
+        about |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
+    elif (folder / "tokenizer.json").is_file():
+        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+    else:
+        notes = [
+            "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"
+        ]
+    about["clean_up_tokenization_spaces"] = False
+    disk.write_file(folder / ABOUT, [memoryview((json.dumps(about, indent=2) + "\n").encode())])
+    return notes

@@ -1,0 +1,231 @@
+"""Decoders and encoder-decoders in whole folders, with their tokenizers, and used afterwards."""
+
+import inspect
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import megatfm
+from megatfm import checkpoint, tokenizers
+from megatfm.config import Config, ModelConfig
+from megatfm.convert import ARCHITECTURES, architecture_for
+from megatfm.convert.convert import convert
+from megatfm.convert.folder import HfFolder
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.generate.command import search
+from megatfm.generate.load import load
+from megatfm.models import build
+from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
+from tests.parity.oracle import perturb
+
+TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+SMALL = {"vocab_size": 60}
+GPT = {**SMALL, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
+LLAMA = {
+    **SMALL, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MLA = {
+    **LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+    "v_head_dim": 3, "kv_lora_rank": 5,
+}  # fmt: skip
+T5 = {**SMALL, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt1": ("OpenAIGPTLMHeadModel", GPT),
+    "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": None}),
+    "mla": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 7}),
+    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": None}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-v1.1": (
+        "T5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+}
+TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
+
+
+def theirs_of(name: str) -> Any:
+    kind, values = MODELS[name]
+    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values))
+    if name == "t5-v1.1":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    perturb(model)
+    return model.eval()
+
+
+def logits(model: Any, *, ours: bool) -> torch.Tensor:
+    if "T5" in type(model).__name__ or hasattr(model, "encoder"):
+        return (
+            model(TOKENS, TOKENS.flip(1)).logits
+            if ours
+            else model(TOKENS.flip(1), decoder_input_ids=TOKENS).logits
+        )
+    return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    theirs = theirs_of(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    with torch.no_grad():
+        wanted = logits(theirs, ours=False)
+        for path in ("theirs", "ours"):
+            got = logits(megatfm.load(tmp_path / path), ours=True)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    kind = type(theirs) if name != "mistral" else transformers.LlamaForCausalLM
+    loaded, info = kind.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(logits(loaded.eval(), ours=False), wanted)
+    original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
+    assert original.keys() == back.keys()
+    assert all(torch.equal(original[key], back[key]) for key in original)
+
+
+def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    theirs = theirs_of("t5")
+    theirs.save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(path)
+    for copy in ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head"):
+        tensors[f"{copy}.weight"] = tensors["shared.weight"].clone()
+    tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(32, 4)
+    save_file(tensors, path)
+    megatfm.load(tmp_path / "theirs")
+    tensors["decoder.embed_tokens.weight"] += 1
+    save_file(tensors, path)
+    with pytest.raises(MegatfmError, match=r"decoder\.embed_tokens\.weight differs from shared\.weight"):
+        megatfm.load(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "mistral",
+            {"sliding_window": 4096},
+            "sliding_window = 4096 is shorter than max_position_embeddings = 131072",
+        ),
+        (
+            "mla",
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace = 1 of 2 blocks: the others have experts",
+        ),
+        ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
+        ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
+        ("t5", {"feed_forward_proj": "gated-relu"}, "gated activation 'relu'"),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'dynamic' is not supported",
+        ),
+    ],
+)
+def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    theirs_of(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UsageError, match=message):
+        HfFolder(tmp_path)
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    values = {**MODELS["mistral"][1], "sliding_window": 64, "max_position_embeddings": 64}
+    read = ARCHITECTURES.get("MistralForCausalLM").read
+    assert read(values | {"architectures": []}) == read(values | {"sliding_window": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"norm_position": "sandwich"}, r"model\.norm_position = 'sandwich'"),
+        ({"position": "alibi"}, r"model\.position = 'alibi'"),
+        ({"attention_softcap": 50.0}, r"model\.attention_softcap = 50\.0"),
+        ({"qk_norm": True, "future_tokens": 1}, r"model\.qk_norm = True, model\.future_tokens = 1"),
+        ({"rope_scaling": {"name": "ntk", "factor": 2.0}}, "model.rope_scaling"),
+    ],
+)
+def test_what_they_lack_is_refused(changes: dict[str, Any], lacks: str) -> None:
+    config = ModelConfig(vocab_size=60, d_model=24, n_layers=2, n_heads=4, d_ff=40, **changes)
+    with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
+        architecture_for(config)
+
+
+def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
+    """A checkpoint of a small model in a run with this tokenizer."""
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    tokenizer = tokenizers.load(folder)
+    position = (
+        {"position": "t5", "attention_scale": 1.0, "head_scale": 24**-0.5} if family != "decoder" else {}
+    )
+    model = ModelConfig(
+        family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, n_heads=4, d_ff=40,
+        activation="swiglu" if family == "decoder" else "relu", **position,
+    )  # fmt: skip
+    config = Config.model_validate({
+        "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
+        "objective": {"name": "causal" if family == "decoder" else "span_corruption"},
+        "data": {"train": "x", "tokenizer": str(folder / next(iter(files))), "sequence_length": 48},
+        "train": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+    })  # fmt: skip
+    built = build(model)
+    perturb(built)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in built.named_parameters()}
+    state = {"step": 3, "tokenizer": tokenizer.hash, "config": config.model_dump(mode="json")}
+    checkpoint.save(folder / "checkpoints", 3, tensors, state)
+    return folder
+
+
+TOKENIZERS = {
+    "sentencepiece": lambda: {"tokenizer.model": train_sentencepiece(TEXTS, vocab_size=400, sentinels=4)},
+    "byte-bpe": lambda: {"tokenizer.json": train_byte_bpe(TEXTS, vocab_size=400, sentinels=4)},
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """Tokenizer included: the same ids, and the same text generated greedily from the same prompt."""
+    run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
+    convert(run, tmp_path / "theirs", "hf")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    ours = load(run)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.tokenizer.encode(text).tolist()
+    roles = ("bos", "eos", "pad")
+    assert [written[f"{r}_token_id"] for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
+    assert [getattr(theirs, f"{r}_token_id") for r in roles] == [getattr(ours.tokenizer, r) for r in roles]
+    assert written.get("max_position_embeddings", written.get("n_positions")) == 48
+    if family == "encoder_decoder":
+        assert written["decoder_start_token_id"] == ours.tokenizer.pad
+
+    convert(tmp_path / "theirs", tmp_path / "back", "megatfm")
+    back = load(tmp_path / "back")
+    assert back.tokenizer.hash == ours.tokenizer.hash
+    assert back.config.data.sequence_length == 48
+    assert back.config.objective == ours.config.objective
+    assert search(back, "import", 9, 2, 0.6) == search(ours, "import", 9, 2, 0.6)
+    stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
+    assert stored.keys() == again.keys()
+    assert all(torch.equal(stored[name], again[name]) for name in stored)
+
+
+def find(folder: Path) -> Path:
+    (found,) = (folder / "checkpoints").iterdir()
+    return found
