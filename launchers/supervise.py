@@ -144,8 +144,10 @@ class _Team:
                 self.codes[name] = child.translate(code) if child.translate else code
         failed = [name for name in ended if self.codes.get(name, 0) not in (DONE, REQUEUE)]
         if failed and self.first_failed is None:
-            # Of those that ended between two looks, one killed by a signal can't have been a victim of the others.
-            self.first_failed = min(failed, key=lambda name: self.codes[name] >= 0)
+            # Of those that ended between two looks, one killed by a signal can't have been a victim of the others;
+            # one that is stopped is what the others ended for.
+            stopped = [child.name for child in self.living if _is_stopped(self.processes[child.name].pid)]
+            self.first_failed = next(iter(stopped), min(failed, key=lambda name: self.codes[name] >= 0))
             self._end_at = min(self._end_at, now + SETTLE_SECONDS)
         if now >= self._end_at and not self._ending:
             self._ending = True
@@ -176,8 +178,11 @@ class _Team:
         return code
 
     def _obituary(self, name: str) -> str:
-        code = self.codes[name]
-        how = f"exit code {code}" if code >= 0 else _signal_name(-code)
+        code = self.codes.get(name)
+        if code is None:
+            how = "stopped, and never continued"
+        else:
+            how = f"exit code {code}" if code >= 0 else _signal_name(-code)
         others = len(self.children) - 1
         line = f"megatfm: {name} failed first ({how})" + (", so the others were ended" if others else "")
         log = next(child.log for child in self.children if child.name == name)
@@ -186,6 +191,15 @@ class _Team:
         text = log.read_bytes()[self.log_starts[name] :].decode(errors="replace").rstrip()
         tail = text.splitlines()[-TAIL_LINES:]
         return "\n".join([f"{line}; the end of {log}:", *(f"  {row}" for row in tail)])
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (Linux; elsewhere nobody knows)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")
 
 
 def _signal_name(number: int) -> str:

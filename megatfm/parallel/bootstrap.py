@@ -111,10 +111,18 @@ def shutdown() -> None:
 def joined(
     timeout: float = 600.0, device: Device = "auto", collective_timeout: float | None = None
 ) -> Iterator[Rank]:
-    """`initialise`, and at the end `shutdown`; a group that was there before stays."""
+    """`initialise`, and at the end `shutdown`; a group that was there before stays.
+
+    After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
+    """
     was_there = dist.is_initialized()
+    rank = None
     try:
-        yield initialise(timeout, device, collective_timeout)
+        rank = initialise(timeout, device, collective_timeout)
+        yield rank
+    except BaseException:
+        was_there = was_there or (rank is not None and rank.device.type == "cuda" and rank.world_size > 1)
+        raise
     finally:
         if not was_there:
             shutdown()

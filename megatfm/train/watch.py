@@ -31,6 +31,8 @@ log = logging.getLogger("megatfm")
 
 GRACE_SECONDS = 2.0
 """After a verdict: how long a main thread may take to end in good order."""
+AFTER_YOU_SECONDS = 1.0
+"""By which those who are not to blame end later: to a launcher, the first that ends is the cause."""
 INNERMOST = 3
 """Frames in which torch.distributed marks a main thread as waiting for others."""
 
@@ -71,10 +73,10 @@ class Watch:
         self._leaving.set()
         self._say({"sign": self._sign(time.monotonic()).__dict__})
         self._say({"bye": True} if error is None else {"failed": _one_line(error), "victim": victim})
-        if error is not None:
-            self._told.wait(SETTLE_SECONDS + GRACE_SECONDS)
-        elif self._hub:  # the others may still have something to do, and the hub is here
+        if self._hub and error is None:  # the others may still have something to do, and the hub is here
             self._told.wait()
+        elif self._hub or victim:
+            self._told.wait(SETTLE_SECONDS + GRACE_SECONDS)
         self._told.set()
         self._line.hang_up()
         self._thread.join()
@@ -82,6 +84,7 @@ class Watch:
         if self._log is not None:
             os.close(self._log)
         if self._verdict and self._rank.rank not in self._verdict.ranks and (error is None or victim):
+            time.sleep(AFTER_YOU_SECONDS)
             raise MegatfmError(self._verdict.text) from error
 
     def tick(self, step: int, phase: str) -> None:
@@ -187,6 +190,8 @@ class Watch:
         self._told.set()
         if self._leaving.wait(GRACE_SECONDS / 4 if verdict.hung else GRACE_SECONDS):
             return
+        if me not in verdict.ranks:
+            time.sleep(AFTER_YOU_SECONDS)
         self._write(f"{verdict.text}\n")
         os.write(2, f"error: {verdict.text}\n".encode())
         os._exit(FAILED)

@@ -36,6 +36,8 @@ if behaviour == "abort":
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
     time.sleep(0.01)
+    if behaviour == "abort-later" and (folder / "now").exists():
+        sys.exit(1)
 """
 LAUNCHER = """
 import sys
@@ -153,6 +155,20 @@ def test_a_rank_that_ignores_sigterm_is_killed(
     assert said.startswith("megatfm: rank 1 failed first (killed by SIGKILL), so the others were ended")
     assert signals(tmp_path, 0) == ["SIGTERM"]
     assert not is_running(tmp_path, 0)
+
+
+def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
+    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = launch("save", "hang", "abort-later")
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
+    (tmp_path / "now").touch()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert said.startswith(
+        "megatfm: rank 1 failed first (stopped, and never continued), so the others were ended"
+    )
+    assert not is_running(tmp_path, 1)
 
 
 def test_a_usage_error_is_said_once_by_rank_0(
