@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatfm.config import Config, load, load_config, preset_names
+from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.describe import add_arguments, describe, main
+from megatfm.describe.flops import row
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.ops.attention import attention_reference
 from megatfm.train.optimizers import optimizer_groups
 
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
@@ -47,6 +50,72 @@ def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     assert found.flops_full == 6 * (matrices + norms) + 12 * layers * d * s
     assert found.flops_full - found.flops_causal == 6 * layers * d * s
     assert found.tokens == found.tokens_per_step * found.config.train.steps
+
+
+SMALL = {"d_model": 24, "n_layers": 2, "n_heads": 4, "d_ff": 40}
+FAMILIES = {
+    "decoder": {"n_kv_heads": 2},
+    "latent": {"attention": "latent", "latent": {"kv_rank": 7, "q_rank": 9, "rope_dim": 6, "v_dim": 3}},
+    "encoder": {
+        "family": "encoder",
+        "head": "transform",
+        "n_segments": 2,
+        "position": "learned",
+        "max_positions": 32,
+    },
+    "albert": {
+        "family": "encoder",
+        "n_layers": 4,
+        "distinct_layers": 2,
+        "embedding_dim": 8,
+        "tie_embeddings": False,
+    },
+    "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position": "t5"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
+    monkeypatch.setattr("megatfm.layers.attention.core.attention", attention_reference)
+    model = ModelConfig(**(SMALL | FAMILIES[family]), vocab_size=50)
+    lengths = {"sequence_length": 32, "target_length": 20}
+    config = load_config("quickstart").model_copy(update={"model": model})
+    config = config.model_copy(update={"data": config.data.model_copy(update=lengths)})
+    built = build(model)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter)
+    matrices = {n: tuple(p.shape) for n, p in built.named_parameters() if p.dim() > 1}
+    tokens, more = torch.zeros(1, 32, dtype=torch.int64), {}
+    if family == "t5":
+        tokens, more = tokens[:, :20], {"encoder_tokens": tokens}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        built(tokens, **more)
+    counted = row(config, matrices)
+    assert counted.tokens == (52 if family == "t5" else 32)
+    assert 6 * counted.work + counted.attention == 3 * counter.get_total_flops()
+    if "family" not in FAMILIES[family]:
+        assert counted.causal == counted.attention / 2
+
+
+def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
+    for preset, head in (("bert-base", 768 * 30522), ("electra-small", 128 * 30522)):
+        rare = describe(load_config(preset, ["objective.rate=0.1"]))
+        often = describe(load_config(preset, ["objective.rate=0.3"]))
+        assert often.multiplied - rare.multiplied == pytest.approx(0.2 * head, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "preset", [name for name in preset_names() if name not in ("quickstart", "quickstart-data")]
+)
+def test_every_preset_is_described(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the FLOPs only what a reader can check by eye: 6 for each parameter that is no table, roughly."""
+    found = describe(load_config(preset))
+    assert main(argparse.Namespace(config=preset, overrides=[])) == 0
+    printed = capsys.readouterr().out
+    assert f"{found.parameters:,}" in printed
+    assert "None" not in printed
+    assert found.row_tokens == found.config.data.sequence_length + (found.config.data.target_length or 0)
 
 
 @pytest.mark.parametrize(

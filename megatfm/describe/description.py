@@ -1,12 +1,12 @@
-"""`megatfm describe CONFIG`: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
+"""Exact parameter counts, FLOPs and state of a config, counted on the meta device."""
 
-import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatfm.config import Config, load_config
+from megatfm.config import Config
+from megatfm.describe import flops
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,13 +22,15 @@ PROBE = (3, 5, 7, 11, 13)
 class Description:
     """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks.
 
-    multiplied: N of the FLOPs; a table that is only looked up costs none, one that is the output head as well does.
+    row_tokens: of a row, of both sides in an encoder-decoder. multiplied: N of the FLOPs per token; a table that is
+    only looked up costs none, one that is the output head as well does, and a block that is used twice counts twice.
     """
 
     config: Config
     shapes: dict[str, tuple[int, ...]]
     parameters: int
     embedding: int
+    row_tokens: int
     multiplied: int
     flops_full: int
     flops_causal: int
@@ -46,35 +48,19 @@ class Description:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.config.train.global_batch * self.config.data.sequence_length
+        return self.config.train.global_batch * self.row_tokens
 
     @property
     def tokens(self) -> int:
         return self.tokens_per_step * self.config.train.steps
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and its overrides."""
-    parser.add_argument(
-        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.n_layers=8")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the description."""
-    found = describe(load_config(args.config, args.overrides))
-    for label, text in (*_architecture(found.config), *_counts(found)):
-        print(f"{label:<16}  {text}".rstrip())
-    return 0
-
-
 def describe(config: Config) -> Description:
     """Count on the meta device. Raises UsageError where the vocabulary is not known.
 
-    FLOPs per trained token are 6N + 12·L·h·s with L layers, h the heads' joint width and s the sequence length
-    (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation); 6N + 6·L·h·s counts only the half of
-    the attention matrix that a causal model needs.
+    FLOPs per trained token of a decoder are 6N + 12·L·h·s with L layers, h the heads' joint width and s the sequence
+    length (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation); 6N + 6·L·h·s counts only the
+    half of the attention matrix that a causal model needs. Of other families see `flops.py`.
     """
     import torch
 
@@ -90,19 +76,17 @@ def describe(config: Config) -> Description:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Table)}
     embedding = sum(weight.numel() for _, weight in tables.values())
-    tied = [w for n, w in tables.values() if n.endswith(".tokens") and config.model.tie_embeddings]
-    multiplied = parameters - embedding + sum(weight.numel() for weight in tied)
-    width = config.model.n_heads * config.model.head_width
-    attention = 6 * config.model.n_layers * width * config.data.sequence_length
+    row = flops.row(config, shapes)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     return Description(
         config=config,
         shapes=shapes,
         parameters=parameters,
         embedding=embedding,
-        multiplied=multiplied,
-        flops_full=6 * multiplied + 2 * attention,
-        flops_causal=6 * multiplied + attention,
+        row_tokens=row.tokens,
+        multiplied=round(row.work / row.tokens),
+        flops_full=round((6 * row.work + row.attention) / row.tokens),
+        flops_causal=round((6 * row.work + row.causal) / row.tokens),
         weight_bytes=weight_bytes,
         optimizer_bytes=_optimizer_bytes(config, model, weight_bytes),
     )
@@ -152,52 +136,3 @@ def _state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -
     optimizer.step()
     values = optimizer.state[probe].values()
     return [tuple(value.shape) for value in values if torch.is_tensor(value) and value.dim()]
-
-
-def _architecture(config: Config) -> list[tuple[str, str]]:
-    model = config.model
-    heads = f"{model.n_heads} heads of {model.head_width}, {model.kv_heads} of keys and values"
-    position = (
-        f"{model.position}, theta {model.rope_theta:,g}" if model.position == "rope" else model.position
-    )
-    head = "the output head shares the embedding" if model.tie_embeddings else "the output head is apart"
-    return [
-        ("model", f"{model.family}, {model.n_layers} blocks of width {model.d_model:,}"),
-        ("attention", f"{heads}; {position}"),
-        ("feed-forward", f"{model.activation}, inner width {model.d_ff:,}"),
-        ("norm", f"{model.norm} ({model.norm_position}), epsilon {model.norm_eps:g}"),
-        ("vocabulary", f"{model.vocab_size:,}; {head}"),
-        ("objective", config.objective.name),
-        ("", ""),
-    ]
-
-
-def _counts(found: Description) -> list[tuple[str, str]]:
-    config, weight = found.config, found.weight_bytes
-    steps, length = config.train.steps, config.data.sequence_length
-    tied = config.model.tie_embeddings
-    multiplied = "all parameters" if tied else "without the embedding"
-    optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
-    return [
-        ("parameters", f"{found.parameters:,}"),
-        ("  embedding", f"{found.embedding:,}"),
-        ("  non-embedding", f"{found.non_embedding:,}"),
-        ("", ""),
-        (
-            "FLOPs per token",
-            f"in training; s = {length:,}, N = {found.multiplied:,} ({multiplied})",
-        ),
-        ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),
-        ("  6N + 6·L·h·s", f"{found.flops_causal:.4g}, of attention only its causal half"),
-        ("", ""),
-        ("tokens", f"{found.tokens_per_step:,} a step, {found.tokens:,} in {steps:,} steps"),
-        ("FLOPs", f"{found.flops_causal * found.tokens:.3g} in all, attention's causal half"),
-        (
-            "state",
-            f"{found.state_bytes:.3g} bytes a parameter: {weight} weight, {weight} gradient, {optimizer}",
-        ),
-        (
-            "",
-            f"{found.state_bytes * found.parameters / 2**30:,.2f} GiB over all ranks, activations not counted",
-        ),
-    ]

@@ -1,0 +1,144 @@
+"""A description as lines of label and text."""
+
+from typing import TYPE_CHECKING
+
+from megatfm.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatfm.describe.description import Description
+
+Line = tuple[str, str]
+
+
+def lines(found: "Description") -> list[Line]:
+    """What `megatfm describe` prints."""
+    objective = found.config.objective.name
+    return [*_architecture(found.config.model), ("objective", objective), ("", ""), *_counts(found)]
+
+
+def _architecture(model: ModelConfig) -> list[Line]:
+    blocks = f"{model.n_layers} blocks"
+    if model.family == "encoder_decoder":
+        blocks = f"{model.encoder_layers} + {blocks}"
+    if model.distinct_layers and model.distinct_layers < model.n_layers:
+        blocks += f" ({model.distinct_layers} with weights of their own)"
+    found = [
+        ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
+        ("attention", f"{_heads(model)}; {_position(model)}"),
+        ("feed-forward", f"{model.activation}, inner width {model.d_ff:,}"),
+        ("norm", f"{model.norm} ({model.norm_position}), epsilon {model.norm_eps:g}"),
+        ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
+    ]
+    if heads := _extra_heads(model):
+        found.append(("heads", ", ".join(heads)))
+    if model.generator is not None:
+        layers, made = model.generator.n_layers or model.n_layers, model.generator
+        found.append(
+            (
+                "generator",
+                f"{layers} blocks of width {made.d_model:,}, {made.n_heads} heads, {made.d_ff:,} inside",
+            )
+        )
+    rates = (
+        ("residual", model.dropout),
+        ("attention", model.attention_dropout),
+        ("feed-forward", model.ffn_dropout),
+        ("path", model.drop_path),
+    )
+    if dropped := [f"{name} {rate:g}" for name, rate in rates if rate]:
+        found.append(("dropout", ", ".join(dropped)))
+    return found
+
+
+def _heads(model: ModelConfig) -> str:
+    text = f"{model.n_heads} heads of {model.head_width}"
+    if model.latent is not None:
+        latent = model.latent
+        queries = f", queries from {latent.q_rank}" if latent.q_rank else ""
+        return (
+            f"{text} + {latent.rope_dim} rotary, keys and values from a latent of {latent.kv_rank}{queries}"
+        )
+    kind = "" if model.attention == "heads" else f", {model.attention}"
+    return f"{text}, {model.kv_heads} of keys and values{kind}"
+
+
+def _position(model: ModelConfig) -> str:
+    match model.position:
+        case "rope":
+            scaled = f", scaled by {model.rope_scaling.name}" if model.rope_scaling else ""
+            return f"rope, theta {model.rope_theta:,g}{scaled}"
+        case "learned":
+            return f"learned, {model.max_positions:,} positions"
+        case "t5":
+            return f"t5, {model.relative_buckets} buckets up to {model.relative_distance}"
+        case "shaw" | "disentangled":
+            return f"{model.position}, up to {model.relative_distance} away"
+    return model.position
+
+
+def _embeddings(model: ModelConfig) -> str:
+    text = "the output head shares the embedding" if model.tie_embeddings else "the output head is apart"
+    if model.embedding_width != model.d_model:
+        text += f"; embeddings of {model.embedding_width:,}"
+    return text + (f"; {model.n_segments} segments" if model.n_segments else "")
+
+
+def _extra_heads(model: ModelConfig) -> list[str]:
+    heads = []
+    if model.sentence_classes:
+        heads.append(f"{model.sentence_classes} classes of sentences")
+    if model.boundary_head:
+        heads.append("span boundary")
+    if model.future_tokens:
+        heads.append(f"{model.future_tokens} tokens beyond the next")
+    return heads
+
+
+def _counts(found: "Description") -> list[Line]:
+    config, weight = found.config, found.weight_bytes
+    optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
+    return [
+        ("parameters", f"{found.parameters:,}"),
+        ("  embedding", f"{found.embedding:,}"),
+        ("  non-embedding", f"{found.non_embedding:,}"),
+        ("", ""),
+        *_flops(found),
+        ("", ""),
+        ("tokens", f"{found.tokens_per_step:,} a step, {found.tokens:,} in {config.train.steps:,} steps"),
+        ("FLOPs", f"{found.flops_causal * found.tokens:.3g} in all{_half(found)}"),
+        (
+            "state",
+            f"{found.state_bytes:.3g} bytes a parameter: {weight} weight, {weight} gradient, {optimizer}",
+        ),
+        (
+            "",
+            f"{found.state_bytes * found.parameters / 2**30:,.2f} GiB over all ranks, activations not counted",
+        ),
+    ]
+
+
+def _flops(found: "Description") -> list[Line]:
+    config, model = found.config, found.config.model
+    length = f"s = {config.data.sequence_length:,}"
+    if model.family == "encoder_decoder":
+        length += f" of the encoder, t = {config.data.target_length or config.data.sequence_length:,} of the decoder"
+    what = {
+        "encoder": "the head only for masked tokens",
+        "electra": "both halves, the generator's head only for masked tokens",
+        "encoder_decoder": "averaged over the tokens of both",
+    }.get(model.family, "the embedding as output head" if model.tie_embeddings else "without the embedding")
+    lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
+    if model.family == "decoder":
+        return [
+            *lines,
+            ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),
+            ("  6N + 6·L·h·s", f"{found.flops_causal:.4g}, of attention only its causal half"),
+        ]
+    lines.append(("  with attention", f"{found.flops_full:.4g}, counted in full"))
+    if found.flops_causal < found.flops_full:
+        lines.append(("", f"{found.flops_causal:.4g}, of the decoder's own only the causal half"))
+    return lines
+
+
+def _half(found: "Description") -> str:
+    return ", of causal attention only its half" if found.flops_causal < found.flops_full else ""
