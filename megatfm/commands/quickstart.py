@@ -148,6 +148,6 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
     for command in (
         f"megatfm generate {shown} --prompt 'class ' --temperature 0.6",
         "megatfm verify quickstart parallel.tp=2",
-        "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 8 --time 1:00:00 --dry-run",
+        "megatfm launch quickstart --slurm --nodes 2 --gpus-per-node 1 --time 1:00:00 --dry-run",
     ):
         console.print(f"  {command}")

@@ -87,7 +87,7 @@ def agent(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
         command = [sys.executable, "-m", "launchers.agent", "--processes", "2", "train", "config.toml"]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         started.append(process)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -106,7 +106,7 @@ def test_the_code_of_the_workers_comes_through(
     code: int, agent: Callable[[int], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     process = agent(code)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode == (1 if code == 3 else code)
     assert not list(tmp_path.glob("megatfm-agent-*")), "no litter"
 
@@ -122,7 +122,7 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(
     shown.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=100)
     assert process.returncode == 75
     assert said == ""
 
