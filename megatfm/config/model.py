@@ -134,7 +134,8 @@ class ModelConfig(Section):
     activation: str = "swiglu"
     """Activation of the feed-forward network."""
     attention: str = "heads"
-    """Attention layer: heads (MHA, GQA and MQA by n_kv_heads), latent (MLA) or disentangled (DeBERTa)."""
+    """Attention layer: heads (MHA, GQA and MQA by n_kv_heads), latent (MLA), disentangled (DeBERTa) or
+    disentangled_shared (its versions from 2 on)."""
     latent: LatentConfig | None = None
     """Options of `attention = "latent"`."""
     attention_bias: bool = False
@@ -147,7 +148,8 @@ class ModelConfig(Section):
     """Scores s become c tanh(s / c) with this c."""
 
     position: str = "rope"
-    """Position encoding: sinusoidal, learned, rope, alibi, t5, shaw or none."""
+    """Position encoding: sinusoidal, learned, rope, alibi, t5, shaw, none; disentangled or disentangled_buckets, which
+    attention of that name reads."""
     max_positions: PositiveInt | None = Field(default=None, examples=[1024])
     """Rows of learned positions that can be used; other encodings have no limit."""
     position_offset: NonNegativeInt = 0
@@ -157,9 +159,9 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """How the rotary frequencies are changed for longer contexts."""
     relative_buckets: PositiveInt = 32
-    """Buckets of t5's relative positions."""
+    """Buckets of t5's relative positions; of disentangled_buckets, for each direction."""
     relative_distance: PositiveInt = 128
-    """Distance from which t5, shaw and disentangled take all positions as equally far."""
+    """Distance from which t5, shaw and both disentangled ones take all positions as equally far."""
 
     embedding_dim: PositiveInt | None = None
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
@@ -244,8 +246,8 @@ class ModelConfig(Section):
             (("attention_softcap", "attention_scale"), "attention", ("heads", "latent")),
             (("position_offset",), "position", ("learned",)),
             (("rope_theta", "rope_scaling"), "position", ("rope",)),
-            (("relative_buckets",), "position", ("t5",)),
-            (("relative_distance",), "position", ("t5", "shaw", "disentangled")),
+            (("relative_buckets",), "position", ("t5", "disentangled_buckets")),
+            (("relative_distance",), "position", ("t5", "shaw", "disentangled", "disentangled_buckets")),
             (("n_encoder_layers",), "family", ("encoder_decoder",)),
             (("n_segments",), "family", ("decoder", "encoder", "discriminator", "electra")),
         ):
@@ -272,6 +274,8 @@ class ModelConfig(Section):
             "heads",
             "latent",
             "disentangled",
+            "disentangled_shared",
+            "disentangled_buckets",
             "encoder_decoder",
             "decoder",
             "encoder",

@@ -45,8 +45,8 @@ ONLY_WITH = {
     "rope_theta": ("rope",),
     "rope_scaling": ("rope",),
     "position_offset": ("learned",),
-    "relative_buckets": ("t5",),
-    "relative_distance": ("t5", "shaw", "disentangled"),
+    "relative_buckets": ("t5", "disentangled_buckets"),
+    "relative_distance": ("t5", "shaw", "disentangled", "disentangled_buckets"),
 }
 """Keys that mean something with some position encodings only."""
 

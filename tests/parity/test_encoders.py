@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.deberta import modeling_deberta
+from transformers.models.deberta_v2 import modeling_deberta_v2
 
 from megatfm.config import ModelConfig
 from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
@@ -26,6 +27,10 @@ DEBERTA = {
     "position": "disentangled",
     "max_positions": None,
 }
+DEBERTA_V3 = {
+    **DEBERTA, "attention": "disentangled_shared", "position": "disentangled_buckets", "relative_buckets": 6,
+    "relative_distance": 15,
+}  # fmt: skip
 MODELS = {
     "bert": ("BertForPreTraining", {"sentence_classes": 2}),
     "bert-without-sentences": ("BertForMaskedLM", {"activation": "gelu_tanh"}),
@@ -36,6 +41,8 @@ MODELS = {
     "albert-in-groups": ("AlbertForMaskedLM", {"embedding_dim": 10, "distinct_layers": 2, "n_layers": 4}),
     "deberta": ("DebertaForMaskedLM", {**DEBERTA, "n_segments": 0, "relative_distance": 15}),
     "deberta-segments": ("DebertaForMaskedLM", {**DEBERTA, "relative_distance": 15, "n_segments": 3}),
+    "deberta-v3": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "n_segments": 0}),
+    "deberta-v3-segments": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "n_segments": 2}),
     "electra-generator": ("ElectraForMaskedLM", {"embedding_dim": 10}),
     "electra-discriminator": ("ElectraForPreTraining", {"family": "discriminator", "embedding_dim": 10}),
     "electra-discriminator-of-one-width": ("ElectraForPreTraining", {"family": "discriminator"}),
@@ -44,7 +51,7 @@ MODELS = {
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_deberta):
+    with doubled(request.param, modeling_deberta, modeling_deberta_v2):
         yield request.param
 
 
@@ -139,6 +146,7 @@ PRESETS = {
     "roberta": ["roberta-base", "roberta-large"],
     "albert": ["albert-base"],
     "deberta": ["deberta-base"],
+    "deberta-v3": ["deberta-v3-base"],
     "electra-generator": ["electra-small", "electra-base", "electra-large"],
     "electra-discriminator": ["electra-small", "electra-base", "electra-large"],
 }

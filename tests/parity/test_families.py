@@ -49,6 +49,10 @@ MODELS = {
     "deberta": ModelConfig(
         **SMALL, **DROPPED, family="encoder", attention="disentangled", position="disentangled", relative_distance=4
     ),
+    "deberta v3": ModelConfig(
+        **SMALL, **DROPPED, family="encoder", attention="disentangled_shared", position="disentangled_buckets",
+        relative_buckets=4, relative_distance=8,
+    ),
     "t5": ModelConfig(
         **SMALL, **DROPPED, family="encoder_decoder", position="t5", init="t5", attention_scale=1.0, head_scale=0.2,
         n_encoder_layers=1,

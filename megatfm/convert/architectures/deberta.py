@@ -87,6 +87,14 @@ def rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+MASK_DECODER = r"^deberta\.embeddings\.position_embeddings\."
+"""Absolute positions, read by the enhanced mask decoder only, which transformers lacks as well."""
+OWN_HEAD = (
+    (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
+    (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
+)
+"""Microsoft's own names of the head, which transformers takes with legacy=false."""
+
 ARCHITECTURES.register("DebertaForMaskedLM")(
     Architecture(
         "deberta",
@@ -94,12 +102,7 @@ ARCHITECTURES.register("DebertaForMaskedLM")(
         write,
         rules,
         prefix="deberta.",
-        # Absolute positions are read by the enhanced mask decoder only, which transformers lacks as well.
-        ignored=(POSITION_IDS, r"^deberta\.embeddings\.position_embeddings\."),
-        # Microsoft's own names of the head, which transformers takes with legacy=false.
-        spellings=(
-            (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
-            (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
-        ),
+        ignored=(POSITION_IDS, MASK_DECODER),
+        spellings=OWN_HEAD,
     )
 )

@@ -1,8 +1,17 @@
 """Attention layers and the key-value cache."""
 
-from megatfm.layers.attention import disentangled, heads, latent
+from megatfm.layers.attention import disentangled, disentangled_shared, heads, latent
 from megatfm.layers.attention.cache import KVCache, LayerCache
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.registry import ATTENTIONS
 
-__all__ = ["ATTENTIONS", "Core", "KVCache", "LayerCache", "disentangled", "heads", "latent"]
+__all__ = [
+    "ATTENTIONS",
+    "Core",
+    "KVCache",
+    "LayerCache",
+    "disentangled",
+    "disentangled_shared",
+    "heads",
+    "latent",
+]

@@ -1,5 +1,7 @@
 """DeBERTa's disentangled attention (He et al. 2021, equations 2 to 4): content and relative position, apart."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
@@ -17,7 +19,10 @@ from megatfm.ops.sequence import SequenceLayout, Sight
 
 @ATTENTIONS.register("disentangled")
 class DisentangledAttention(nn.Module):
-    """Scores are content·content + content·position + position·content, scaled by 1/√(3H)."""
+    """Scores are content·content + content·position + position·content, scaled by 1/√(3H).
+
+    Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
+    """
 
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
@@ -26,14 +31,14 @@ class DisentangledAttention(nn.Module):
                 "model.attention = 'disentangled' needs model.position = 'disentangled' and family = 'encoder'"
             )
         d, width = config.d_model, config.n_heads * config.head_width
-        self.head_dim, self.farthest = config.head_width, config.relative_distance
+        self.head_dim, farthest = config.head_width, config.relative_distance
         self.wq = Linear(d, width, initial("query", d, width), bias=True)
         self.wk = Linear(d, width, initial("key", d, width))
         self.wv = Linear(d, width, initial("value", d, width), bias=True)
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
         self.wk_position = Linear(d, width, initial("key", d, width))
-        self.core = DisentangledCore(config)
+        self.core = DisentangledCore(config, lambda d: (d + farthest).clamp(0, 2 * farthest - 1))
 
     def forward(
         self,
@@ -55,11 +60,11 @@ class DisentangledAttention(nn.Module):
 
 
 class DisentangledCore(nn.Module):
-    """The scores and what follows from them."""
+    """The scores and what follows from them. rows: of the table, for distances query − key."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.farthest, self.scale = config.relative_distance, (3 * config.head_width) ** -0.5
+        self.rows, self.scale = rows, (3 * config.head_width) ** -0.5
         self.dropout = Dropout(config.attention_dropout, "attention")
 
     def forward(
@@ -75,8 +80,7 @@ class DisentangledCore(nn.Module):
         q_BNTH = q_BNTH * self.scale
         distances_TS = -layout.distances()  # query − key
         of_keys, of_queries = (
-            (d + self.farthest).clamp(0, 2 * self.farthest - 1).expand(*q_BNTH.shape[:2], -1, -1)
-            for d in (distances_TS, distances_TS.T)
+            self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
         )
         content_to_position = (q_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
         position_to_content = ((k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)).gather(-1, of_queries)

@@ -1,6 +1,15 @@
 """Position encodings: what each of them does and where, by name."""
 
-from megatfm.layers.position import alibi, disentangled, learned, none, shaw, sinusoidal, t5
+from megatfm.layers.position import (
+    alibi,
+    disentangled,
+    disentangled_buckets,
+    learned,
+    none,
+    shaw,
+    sinusoidal,
+    t5,
+)
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.position.rope import Rope
 
@@ -10,6 +19,7 @@ __all__ = [
     "Rope",
     "alibi",
     "disentangled",
+    "disentangled_buckets",
     "learned",
     "none",
     "shaw",

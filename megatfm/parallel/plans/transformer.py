@@ -43,7 +43,7 @@ ATTENTION: Plan = (
     ("?*.layers.*.attn.wk_rope", SHARED_BY_HEADS),
     ("?*.layers.*.attn.w[qk]_position", COLUMN),
     ("?*coder.position", LAST_DIM),
-    ("?*coder.position.table", SHARED_BY_HEADS),
+    ("?*coder.position.*", SHARED_BY_HEADS),
 )
 CROSS_ATTENTION: Plan = (
     ("encoder", ENTER_OUTPUT),

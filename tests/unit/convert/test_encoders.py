@@ -37,9 +37,13 @@ CASES = {
     "AlbertForPreTraining": {"embedding_size": 10},
     "AlbertForMaskedLM": {"embedding_size": 10, "num_hidden_groups": 2},
     "DebertaForMaskedLM": DEBERTA,
+    "DebertaV2ForMaskedLM": {
+        **DEBERTA, "position_buckets": 6, "share_att_key": True, "norm_rel_ebd": "layer_norm",
+        "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0,
+    },
     "ElectraForPreTraining": {"embedding_size": 10},
     "ElectraForMaskedLM": {"embedding_size": 10},
-}
+}  # fmt: skip
 
 
 def make(name: str, **options: Any) -> PreTrainedModel:
@@ -94,6 +98,7 @@ def own_head(tensors: dict[str, torch.Tensor]) -> None:
         ),
         ("AlbertForMaskedLM", lambda t: t.update({"sop_classifier.classifier.bias": torch.zeros(2)})),
         ("DebertaForMaskedLM", own_head),
+        ("DebertaV2ForMaskedLM", own_head),
     ],
 )
 def test_files_as_they_are_published(name: str, change: Callable[..., None], tmp_path: Path) -> None:
@@ -123,6 +128,9 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
         ("DebertaForMaskedLM", {"position_biased_input": True}, "position_biased_input = True"),
         ("DebertaForMaskedLM", {"pos_att_type": ["c2p"]}, r"pos_att_type = \['c2p'\]"),
         ("DebertaForMaskedLM", {"talking_head": True}, "talking_head = True"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "conv_kernel_size = 3"),
+        ("DebertaV2ForMaskedLM", {"share_att_key": False}, "share_att_key = False"),
+        ("DebertaV2ForMaskedLM", {"position_buckets": -1}, "position_buckets = -1"),
         ("ElectraForMaskedLM", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         ("RobertaForMaskedLM", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new'"),
     ],
@@ -209,7 +217,7 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 
 def test_every_architecture_here_is_tried() -> None:
-    types = {"bert", "roberta", "albert", "deberta", "electra"}
+    types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra"}
     assert {n for n in ARCHITECTURES.names() if ARCHITECTURES.get(n).model_type in types} == set(CASES)
 
 

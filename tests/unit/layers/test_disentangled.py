@@ -1,15 +1,18 @@
 """Disentangled attention against the sums of its paper, written out pair by pair."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.initialisation import initialiser
+from megatfm.layers.position.disentangled_buckets import log_buckets
 from megatfm.models import build
 from megatfm.ops.sequence import SequenceLayout
 
@@ -17,6 +20,15 @@ K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
     family="encoder", vocab_size=23, d_model=D, n_layers=2, n_heads=N, d_ff=20, norm="layer_norm", norm_position="post",
     activation="gelu", attention="disentangled", position="disentangled", relative_distance=K,
+)  # fmt: skip
+
+
+BUCKETS, FARTHEST = 4, 7
+SHARED = CONFIG.model_copy(
+    update={
+        "attention": "disentangled_shared", "position": "disentangled_buckets", "relative_buckets": BUCKETS,
+        "relative_distance": FARTHEST,
+    }
 )  # fmt: skip
 
 
@@ -35,14 +47,22 @@ def delta(i: int, j: int) -> int:
     return 2 * K - 1 if i - j >= K else i - j + K
 
 
-def by_pairs(attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documents: list[int]) -> Tensor:
+def by_pairs(
+    attention: torch.nn.Module,
+    x_TD: Tensor,
+    table_RD: Tensor,
+    documents: list[int],
+    delta: Callable[[int, int], int],
+) -> Tensor:
     """He et al. 2021, equation 4, for one row and head by head; only tokens of one document see one another.
 
     But the position in position-to-content is δ(i, j), as in the released code, where the paper has δ(j, i).
     """
     h = D // N
     q, k, v = (projection(x_TD) for projection in (attention.wq, attention.wk, attention.wv))
-    q_r, k_r = attention.wq_position(table_RD), attention.wk_position(table_RD)
+    shared = not hasattr(attention, "wq_position")
+    q_r = (attention.wq if shared else attention.wq_position)(table_RD)
+    k_r = (attention.wk if shared else attention.wk_position)(table_RD)
     out = []
     for head in range(N):
         part = slice(head * h, (head + 1) * h)
@@ -62,24 +82,46 @@ def by_pairs(attention: torch.nn.Module, x_TD: Tensor, table_RD: Tensor, documen
     return attention.wo(torch.cat(out, dim=-1))
 
 
-def test_values_and_gradients() -> None:
-    attention = moved(ATTENTIONS.get("disentangled")(CONFIG, initialiser(CONFIG), "full"))
+def bucket(i: int, j: int) -> int:
+    """The row that transformers' DeBERTa v2 reads for query i and key j."""
+    distance = torch.tensor(i - j)
+    return int(make_log_bucket_position(distance, BUCKETS, FARTHEST).clamp(-BUCKETS, BUCKETS - 1)) + BUCKETS
+
+
+@pytest.mark.parametrize(("n", "farthest"), [(256, 512), (6, 15), (4, 5), (32, 128)])
+def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
+    distances = torch.arange(1 - 2 * farthest, 2 * farthest)
+    ours, theirs = log_buckets(distances, n, farthest), make_log_bucket_position(distances, n, farthest)
+    assert torch.equal(ours, theirs.long())
+    assert ours.dtype == torch.int64
+    assert ours[distances.abs() < farthest].abs().max() < n
+
+
+@pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
+def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
+    attention = moved(ATTENTIONS.get(config.attention)(config, initialiser(config), "full"))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
-    table = torch.randn(2 * K, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(
+        2 * (K if config is CONFIG else BUCKETS),
+        D,
+        generator=generator,
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
     layout = SequenceLayout(torch.arange(T).expand(2, T), torch.tensor(documents))
     ours = attention(x, layout, table)
     wanted = torch.stack(
-        [by_pairs(attention, row, table, where) for row, where in zip(x, documents, strict=True)]
+        [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
     )
     torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
     inputs = [x, table, *attention.parameters()]
     one = torch.autograd.grad((ours * weights).sum(), inputs)
     other = torch.autograd.grad((wanted * weights).sum(), inputs)
     for mine, reference in zip(one, other, strict=True):
-        assert reference.norm() > 1e-3
+        assert reference.norm() > 1e-3 or mine.shape == (D,)
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
 
 
@@ -117,3 +159,14 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
 def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"needs model\.position = 'disentangled' and family = 'encoder'"):
         build(CONFIG.model_copy(update=change))
+
+
+@pytest.mark.parametrize("change", [{"position": "disentangled"}, {"family": "decoder"}])
+def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"needs model\.position = 'disentangled_buckets' and family ="):
+        build(SHARED.model_copy(update=change))
+
+
+def test_buckets_that_leave_no_room_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"relative_distance = 3 .*relative_buckets = 8"):
+        build(SHARED.model_copy(update={"relative_buckets": 8, "relative_distance": 3}))

@@ -1,0 +1,52 @@
+"""Disentangled attention as from DeBERTa v2 on (He et al. 2021, appendix A.11): positions share the projections."""
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.disentangled import DisentangledCore
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.position.disentangled_buckets import log_buckets
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# B batch, T tokens, D model width, N heads, H head width, R buckets of relative positions
+
+
+@ATTENTIONS.register("disentangled_shared")
+class DisentangledSharedAttention(nn.Module):
+    """The table of relative positions goes through the content's projections of queries and keys."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+        super().__init__()
+        if config.position != "disentangled_buckets" or sight != "full":
+            raise UsageError(
+                "model.attention = 'disentangled_shared' needs model.position = 'disentangled_buckets' and family = "
+                "'encoder'"
+            )
+        d, width = config.d_model, config.n_heads * config.head_width
+        self.head_dim, n, farthest = config.head_width, config.relative_buckets, config.relative_distance
+        self.wq = Linear(d, width, initial("query", d, width), bias=True)
+        self.wk = Linear(d, width, initial("key", d, width), bias=True)
+        self.wv = Linear(d, width, initial("value", d, width), bias=True)
+        self.wo = Linear(width, d, initial("out", width, d), bias=True)
+        self.core = DisentangledCore(config, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        layout: SequenceLayout,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]; `bias` is the table [R, D] of relative positions."""
+        q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_position, k_position = (self._heads(w(bias)) for w in (self.wq, self.wk))
+        heads_BNTH = self.core(q, k, v, q_position, k_position, layout)
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)

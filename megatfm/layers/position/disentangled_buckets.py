@@ -1,0 +1,51 @@
+"""Relative positions as from DeBERTa v2 on (He et al. 2021, appendix A.11): in buckets, and with a norm."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.norm import NORMS
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.table import Table
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# R buckets of both directions, D model width
+
+
+def log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
+    """The signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
+
+    Half of them stand for one distance each, the others for ranges that grow exponentially up to `farthest`; unlike
+    T5's, they are rounded up.
+    """
+    exact = n_buckets // 2
+    # In float32 and in this order, as the released code computes it: distances at a range's edge depend on it.
+    ranges = torch.log(distances.abs().clamp(min=1).float() / exact) / torch.log(
+        torch.tensor((farthest - 1) / exact, dtype=torch.float32, device=distances.device)
+    )
+    far = torch.ceil(ranges * (exact - 1)).long() + exact
+    return torch.where(distances.abs() <= exact, distances, far * distances.sign())
+
+
+class BucketTable(nn.Module):
+    """A vector [D] for every bucket, one table for all layers, and a norm on it."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        if config.relative_distance - 1 <= config.relative_buckets // 2 or config.relative_buckets < 2:
+            raise UsageError(
+                f"model.relative_distance = {config.relative_distance} leaves no ranges for model.relative_buckets = "
+                f"{config.relative_buckets}: choose a longer distance, e.g. {2 * config.relative_buckets}"
+            )
+        rows = 2 * config.relative_buckets
+        self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
+        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps)
+
+    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+        """[R, D]."""
+        return self.norm(self.table.weight)
+
+
+DISENTANGLED_BUCKETS = POSITIONS.register("disentangled_buckets")(Position(bias=BucketTable))
