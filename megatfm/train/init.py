@@ -13,6 +13,11 @@ def find_checkpoint(path: str | Path) -> Path:
     if (path / "metadata.json").is_file():
         return path
     newest = checkpoint.latest(path / "checkpoints") if path.is_dir() else None
+    if newest is None and (path / "config.json").is_file():
+        raise UsageError(
+            f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
+            "megatfm`"
+        )
     if newest is None:
         raise UsageError(
             f"{path}: neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"

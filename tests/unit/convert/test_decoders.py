@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, ModelConfig
+from megatfm.config import Config, ModelConfig, load_config
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
@@ -22,8 +22,12 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.generate.command import search
 from megatfm.generate.load import load
 from megatfm.models import build
+from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
+from megatfm.train.build import build_engine
+from megatfm.train.init import load_weights
 from tests.parity.oracle import perturb
+from tests.workers import Workers
 
 TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 SMALL = {"vocab_size": 60}
@@ -224,6 +228,26 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
+
+
+def trained_on_from(folder: str) -> torch.Tensor:
+    """The logits of a run that starts from the weights in a folder, under the folder's own config."""
+    config = load_config(folder)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
+    load_weights(engine, folder)
+    engine.model.eval()
+    with torch.no_grad():
+        return engine.model(TOKENS).logits
+
+
+def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Workers) -> None:
+    theirs = theirs_of("gpt1")
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))
+    torch.testing.assert_close(logits, theirs(TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(UsageError, match="in the Hugging Face format: make a folder of ours of it with"):
+        load(tmp_path / "theirs")
 
 
 def find(folder: Path) -> Path:
