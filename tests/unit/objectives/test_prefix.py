@@ -17,7 +17,7 @@ def test_a_decoder_predicts_everything_after_its_prefix(
     assert made.max_tokens == 63
     whole = [BOS, *tokens.tolist(), EOS]
     prefixes = []
-    for sample in range(4000):
+    for sample in range(16_000):
         fields = build_one(made, tokens, sample=sample)
         assert fields["tokens"].tolist() == whole[:-1]
         n = int(fields["prefix"].sum())
@@ -28,7 +28,7 @@ def test_a_decoder_predicts_everything_after_its_prefix(
         prefixes.append(n)
     counts = np.bincount(prefixes, minlength=65)
     assert counts[0] == 0
-    chi2 = float(((counts[1:] - 4000 / 64) ** 2 / (4000 / 64)).sum())
+    chi2 = float(((counts[1:] - 16_000 / 64) ** 2 / (16_000 / 64)).sum())
     assert abs(chi2 - 63) < 5 * (2 * 63) ** 0.5, "uniform over 1 … 64"
     epochs = {int(build_one(made, tokens, epoch=epoch)["prefix"].sum()) for epoch in range(20)}
     assert len(epochs) > 5, "another one each epoch"
@@ -42,7 +42,7 @@ def test_an_encoder_decoder_gets_both_parts(
     made, tokens = make_objective("prefix", family="encoder_decoder", rows=rows), make_text(63)
     assert made.max_tokens == 63
     cuts = []
-    for sample in range(2000):
+    for sample in range(16_000):
         fields = build_one(made, tokens, sample=sample)
         cut = len(fields["encoder_tokens"]) - 1
         assert fields["encoder_tokens"].tolist() == [*tokens[:cut].tolist(), EOS]
@@ -50,8 +50,8 @@ def test_an_encoder_decoder_gets_both_parts(
         assert fields["tokens"].tolist() == [PAD, *tokens[cut:].tolist()]
         cuts.append(cut)
     counts = np.bincount(cuts, minlength=64)[least : least + 31]
-    assert counts.sum() == 2000, "both sides fit their rows"
-    chi2 = float(((counts - 2000 / 31) ** 2 / (2000 / 31)).sum())
+    assert counts.sum() == 16_000, "both sides fit their rows"
+    chi2 = float(((counts - 16_000 / 31) ** 2 / (16_000 / 31)).sum())
     assert abs(chi2 - 30) < 5 * (2 * 30) ** 0.5
 
 

@@ -40,7 +40,7 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
     made, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
     others = Block([50, 45, 30, 50])
     labels, partners, cuts = [], [], ([], [])
-    for sample in range(4000):
+    for sample in range(25_000):
         a, b, label = parts(build_one(made, text, sample=sample, partners=others))
         assert a == text[: len(a)].tolist()
         assert len(a) + len(b) == len(text), "the planned length"
@@ -55,7 +55,7 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
             partners.append(number)
         labels.append(label)
         cuts[label].append(len(a))
-    assert abs(sum(labels) - 2000) < 5 * 1000**0.5
+    assert abs(sum(labels) - 12_500) < 5 * 6_250**0.5
     counts = np.bincount(partners, minlength=4)
     assert np.abs(counts - len(partners) / 4).max() < 5 * len(partners) ** 0.5
     # Kolmogorov and Smirnov: lengths of positives and negatives are of one distribution.
@@ -87,26 +87,26 @@ def test_alone_in_a_block_there_are_only_positives(
 def test_segments_are_swapped_half_of_the_time(make_objective: Any, build_one: Any) -> None:
     made, text = make_objective("sentence_order", **NO_MASK), np.arange(200, 260)
     labels, cuts = [], ([], [])
-    for sample in range(4000):
+    for sample in range(17_000):
         a, b, label = parts(build_one(made, text, sample=sample))
         assert a
         assert b
         assert (b + a if label else a + b) == text.tolist()
         labels.append(label)
         cuts[label].append(len(b if label else a))
-    assert abs(sum(labels) - 2000) < 5 * 1000**0.5
+    assert abs(sum(labels) - 8_500) < 5 * 4_250**0.5
     counts = np.bincount(cuts[0] + cuts[1], minlength=60)[1:]
-    chi2 = float(((counts - 4000 / 59) ** 2 / (4000 / 59)).sum())
+    chi2 = float(((counts - 17_000 / 59) ** 2 / (17_000 / 59)).sum())
     assert abs(chi2 - 58) < 5 * (2 * 58) ** 0.5, "any place of the cut is as likely"
 
 
 @pytest.mark.parametrize("name", ["next_sentence", "sentence_order"])
 def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_one: Any, name: str) -> None:
     made, chosen = make_objective(name), 0
-    for sample in range(400):
-        fields = build_one(made, make_text(400, sample), sample=sample, partners=Block([500]))
+    for sample in range(2_500):
+        fields = build_one(made, make_text(400, sample % 400), sample=sample, partners=Block([500]))
         chosen += int((fields["targets"] != IGNORE).sum())
-    n = 400 * 400
+    n = 2_500 * 400
     assert abs(chosen - 0.15 * n) < 5 * (n * 0.15 * 0.85) ** 0.5
     static = make_objective(name, static=True)
     tokens = make_text(50)
