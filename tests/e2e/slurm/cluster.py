@@ -26,6 +26,10 @@ ENDED = {
     "OUT_OF_MEMORY",
 }
 
+REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
+REPORTS: dict[str, str] = {}
+"""What SLURM said of each job at its end, for the summary."""
+
 
 def why_not() -> str | None:
     """What a test cluster needs that is missing here."""
@@ -134,7 +138,10 @@ class Job:
             time.sleep(0.1)
         assert now == state, self.report(f"{state} was expected")
         print(self.cluster.slurm("scontrol", "show", "job", self.number))
-        return self.record()
+        record = self.record()
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0]
+        REPORTS[self.number] = f"{test}: " + " ".join(f"{key}={record[key]}" for key in REPORTED)
+        return record
 
     def _may_be_requeued(self, state: str) -> bool:
         """`scontrol requeue` of a job that is just ending shows it as ended for a moment."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import PREP, SMALL
-from tests.e2e.slurm.cluster import HERE, Cluster, Job, run, why_not
+from tests.e2e.slurm.cluster import HERE, REPORTS, Cluster, Job, run, why_not
 
 # The run of these tests: two layers, forty steps, a checkpoint every five. Layout: ZeRO-3 on two ranks.
 STEPS = 40
@@ -24,6 +24,14 @@ OVERRIDES = (
     "optimizer.name=adamw",  # Muon's roundings grow from step to step
     'plugins=["trouble"]',
 )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What SLURM reported; all of it with `-rP`."""
+    if REPORTS:
+        terminalreporter.section("scontrol show job")
+        for line in REPORTS.values():
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

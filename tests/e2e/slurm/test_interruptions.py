@@ -1,5 +1,6 @@
 """A run that loses its time, its place or a node ends as the run that was never interrupted, bit by bit."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -86,14 +87,34 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
     slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
+    assert re.search(
+        rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
+    )
     project.cluster.slurm("scancel", job.number)
     job.finish("CANCELLED", timeout=30)
+    assert re.search(
+        rf"^state +CANCELLED: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
+    )
     slow.unlink()
     again = project.launch()
     again.finish()
+    said = project.megatfm("logs", job.run_dir)
+    assert f"job    | megatfm job: attempt 1: job {again.number}" in said
+    assert "rank 0 | " in said
     assert_same_run(again, whole)
     record = job.record()
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_a_job_that_waits_is_seen_and_cancelled(project):
+    (project.folder / "site.toml").write_text('sbatch = ["--begin=now+1hour"]\n')
+    job = project.launch("--site", "site.toml")
+    assert re.search(
+        rf"^state +PENDING.*: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
+    )
+    assert project.megatfm("cancel", job.run_dir) == f"cancelled job {job.number}\n"
+    job.finish("CANCELLED")
+    assert "none of its jobs is in the queue" in project.megatfm("cancel", job.run_dir, code=2)
 
 
 def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
