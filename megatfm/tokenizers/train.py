@@ -3,7 +3,7 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import sentencepiece
@@ -19,7 +19,7 @@ _SEGMENT = re.compile(r"\n[\n\t ]*| ?\w+| ?[^\w\s]+|\s+")
 # The trainer separates segments by tabs, so no piece could hold one, and lets none but an all-space piece end in a
 # space, so no piece could be a line break with its indentation. Both are therefore learnt as characters of private
 # use, and put back into the pieces, where a space is U+2581; the model then spells all of them exactly.
-_SPACE_MARK, _TAB_MARK, _BREAK_MARK = "\ue020", "\ue009", "\ue00a"
+_SPACE_MARK, _TAB_MARK = "\ue020", "\ue009"
 _MARKS_TO_TEXT = str.maketrans({_SPACE_MARK: " ", _TAB_MARK: "\t"})
 _MARKS_TO_PIECE = {_SPACE_MARK: "\u2581", _TAB_MARK: "\t"}
 # For training alone, characters with a meaning of their own count as spaces: the marks, the space of pieces, and
@@ -29,9 +29,6 @@ _TEXT_TO_MARKS = str.maketrans(
 )
 # Longer sentences would be skipped too; a text is one sentence.
 _MAX_SENTENCE_BYTES = 2**30
-# A unigram model learns from the segments themselves, each once with its count, so a break needs a mark, too.
-_UNIGRAM_MARKS_TO_PIECE = {**_MARKS_TO_PIECE, _BREAK_MARK: "\n"}
-_TEXT_TO_UNIGRAM_MARKS = {**_TEXT_TO_MARKS, ord("\n"): _BREAK_MARK, ord(_BREAK_MARK): _SPACE_MARK}
 _FIELD_1 = 0x0A  # protobuf's tag of field 1 as a byte string
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
@@ -53,14 +50,13 @@ def train_sentencepiece(
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
-    marks: Mapping[str, str] = _MARKS_TO_PIECE
     own: dict[str, Any] = {
         "sentence_iterator": _kept(_sentences(texts), failures),
         "pretokenizer": _segments,
         "allow_inconsistent_pretokenization": True,  # pieces respect the segments, encoding needn't know them
     }
     if model_type == "unigram":
-        marks = _UNIGRAM_MARKS_TO_PIECE
+        # It learns from the segments themselves, each once with its count; docs/LOG.md has the comparison.
         own = {"sentence_iterator": _kept(_counted_segments(texts), failures), "input_format": "tsv"}
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -92,10 +88,10 @@ def train_sentencepiece(
         if failures:
             raise failures[0] from None
         raise _readable(error, vocab_size) from error
-    return _with_spaces(model.getvalue(), marks)
+    return _with_spaces(model.getvalue())
 
 
-def _with_spaces(model: bytes, marks: Mapping[str, str]) -> bytes:
+def _with_spaces(model: bytes) -> bytes:
     """The model with spaces and tabs instead of their marks in its pieces.
 
     A model is a protobuf message whose fields are all byte strings; field 1, repeated, is a piece, whose own field 1
@@ -110,7 +106,7 @@ def _with_spaces(model: bytes, marks: Mapping[str, str]) -> bytes:
         if tag == _FIELD_1:
             text_size, text_start = read_varint(payload, 1)
             text = payload[text_start : text_start + text_size]
-            for mark, spelled in marks.items():
+            for mark, spelled in _MARKS_TO_PIECE.items():
                 text = text.replace(mark.encode(), spelled.encode())
             payload = bytes([_FIELD_1, *as_varint(len(text)), *text, *payload[text_start + text_size :]])
         changed += bytes([tag, *as_varint(len(payload))]) + payload
@@ -133,7 +129,7 @@ def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         counts.update(_SEGMENT.findall(text))
     for segment, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        yield f"{segment.translate(_TEXT_TO_UNIGRAM_MARKS)}\t{count}"
+        yield f"{segment.translate(_TEXT_TO_MARKS)}\t{count}"
 
 
 def _kept(sentences: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
