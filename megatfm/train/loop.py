@@ -46,6 +46,7 @@ def train(config: Config) -> int:
     with (
         bootstrap.joined(max(hang, bootstrap.MEET_SECONDS), config.train.device, 1.5 * hang + 60) as rank,
         Watch(rank, hang) as watch,
+        StopSignals(rank.device) as signals,
     ):
         if rank.device.type == "cpu":
             keep_freed_memory()
@@ -67,7 +68,7 @@ def train(config: Config) -> int:
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch)
             watch.tick(0, "start")
             trainer.restore(found)
-            return trainer.run_steps()
+            return trainer.run_steps(signals)
 
 
 class Trainer:
@@ -120,13 +121,10 @@ class Trainer:
         for note in self.corpora.notes:
             log.info("%s", note)
 
-    def run_steps(self) -> int:
+    def run_steps(self, signals: StopSignals) -> int:
         """While tokens are due: step, log, evaluate, save; stop if asked."""
-        stop = None
-        with (
-            StopSignals(self.engine.device) as signals,
-            StepProfile(self.config.log.profile, self.run) as profile,
-        ):
+        stop = signals.agreed()  # during the start: there is nothing to save yet
+        with StepProfile(self.config.log.profile, self.run) as profile:
             while self.state.step < self.config.train.steps and not stop:
                 stop = self._stretch(signals, profile)
         if self.state.step < self.config.train.steps:

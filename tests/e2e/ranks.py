@@ -171,6 +171,10 @@ def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_asked_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -110,11 +110,15 @@ def test_a_rank_that_never_comes_is_named(start: Start) -> None:
 
 
 def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start) -> None:
+    early = start(run="early", fault=Fault(1, "startup", "is_asked_to_stop"))
     quiet = start("train.steps=400", "evaluate.every=0", run="quiet")
     stuck = start("train.hang_seconds=600", run="stuck", fault=Fault(1, "step", "sticks_in_c"))
     quiet.wait_for_step(2)
     quiet.signal(0, signal.SIGINT)
     assert quiet.wait(60) == [REQUEUE, REQUEUE], quiet.said(0)
+    assert early.wait(60) == [REQUEUE, REQUEUE], early.said(0)
+    assert not (early.folder / "checkpoints").exists(), "asked before the first step: nothing to save"
+    assert not (early.folder / "metrics.jsonl").exists()
     stuck.wait_for_step(2)
     for _ in range(2):
         stuck.signal(1, signal.SIGINT)
