@@ -173,7 +173,9 @@ def _go_on(args: argparse.Namespace, restarts: Restarts, attempt: Attempt) -> No
 def _exclude(jobs: Sequence[str], hosts: Sequence[str], found: dict[str, str]) -> None:
     """Keep jobs off hosts, if enough others are left for them ever to start."""
     try:
-        left = scheduler.usable_nodes(found.get("Partition", "")) - set(hosts)
+        before = found.get("ExcNodeList", "(null)")  # what the site leaves out, which an update would forget
+        excluded = {*hosts, *(scheduler.hostnames(before) if before != "(null)" else ())}
+        left = scheduler.usable_nodes(found.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", found.get("NumNodes", "1"))[0])  # type: ignore[index]
         if len(left) < needed:
             say(
@@ -181,7 +183,7 @@ def _exclude(jobs: Sequence[str], hosts: Sequence[str], found: dict[str, str]) -
             )
             return
         for job in jobs:
-            scheduler.exclude(job, hosts)
+            scheduler.exclude(job, sorted(excluded))
         say(f"{', '.join(hosts)}: failed twice, so excluded from now on")
     except MegatfmError as error:
         say(f"could not exclude {', '.join(hosts)}: {error}")

@@ -265,6 +265,16 @@ def test_a_host_that_failed_twice_is_excluded(
     assert (last.failed_host, last.failed_rank, last.reason) == ("n2", 1, "rank 1 on n2 hangs")
 
 
+def test_what_the_site_leaves_out_stays_excluded(run: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("scontrol-show", RUNNING.rstrip("\n") + " ExcNodeList=gpu9\n")
+    fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\ngpu9 idle\n")
+    failures(run, 1, host="n2")
+    begin(run)
+    event(run, event="failed", detail="it hangs", ranks=[1], hosts=["n2"])
+    end(run, 1)
+    assert "scontrol update JobId=7 ExcNodeList=gpu9\\,n2" in fake_slurm.calls
+
+
 def test_a_host_is_not_excluded_when_the_job_could_then_never_start(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
