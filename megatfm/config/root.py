@@ -89,6 +89,8 @@ class Config(Section):
             "model.n_kv_heads": self.model.kv_heads,
             "model.d_ff": self.model.d_ff,
         }
+        if smaller := self.model.generator:
+            heads |= {"model.generator.n_heads": smaller.n_heads, "model.generator.d_ff": smaller.d_ff}
         for key, count in heads.items():
             sliced = key == "model.n_kv_heads" and self.parallel.tp % count == 0
             if count % self.parallel.tp and not sliced:

@@ -94,6 +94,12 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
     load("parallel.tp=2", "data.sequence_length=8")
 
 
+def test_a_generator_s_heads_that_the_ranks_cannot_share() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.generator\.n_heads = 1: choose a tp"):
+        load_config("electra-small", ["parallel.tp=2"])
+    load_config("electra-base", ["parallel.tp=2"])
+
+
 def test_several_mistakes_show_the_first_and_their_number(load: Callable[..., Config]) -> None:
     assert mistake(load, "train.steps=0", "train.seed=-1", "model.d_ff=0").endswith("(and 2 more)")
 
