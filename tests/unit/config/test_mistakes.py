@@ -95,7 +95,7 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
 
 
 def test_a_generator_s_heads_that_the_ranks_cannot_share() -> None:
-    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.generator\.n_heads = 1: choose a tp"):
+    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.generator\.n_heads = 1"):
         load_config("electra-small", ["parallel.tp=2"])
     load_config("electra-base", ["parallel.tp=2"])
 
