@@ -47,9 +47,10 @@ def convert(
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     found = find_checkpoint(source)
-    config = Config.model_validate(checkpoint.read_state(found).get("config"))
+    state = checkpoint.read_state(found)
+    config = Config.model_validate(state.get("config"))
     import_plugins(config.plugins)
-    parts = parts_of(config.model)
+    parts = parts_of(config.model, state.get("converted_from"))
     stored = checkpoint.names(found)
     ours = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")

@@ -31,10 +31,16 @@ class Part:
     rules: Sequence[Rule]
 
 
-def parts_of(config: ModelConfig) -> list[Part]:
-    """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model."""
+def parts_of(config: ModelConfig, before: object = None) -> list[Part]:
+    """Two for ELECTRA, one for all others. Raises UsageError where transformers can't store the model.
+
+    before: the name of what the model was converted from, which is chosen again if it still fits.
+    """
     if config.family != "electra":
-        name, architecture, theirs = architecture_for(config)
+        try:
+            name, architecture, theirs = architecture_for(config, [str(before)] if before else None)
+        except UsageError:
+            name, architecture, theirs = architecture_for(config)
         return [Part("", name, architecture, theirs, architecture.rules(config))]
     return [_half(half, alone) for half, alone in _halves(config).items()]
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 import megatfm
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config.model import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
@@ -85,8 +86,8 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
             got = logits(megatfm.load(tmp_path / path), ours=True)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    kind = type(theirs) if name != "mistral" else transformers.LlamaForCausalLM
-    loaded, info = kind.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [MODELS[name][0]]
+    loaded, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
         assert torch.equal(logits(loaded.eval(), ours=False), wanted)
@@ -142,6 +143,35 @@ def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: st
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UsageError, match=message):
         HfFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "scaling"),
+    [
+        ({}, 10_000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, LinearScaling(factor=2.0)),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            5e5,
+            Llama3Scaling(factor=8.0, original_length=8192),
+        ),
+        (
+            {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 9.0}},
+            9.0,
+            YarnScaling(factor=4.0, original_length=64),
+        ),
+    ],
+)  # fmt: skip
+def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
+    read = ARCHITECTURES.get("LlamaForCausalLM").read({**LLAMA, **keys})
+    assert (read.rope_theta, read.rope_scaling) == (theta, scaling)
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
