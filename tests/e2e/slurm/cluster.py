@@ -71,9 +71,20 @@ class Cluster:
         """Kill or start a node."""
         run(TESTCLUSTER / "node", what, name, env=self.environment)
 
+    def until_idle(self, timeout: float = 120) -> None:
+        """Wait for the last nodes of the last jobs."""
+        end = time.monotonic() + timeout
+        while set(self.slurm("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
+            assert time.monotonic() < end, self.slurm("squeue")
+            time.sleep(0.1)
+
     def slurm(self, *words: object, **options: Any) -> str:
         """Run one of SLURM's commands."""
         return run(*words, env=self.environment, **options)
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """The hosts of SLURM's compressed list."""
+        return self.slurm("scontrol", "show", "hostnames", nodes).split()
 
     def job(self, number: str, run_dir: Path) -> "Job":
         job = Job(self, number, run_dir)
@@ -105,7 +116,7 @@ class Job:
     @property
     def nodes(self) -> list[str]:
         """The nodes that it runs or ran on."""
-        return self.cluster.slurm("scontrol", "show", "hostnames", self.record()["NodeList"]).split()
+        return self.cluster.hostnames(self.record()["NodeList"])
 
     @property
     def log(self) -> str:
@@ -119,7 +130,7 @@ class Job:
         file = self.run_dir / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    def until(self, what: Callable[[], object], timeout: float = 60) -> None:
+    def until(self, what: Callable[[], object], timeout: float = 240) -> None:
         """Wait for something to come true; a job that ends in the meantime, or the timeout, is a failure."""
         end = time.monotonic() + timeout
         while not what():
@@ -127,10 +138,10 @@ class Job:
             assert self.state not in ENDED or what(), self.report("it ended in the meantime")
             time.sleep(0.1)
 
-    def until_step(self, step: int, timeout: float = 60) -> None:
+    def until_step(self, step: int, timeout: float = 240) -> None:
         self.until(lambda: self.steps >= step, timeout)
 
-    def finish(self, state: str = "COMPLETED", timeout: float = 120) -> dict[str, str]:
+    def finish(self, state: str = "COMPLETED", timeout: float = 300) -> dict[str, str]:
         """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""
         end = time.monotonic() + timeout
         while (now := self.state) not in ENDED or self._may_be_requeued(now):

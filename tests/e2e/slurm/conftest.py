@@ -26,6 +26,13 @@ OVERRIDES = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs have limits of their own, and on a busy machine several of them may be near."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What SLURM reported; all of it with `-rP`."""
     if REPORTS:

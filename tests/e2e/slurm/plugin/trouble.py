@@ -1,11 +1,12 @@
 """A plugin (`plugins = ["trouble"]`) that lets a test steer the steps of a running job by files in $TROUBLE.
 
 `slow` makes each step take the seconds that it holds, until the file is gone; `crash` makes every rank raise at the
-third step after its start; `hang` holds the rank that it names at the seventh. `slow-first` and so on do the same until
-the job is requeued. The loader is hooked, because every step asks it for a batch.
+third step after its start, or those on the host that it names; `hang` holds the rank that it names at the seventh.
+`slow-first` and so on do the same until the job is requeued. The loader is hooked: every step asks it for a batch.
 """
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def next_with_trouble(loader):
     start = time.monotonic()
     while (seconds := read("slow")) and time.monotonic() < start + float(seconds):
         time.sleep(0.02)
-    if read("crash") is not None and _steps == 3:
+    if read("crash") in ("", socket.gethostname()) and _steps == 3:
         raise RuntimeError("trouble was asked for")
     while read("hang") == RANK and _steps >= 7:
         time.sleep(0.1)
