@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -114,9 +113,6 @@ def begin(args: argparse.Namespace) -> int:
 
 def end(args: argparse.Namespace) -> int:
     """Note how the attempt ended, and see to the next one."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # a job that is requeued is told to end while we still speak
     restarts, job = Restarts(args.run), os.environ["SLURM_JOB_ID"]
     begun = restarts.open(submission(args.run, job)) or next(
         each for each in reversed(restarts.attempts) if each.job == job
