@@ -55,8 +55,7 @@ def cross_entropy(
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The gradients are made in the forward pass, beside the logits (as in Liger, Hsu et al. 2024), and only scaled in
-    the backward pass; of a single chunk the weight's is left to the backward pass, where the scale goes into the
-    smaller factor. For a vocabulary in parts, `weight_WD` holds the rows from `first` on and `reduce` joins the
+    the backward pass. For a vocabulary in parts, `weight_WD` holds the rows from `first` on and `reduce` joins the
     parts: every part then gives the whole loss, and its own share of the gradient to `hidden`.
     """
     return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, reduce)
@@ -78,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         precise = _precise(hidden_MD)
         total = hidden_MD.new_zeros((), dtype=precise)
         hidden_gradient = torch.empty_like(hidden_MD)
-        weight_gradient, ctx.alone = None, 0 < hidden_MD.shape[0] <= chunk
+        weight_gradient = None
         bias_gradient = None if bias_W is None else torch.zeros_like(bias_W, dtype=precise)
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -89,29 +88,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 gradient = gradient.to(hidden.dtype)
                 hidden_gradient[part] = gradient @ weight_WD
-                if not ctx.alone:
-                    weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
+                weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
                 if bias_gradient is not None:
                     bias_gradient += gradient.sum(0, dtype=precise)
+        if weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight_WD)
+        saved = [hidden_gradient, weight_gradient.to(weight_WD.dtype)]
         if bias_W is not None and bias_gradient is not None:
-            bias_gradient = bias_gradient.to(bias_W.dtype)
-        if ctx.alone:
-            of_weight: tuple[Tensor, ...] = (gradient, hidden_MD)
-        else:
-            made = torch.zeros_like(weight_WD) if weight_gradient is None else weight_gradient
-            of_weight = (made.to(weight_WD.dtype),)
-        ctx.save_for_backward(hidden_gradient, bias_gradient, *of_weight)
+            saved.append(bias_gradient.to(bias_W.dtype))
+        ctx.save_for_backward(*saved)
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding.
-        hidden, bias, *of_weight = ctx.saved_tensors
-        weight = None
-        if ctx.needs_input_grad[1]:
-            weight = of_weight[0].T @ (of_weight[1] * scale) if ctx.alone else of_weight[0] * scale
-        bias = None if bias is None else bias * scale
-        return hidden * scale, weight, bias, None, None, None, None, None
+        hidden, weight, *bias = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        return hidden, weight, bias[0] if bias else None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
