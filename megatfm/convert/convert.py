@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import __version__, checkpoint, tokenizers
@@ -48,7 +48,13 @@ def convert(
 def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     found = find_checkpoint(source)
     state = checkpoint.read_state(found)
-    config = Config.model_validate(state.get("config"))
+    try:
+        config = Config.model_validate(state.get("config"))
+    except ValidationError as error:
+        raise MegatfmError(
+            f"{found}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
+            f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
+        ) from None
     import_plugins(config.plugins)
     parts = parts_of(config.model, state.get("converted_from"))
     stored = checkpoint.names(found)
