@@ -99,7 +99,7 @@ class ModelConfig(Section):
     """The architecture. Parts are named by their registry names."""
 
     family: str = "decoder"
-    """decoder, encoder, encoder_decoder, electra or discriminator (ELECTRA's, alone)."""
+    """decoder, encoder, encoder_decoder, xlnet, electra or discriminator (ELECTRA's, alone)."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding; left out, the tokenizer's size."""
     d_model: PositiveInt = Field(examples=[256])
@@ -134,8 +134,8 @@ class ModelConfig(Section):
     activation: str = "swiglu"
     """Activation of the feed-forward network."""
     attention: str = "heads"
-    """Attention layer: heads (MHA, GQA and MQA by n_kv_heads), latent (MLA), disentangled (DeBERTa) or
-    disentangled_shared (its versions from 2 on)."""
+    """Attention layer: heads (MHA, GQA and MQA by n_kv_heads), latent (MLA), disentangled (DeBERTa),
+    disentangled_shared (its versions from 2 on) or two_stream (XLNet)."""
     latent: LatentConfig | None = None
     """Options of `attention = "latent"`."""
     attention_bias: bool = False
@@ -149,7 +149,7 @@ class ModelConfig(Section):
 
     position: str = "rope"
     """Position encoding: sinusoidal, learned, rope, alibi, t5, shaw, none; disentangled or disentangled_buckets, which
-    attention of that name reads."""
+    attention of that name reads; transformer_xl, which two_stream reads."""
     max_positions: PositiveInt | None = Field(default=None, examples=[1024])
     """Rows of learned positions that can be used; other encodings have no limit."""
     position_offset: NonNegativeInt = 0
@@ -258,6 +258,12 @@ class ModelConfig(Section):
                 raise ValueError(f"{key} is a head of encoders: set family = 'encoder', or leave it out")
         if self.future_tokens and self.family != "decoder":
             raise ValueError("future_tokens is a head of decoders: set family = 'decoder', or leave it out")
+        xlnet = {"family": "xlnet", "attention": "two_stream", "position": "transformer_xl"}
+        if len({getattr(self, key) == name for key, name in xlnet.items()}) > 1:
+            raise ValueError(
+                "family = 'xlnet', attention = 'two_stream' and position = 'transformer_xl' belong together: set all "
+                "three, or none"
+            )
         if self.mup and (self.embedding_dim or self.family == "electra"):
             raise ValueError(
                 "mup is for models of one width: leave out embedding_dim, and take another family than electra"
@@ -276,6 +282,9 @@ class ModelConfig(Section):
             "disentangled",
             "disentangled_shared",
             "disentangled_buckets",
+            "two_stream",
+            "transformer_xl",
+            "xlnet",
             "encoder_decoder",
             "decoder",
             "encoder",

@@ -76,6 +76,16 @@ class SpanBoundaryObjective(Section):
     """Longest span, in words."""
 
 
+class PermutationObjective(Section):
+    """Predict spans token by token, in a random order (XLNet)."""
+
+    name: Literal["permutation"] = "permutation"
+    every: Annotated[int, Field(ge=2)] = 6
+    """One token in so many is predicted (the paper's K)."""
+    max_span: PositiveInt = 5
+    """Longest span, in tokens; shorter ones are as frequent."""
+
+
 class SpanCorruptionObjective(Section):
     """Put sentinels in place of spans, and predict what they stand for (T5)."""
 
@@ -131,6 +141,7 @@ ObjectiveConfig = Annotated[
     | NextSentenceObjective
     | SentenceOrderObjective
     | SpanBoundaryObjective
+    | PermutationObjective
     | SpanCorruptionObjective
     | DenoisersObjective
     | ReplacedTokenObjective
@@ -142,6 +153,7 @@ ObjectiveConfig = Annotated[
         NextSentenceObjective,
         SentenceOrderObjective,
         SpanBoundaryObjective,
+        PermutationObjective,
         SpanCorruptionObjective,
         DenoisersObjective,
         ReplacedTokenObjective,

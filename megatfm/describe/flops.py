@@ -35,6 +35,8 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
     two = model.family == "encoder_decoder"
     t = (config.data.target_length or s) if two else 0
     share = getattr(config.objective, "rate", 1.0) if model.family in ("encoder", "electra") else 1.0
+    if model.family == "xlnet":
+        share = 1 / getattr(config.objective, "every", 1)
     repeats = model.n_layers / (model.distinct_layers or model.n_layers)
 
     def seen(name: str) -> float:
@@ -43,6 +45,11 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
             return heads(name) if model.tie_embeddings else 0.0
         if TABLE.search(name):
             return 0.0
+        if model.family == "xlnet" and SHARED.match(name):
+            if name.endswith("wk_position.weight"):
+                return (2 * s - 1) * repeats
+            content_alone = re.search(r"\.attn\.w[kv]\.", name)
+            return s * repeats * (1.0 if content_alone else 1 + share)
         if re.match(r"^(generator\.)?head\.", name):
             return heads(name)
         if name.startswith("boundary."):
@@ -62,6 +69,9 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
 
     work = sum(prod(shape) * seen(name) for name, shape in shapes.items())
     full, half = _attention(model, s, t)
+    if model.family == "xlnet":
+        # Two streams, and scores of 2 s − 1 relative positions beside those of content.
+        full *= (1 + share) * (1 + (2 * s - 1) / (2 * s))
     return Row(s + t, work, full, full - half)
 
 

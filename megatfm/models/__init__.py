@@ -10,6 +10,7 @@ from megatfm.models.encoder_decoder import EncoderDecoder
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.scales import lr_scales
+from megatfm.models.xlnet import XLNet
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -17,4 +18,14 @@ def build(config: ModelConfig) -> nn.Module:
     return MODELS.get(config.family)(config)
 
 
-__all__ = ["MODELS", "Decoder", "Electra", "Encoder", "EncoderDecoder", "Output", "build", "lr_scales"]
+__all__ = [
+    "MODELS",
+    "Decoder",
+    "Electra",
+    "Encoder",
+    "EncoderDecoder",
+    "Output",
+    "XLNet",
+    "build",
+    "lr_scales",
+]

@@ -3,6 +3,7 @@
 from megatfm.objectives.causal import Causal, LanguageModel
 from megatfm.objectives.denoisers import Denoisers
 from megatfm.objectives.masked import Masked
+from megatfm.objectives.permutation import Permutation
 from megatfm.objectives.prefix import PrefixDecoder, PrefixPair
 from megatfm.objectives.registry import (
     OBJECTIVES,
@@ -36,6 +37,7 @@ __all__ = [
     "NextSentence",
     "Objective",
     "Partners",
+    "Permutation",
     "PrefixDecoder",
     "PrefixPair",
     "ReplacedToken",

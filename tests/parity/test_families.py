@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.ops.initial import initialise
 from tests.parity.test_layouts import (
@@ -57,6 +58,9 @@ MODELS = {
         **SMALL, **DROPPED, family="encoder_decoder", position="t5", init="t5", attention_scale=1.0, head_scale=0.2,
         n_encoder_layers=1,
     ),
+    "xlnet": ModelConfig(
+        **SMALL, **DROPPED, family="xlnet", attention="two_stream", position="transformer_xl", head_bias=True
+    ),
     "electra": ModelConfig(
         **SMALL, **DROPPED, **BERT, family="electra", embedding_dim=16,
         generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
@@ -77,6 +81,7 @@ class PassOn:
 
     fields: ClassVar = {
         "causal": "targets",
+        "permutation": "targets",
         "future_1": "ahead",
         "masked": "targets",
         "span": "targets",
@@ -114,6 +119,11 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
         for name in ("tokens", "positions", "documents"):
             batch[f"encoder_{name}"] = other[name]
         return batch
+    if config.family == "xlnet":
+        wanted = (batch["tokens"] % 3 == 0) & (batch["documents"] >= 0)
+        batch["targets"] = batch["tokens"].where(wanted, -100)
+        batch["order"] = (batch["tokens"] + 1).where(wanted, 0)
+        return batch | {"segments": batch["positions"] % 3}
     masked = torch.arange(LENGTH).remainder(5) == torch.arange(ROWS)[:, None].remainder(4)
     original, masked = batch["tokens"].clone(), masked & (batch["documents"] >= 0)
     batch["targets"] = original.where(masked, -100)
@@ -150,8 +160,21 @@ def compare(name: str, parallel: ParallelConfig) -> None:
     assert gradient_errors(engine, expected) == {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, layout) for name in MODELS for layout in LAYOUTS if name != "xlnet" or "tp" not in layout]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_gradients_equal_one_device(workers: Workers, name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     workers.run(compare, ranks, name, parallel)
+
+
+def refuse() -> None:
+    with pytest.raises(
+        UsageError, match=r"parallel\.tp = 2: model\.family = 'xlnet' .* set parallel\.tp = 1"
+    ):
+        make_engine(MODELS["xlnet"], ParallelConfig(tp=2), ADAMW)
+
+
+def test_two_streams_are_not_cut(workers: Workers) -> None:
+    workers.run(refuse, 2)

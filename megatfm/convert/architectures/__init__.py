@@ -13,6 +13,7 @@ from megatfm.convert.architectures import (
     mistral,
     roberta,
     t5,
+    xlnet,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "mistral",
     "roberta",
     "t5",
+    "xlnet",
 ]

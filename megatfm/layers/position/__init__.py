@@ -9,6 +9,7 @@ from megatfm.layers.position import (
     shaw,
     sinusoidal,
     t5,
+    transformer_xl,
 )
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.position.rope import Rope
@@ -25,4 +26,5 @@ __all__ = [
     "shaw",
     "sinusoidal",
     "t5",
+    "transformer_xl",
 ]

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from megatfm.config import ModelConfig
 
 LATENT = {"attention": "latent", "latent": {"kv_rank": 4, "rope_dim": 2}}
+XLNET = {"family": "xlnet", "attention": "two_stream", "position": "transformer_xl"}
 DEBERTA = {"family": "encoder", "attention": "disentangled", "position": "disentangled"}
 
 
@@ -40,6 +41,13 @@ def refused(**options: object) -> str:
         ({"init": "deepnorm"}, "belong together: set both, or neither"),
         ({"norm_position": "deepnorm"}, "belong together: set both, or neither"),
         ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),
+        (
+            {"family": "xlnet"},
+            "'two_stream' and position = 'transformer_xl' belong together: set all three, or none",
+        ),
+        ({"position": "transformer_xl"}, "belong together: set all three, or none"),
+        ({**XLNET, "n_segments": 2}, "has no meaning with family = 'xlnet'"),
+        ({**XLNET, "attention_bias": True}, "choose attention = 'heads'"),
         ({"mup": {"base_width": 4}, "embedding_dim": 4}, "mup is for models of one width"),
     ],
 )

@@ -27,6 +27,7 @@ SMALL = {
     "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
     "max_position_embeddings": 32,
 }  # fmt: skip
+XLNET = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 4, "d_inner": 40}
 DEBERTA = {
     "relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "max_relative_positions": -1,
 }  # fmt: skip
@@ -43,12 +44,14 @@ CASES = {
     },
     "ElectraForPreTraining": {"embedding_size": 10},
     "ElectraForMaskedLM": {"embedding_size": 10},
+    "XLNetLMHeadModel": {"mem_len": None, "dropout": 0.2},
 }  # fmt: skip
 
 
 def make(name: str, **options: Any) -> PreTrainedModel:
     kind = getattr(transformers, name)
-    return perturbed(kind(kind.config_class(**(SMALL | CASES[name] | options))))
+    small = XLNET if name.startswith("XLNet") else SMALL
+    return perturbed(kind(kind.config_class(**(small | CASES[name] | options))))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,6 +136,8 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
         ("DebertaV2ForMaskedLM", {"position_buckets": -1}, "position_buckets = -1"),
         ("ElectraForMaskedLM", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         ("RobertaForMaskedLM", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new'"),
+        ("XLNetLMHeadModel", {"attn_type": "uni"}, "attn_type = 'uni'"),
+        ("XLNetLMHeadModel", {"clamp_len": 7}, "clamp_len = 7"),
     ],
 )  # fmt: skip
 def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -217,7 +222,7 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 
 def test_every_architecture_here_is_tried() -> None:
-    types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra"}
+    types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet"}
     assert {n for n in ARCHITECTURES.names() if ARCHITECTURES.get(n).model_type in types} == set(CASES)
 
 

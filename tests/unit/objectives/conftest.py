@@ -33,8 +33,9 @@ FAMILIES = {
     "sentence_order": "encoder",
     "span_boundary": "encoder",
 }
-FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra"}
+FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra", "permutation": "xlnet"}
 PARTS: dict[str, Any] = {"encoder": {"sentence_classes": 2, "boundary_head": True, "n_segments": 2}}
+PARTS["xlnet"] = {"attention": "two_stream", "position": "transformer_xl"}
 PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
 
 

@@ -25,6 +25,7 @@ PINNED = {
     ("next_sentence", "encoder"): "c58702b0b67d3d5a",
     ("sentence_order", "encoder"): "f802c4e39a109d73",
     ("span_boundary", "encoder"): "80dd60c0d12b8d3a",
+    ("permutation", "xlnet"): "3cee926603be1fd6",
     ("span_corruption", "encoder_decoder"): "6ffdd1a814c933d9",
     ("span_corruption", "decoder"): "33e6d02009b18d84",
     ("denoisers", "encoder_decoder"): "938f05fc650184cd",

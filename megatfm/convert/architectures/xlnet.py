@@ -1,0 +1,109 @@
+"""XLNet: XLNetLMHeadModel. Its projections are kept head by head, and [d_in, heads, width] but for the last."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.convert.keys import Json, activation, only, their_activation
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, layers, linear, same
+
+
+def read(theirs: Json) -> ModelConfig:
+    """What of it is about memory (mem_len, reuse_len, use_mems_…) is not read: without one, it changes nothing."""
+    only(theirs, attn_type="bi", bi_data=False, clamp_len=-1, same_length=False, untie_r=True)
+    only(theirs, tie_word_embeddings=True, d_head=theirs["d_model"] // theirs["n_head"])
+    return ModelConfig(
+        family="xlnet",
+        vocab_size=theirs["vocab_size"],
+        d_model=theirs["d_model"],
+        n_layers=theirs["n_layer"],
+        n_heads=theirs["n_head"],
+        d_ff=theirs["d_inner"],
+        norm="layer_norm",
+        norm_eps=theirs.get("layer_norm_eps", 1e-12),
+        norm_position="post",
+        activation=activation(theirs.get("ff_activation", "gelu")),
+        attention="two_stream",
+        ffn_bias=True,
+        position="transformer_xl",
+        head_bias=True,
+        dropout=theirs.get("dropout", 0.1),
+        attention_dropout=theirs.get("dropout", 0.1),
+        init="normal",
+        init_std=theirs.get("initializer_range", 0.02),
+    )
+
+
+def write(ours: ModelConfig) -> Json:
+    return {
+        "vocab_size": ours.vocab_size,
+        "d_model": ours.d_model,
+        "n_layer": ours.n_layers,
+        "n_head": ours.n_heads,
+        "d_head": ours.head_width,
+        "d_inner": ours.d_ff,
+        "ff_activation": their_activation(ours.activation),
+        "layer_norm_eps": ours.norm_eps,
+        "attn_type": "bi",
+        "bi_data": False,
+        "clamp_len": -1,
+        "same_length": False,
+        "mem_len": None,
+        "reuse_len": None,
+        "dropout": ours.dropout,
+        "initializer_range": ours.init_std,
+        "tie_word_embeddings": True,
+    }
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    n = config.n_heads
+    block = [
+        *(_inwards(f"attn.w{part}.weight", f"rel_attn.{part}", n) for part in "qkv"),
+        _inwards("attn.wk_position.weight", "rel_attn.r", n),
+        _outwards("attn.wo.weight", "rel_attn.o", n),
+        same("attn.content_bias", "rel_attn.r_w_bias"),
+        same("attn.position_bias", "rel_attn.r_r_bias"),
+        same("attn.segment_bias", "rel_attn.r_s_bias"),
+        same("attn.segments", "rel_attn.seg_embed"),
+        *linear("attn_residual.norm", "rel_attn.layer_norm", bias=True),
+        *linear("ffn.w_up", "ff.layer_1", bias=True),
+        *linear("ffn.w_down", "ff.layer_2", bias=True),
+        *linear("ffn_residual.norm", "ff.layer_norm", bias=True),
+    ]
+    return [
+        Rule(
+            ("encoder.query",),
+            ("transformer.mask_emb",),
+            lambda tensors: [tensors[0][None, None]],
+            lambda tensors: [tensors[0][0, 0]],
+        ),
+        same(
+            "encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]
+        ),
+        *layers(config.n_layers, "encoder.layers.", "transformer.layer.", block),
+        same("head.bias", "lm_loss.bias"),
+    ]
+
+
+def _inwards(ours: str, theirs: str, n_heads: int) -> Rule:
+    """[heads · width, d_in] as [d_in, heads, width]."""
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].T.unflatten(1, (n_heads, -1))]
+
+    return Rule((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1).T])
+
+
+def _outwards(ours: str, theirs: str, n_heads: int) -> Rule:
+    """[d_out, heads · width] as [d_out, heads, width]."""
+
+    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[0].unflatten(1, (n_heads, -1))]
+
+    return Rule((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
+
+
+ARCHITECTURES.register("XLNetLMHeadModel")(Architecture("xlnet", read, write, rules, prefix="transformer."))

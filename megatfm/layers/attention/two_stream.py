@@ -1,0 +1,104 @@
+"""XLNet's attention (Yang et al. 2019, sections 2.3 to 2.5): queries of two streams, keys and values of one.
+
+Scores are Transformer-XL's (Dai et al. 2019, section 3.3), each of their terms with a bias of its own, and one more for
+whether query and key are in the same segment.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.dropout import Dropout
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.ops.attention import probabilities
+from megatfm.ops.sequence import SequenceLayout
+
+# B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Where the queries of a stream stand, and what each of them may see of the row.
+
+    layout: of the queries, for dropout. mask [B, 1, Q, S]: true where a query may look; None: everywhere.
+    distances [B, 1, Q, S]: the row of the table of relative positions, for query − key. segments [B, 1, Q, S]: 0
+    where query and key are in the same segment, else 1.
+    """
+
+    layout: SequenceLayout
+    mask: Tensor | None
+    distances: Tensor
+    segments: Tensor
+
+    def at_layer(self, depth: int, skip_rate: float) -> Self:
+        """The same with one layer's random keys."""
+        layout = self.layout.at_layer(depth, skip_rate)
+        return type(self)(layout, self.mask, self.distances, self.segments)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Keys and values [B, N, S, H] of the content, and keys [N, R, H] of the relative positions."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
+class TwoStreamAttention(nn.Module):
+    """`seen` is made once a layer from the content, and called for each stream with its queries.
+
+    The paper's u, v and b are the biases of content, position and segment; its s₊ and s₋ are `segments`.
+    """
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        d, heads, self.head_dim = config.d_model, config.n_heads, config.head_width
+        width = heads * self.head_dim
+        self.scale = self.head_dim**-0.5
+        self.wq = Linear(d, width, initial("query", d, width))
+        self.wk = Linear(d, width, initial("key", d, width))
+        self.wv = Linear(d, width, initial("value", d, width))
+        self.wo = Linear(width, d, initial("out", width, d))
+        self.wk_position = Linear(d, width, initial("key", d, width))
+        self.content_bias = nn.Parameter(torch.empty(heads, self.head_dim))
+        self.position_bias = nn.Parameter(torch.empty(heads, self.head_dim))
+        self.segment_bias = nn.Parameter(torch.empty(heads, self.head_dim))
+        self.segments = nn.Parameter(torch.empty(2, heads, self.head_dim))
+        # As in the released code, biases start as everything else; they are added to all queries, and don't decay.
+        biases = ("content_bias", "position_bias", "segment_bias")
+        drawn = initial("relative", 2, width)
+        self.initial = dict.fromkeys((*biases, "segments"), drawn)
+        self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
+        self.dropout = Dropout(config.attention_dropout, "attention")
+
+    def seen(self, content_BSD: Tensor, table_RD: Tensor) -> Seen:
+        """What the queries of both streams look at; table: of relative positions."""
+        positions_RD = table_RD.to(content_BSD.dtype)
+        keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
+        return Seen(keys, values, self._heads(self.wk_position, positions_RD))
+
+    def forward(self, x_BQD: Tensor, seen: Seen, stream: Stream) -> Tensor:
+        """[B, Q, D]."""
+        q_BNQH = self._heads(self.wq, x_BQD) * self.scale
+        content, position, segment = (
+            q_BNQH + self.scale * bias[:, None]
+            for bias in (self.content_bias, self.position_bias, self.segment_bias)
+        )
+        by_distance_BNQR = position @ seen.positions.transpose(-1, -2)
+        by_segment_BNQ2 = segment @ self.segments.permute(1, 2, 0)
+        distances, segments = (
+            index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (stream.distances, stream.segments)
+        )
+        scores_BNQS = content @ seen.keys.transpose(-1, -2) + by_distance_BNQR.gather(-1, distances)
+        scores_BNQS = scores_BNQS + by_segment_BNQ2.gather(-1, segments)
+        keys = self.dropout.head_keys(stream.layout, q_BNQH.shape[1])
+        shares_BNQS = probabilities(scores_BNQS, stream.mask, self.dropout.rate, keys)
+        return self.wo((shares_BNQS @ seen.values).transpose(1, 2).flatten(2))
+
+    def _heads(self, projection: nn.Module, x: Tensor) -> Tensor:
+        return projection(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)

@@ -1,0 +1,30 @@
+"""Relative positions as sinusoids (Dai et al. 2019, section 3.3); `attention = "two_stream"` reads them."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.ops.rotary import frequencies
+from megatfm.ops.sequence import SequenceLayout, Sight
+
+# R relative positions (all that a row of T tokens has, 2T − 1), D model width
+
+
+class SinusoidTable(nn.Module):
+    """A vector [D] for every distance query − key, the longest negative one first: all sines, then all cosines."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        self.width = config.d_model
+
+    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+        """[R, D] in float64."""
+        farthest, device = layout.positions.shape[1] - 1, layout.positions.device
+        distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
+        angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0).to(device)
+        return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
+
+
+TRANSFORMER_XL = POSITIONS.register("transformer_xl")(Position(bias=SinusoidTable))

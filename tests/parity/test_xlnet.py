@@ -1,0 +1,179 @@
+"""XLNet against transformers, from the same perturbed weights: predictions in a given order, losses, every gradient."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.xlnet import modeling_xlnet
+
+from megatfm.config import ModelConfig
+from megatfm.models import build
+from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
+
+VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
+CONFIG = ModelConfig(
+    family="xlnet", vocab_size=VOCABULARY, d_model=24, n_layers=3, n_heads=4, d_ff=40, norm="layer_norm",
+    norm_eps=1e-7, norm_position="post", activation="gelu", attention="two_stream", ffn_bias=True,
+    position="transformer_xl", head_bias=True,
+)  # fmt: skip
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    with doubled(request.param, modeling_xlnet):
+        yield request.param
+
+
+def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
+    """As our objective makes it: about a third of the tokens are targets, each document in its own random order."""
+    rows, longest = len(lengths), max(lengths)
+    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    tokens = draw(VOCABULARY, rows, longest, seed=seed)
+    chosen = (draw(3, rows, longest, seed=seed + 1) == 0) & inside
+    chosen[:, 2:4] = True
+    assert len(set(chosen.sum(1).tolist())) > 1 or rows == 1, "rows with different numbers of targets"
+    ranks = draw(10**9, rows, longest, seed=seed + 2).masked_fill(~chosen, -1).argsort(1).argsort(1)
+    ranks = (ranks - (~chosen).sum(1, keepdim=True) + 1).where(chosen, 0)
+    return {
+        "tokens": tokens,
+        "documents": inside.long() - 1,
+        "segments": draw(3, rows, longest, seed=seed + 3),
+        "order": ranks,
+        "targets": tokens.where(chosen, IGNORE),
+    }
+
+
+def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same for transformers: masks that are written out pair by pair, and targets by number."""
+    order, targets = batch["order"].tolist(), batch["targets"]
+    rows, n = targets.shape
+    most = int((targets != IGNORE).sum(1).max())
+    hidden, mapping = torch.zeros(rows, n, n, dtype=dtype), torch.zeros(rows, most, n, dtype=dtype)
+    labels = torch.full((rows, most), IGNORE)
+    for b in range(rows):
+        for i in range(n):
+            for j in range(n):
+                given = order[b][i] == order[b][j] == 0
+                hidden[b, i, j] = not (order[b][j] < order[b][i] or given)
+        for number, place in enumerate(torch.nonzero(targets[b] != IGNORE)[:, 0].tolist()):
+            mapping[b, number, place] = 1
+            labels[b, number] = targets[b, place]
+    return {
+        "input_ids": batch["tokens"],
+        "attention_mask": (batch["documents"] + 1).to(dtype),
+        "token_type_ids": batch["segments"],
+        "perm_mask": hidden,
+        "target_mapping": mapping,
+        "labels": labels,
+    }
+
+
+def predictions(
+    both: Pair, batch: dict[str, Tensor], theirs: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits at the targets, row by row, in their order in the text."""
+    inputs = {name: values for name, values in batch.items() if name != "targets"}
+    return both.ours(**inputs).logits[batch["targets"] != IGNORE], theirs[labels != IGNORE]
+
+
+def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
+    both, figures, batch = pair(CONFIG, dtype), Figures(), batch_of(LENGTHS)
+    assert type(both.theirs).__name__ == "XLNetLMHeadModel"
+    inputs = theirs_of(batch, dtype)
+    output = both.theirs(**inputs)
+    figures.see_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
+    loss = both.ours(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
+    figures.see_logits(loss, output.loss, dtype)
+    loss.backward()
+    output.loss.backward()
+    figures.see_gradients(both, dtype)
+    assert figures.logits > 0, "the same code can't be its own oracle"
+    assert figures.compared > 20
+    hold_to_the_docs("xlnet-base", dtype, figures)
+
+
+def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None:
+    both, figures, batch = pair(CONFIG, dtype, seed=1), Figures(), batch_of(LENGTHS, 5)
+    inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}
+    inside = batch["documents"] == 0
+    for segments in (None, batch["segments"]):
+        theirs = both.theirs(**inputs, token_type_ids=segments).logits
+        ours = both.ours(batch["tokens"], documents=batch["documents"], segments=segments).logits
+        figures.see_logits(ours[inside], theirs[inside], dtype)
+    assert figures.logits > 0
+
+
+def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
+    both, figures, lengths = pair(CONFIG, dtype, seed=2), Figures(), (5, 4, 7)
+    parts = [batch_of((n,), 10 * n) for n in lengths]
+    for number, part in enumerate(parts):
+        part["documents"] += number
+    padding = {"tokens": 3, "documents": -1, "segments": 0, "order": 0, "targets": IGNORE}
+    row = {k: torch.cat([*(p[k] for p in parts), torch.full((1, 2), v)], 1) for k, v in padding.items()}
+    ours = both.ours(**{k: v for k, v in row.items() if k != "targets"}).logits
+    start, loss = 0, torch.zeros((), dtype=dtype)
+    for part, length in zip(parts, lengths, strict=True):
+        part["documents"] = torch.zeros_like(part["documents"])
+        inputs = theirs_of(part, dtype)
+        output = both.theirs(**inputs)
+        wanted = part["targets"] != IGNORE
+        figures.see_logits(ours[:, start : start + length][wanted], output.logits[0], dtype)
+        loss = loss + output.loss * wanted.sum()
+        start += length
+    figures.see_logits(both.ours(**row).losses["permutation"], loss, dtype)
+    assert ours.isfinite().all()
+
+
+def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothing_else() -> None:
+    model, batch = build(CONFIG).double().eval(), batch_of((13,), 3)
+    perturb(model)
+    found: list[Tensor] = []
+    table = model.encoder.embedding.tokens
+    table.register_forward_hook(
+        lambda _, __, output: found.append(output.detach().requires_grad_()) or found[-1]
+    )
+    inputs = {k: v for k, v in batch.items() if k != "targets"}
+    logits, (order,) = model(**inputs).logits, batch["order"]
+    targets = torch.nonzero(order)[:, 0].tolist()
+    assert len(targets) > 3
+    for i in targets:
+        (gradient,) = torch.autograd.grad(logits[0, i].square().sum(), found[0], retain_graph=True)
+        assert ((gradient[0] != 0).any(-1) == (order < order[i])).all()
+
+
+def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
+    dropped = {"dropout": 0.3, "attention_dropout": 0.2, "ffn_dropout": 0.2, "drop_path": 0.2}
+    model, batch = build(CONFIG.model_copy(update=dropped)).double().train(), batch_of(LENGTHS)
+    perturb(model)
+    keys = torch.tensor([3, 5, 7])
+
+    def run(rows: slice, given: Tensor) -> Tensor:
+        return model(**{k: v[rows] for k, v in batch.items()}, keys=given[rows]).losses["permutation"]
+
+    whole = run(slice(None), keys)
+    parts = [run(slice(i, i + 1), keys) for i in range(3)]
+    torch.testing.assert_close(whole, torch.stack(parts).sum(), rtol=1e-12, atol=0)
+    assert run(slice(None), keys + 1) != whole
+    seen = []
+    for layer in model.encoder.layers.values():
+        layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: seen.append(output == 0))
+    everywhere = {k: v for k, v in batch.items() if k != "targets"}
+    model(**everywhere, keys=keys)
+    content, query = seen[0], seen[1]
+    assert content.double().mean() == pytest.approx(0.3, abs=0.05)
+    assert (content == query).double().mean() == pytest.approx(0.3**2 + 0.7**2, abs=0.06)
+
+
+def test_rows_without_targets_train() -> None:
+    model, batch = build(CONFIG).double(), batch_of(LENGTHS)
+    perturb(model)
+    batch["targets"] = torch.full_like(batch["targets"], IGNORE)
+    loss = model(**batch | {"order": torch.zeros_like(batch["order"])}).losses["permutation"]
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -1,0 +1,105 @@
+"""Permutation language modelling over a million tokens: rates, spans, and orders that are uniform."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+IGNORE, SEP, CLS = -100, 5, 4
+TEXTS, LENGTH = 2000, 500
+
+
+def texts_targets(fields: dict[str, np.ndarray]) -> np.ndarray:
+    """Which tokens of the text, without its marks, are predicted."""
+    return fields["targets"][~np.isin(fields["tokens"], (SEP, CLS))] != IGNORE
+
+
+def test_the_sequence(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    made, cuts = make_objective("permutation"), set()
+    for sample in range(200):
+        tokens = make_text(20, sample)
+        fields = build_one(made, tokens, sample=sample)
+        marks = np.flatnonzero(np.isin(fields["tokens"], (SEP, CLS)))
+        first = int(marks[0])
+        cuts.add(first)
+        assert fields["tokens"][marks].tolist() == [SEP, SEP, CLS]
+        assert marks[1:].tolist() == [21, 22]
+        assert np.delete(fields["tokens"], marks).tolist() == tokens.tolist(), "nothing is masked"
+        assert fields["segments"].tolist() == [0] * (first + 1) + [1] * (21 - first) + [2]
+        wanted = fields["targets"] != IGNORE
+        assert (fields["targets"][wanted] == fields["tokens"][wanted]).all()
+        assert not wanted[marks].any()
+        assert (fields["order"] > 0).tolist() == wanted.tolist()
+        assert sorted(fields["order"][wanted]) == list(range(1, wanted.sum() + 1))
+    assert cuts == set(range(1, 20)), "both segments have a token, and every cut is drawn"
+
+
+@pytest.fixture(scope="module")
+def chosen(make_objective: Any, make_text: Any, build_one: Any) -> np.ndarray:
+    """[texts, tokens]."""
+    made, text = make_objective("permutation"), make_text(LENGTH)
+    return np.stack([texts_targets(build_one(made, text, sample=i)) for i in range(TEXTS)])
+
+
+def test_one_in_six_is_predicted_wherever_it_stands(chosen: np.ndarray) -> None:
+    """A token's rate has a standard deviation of 0.0083; that of a whole text's sum is less, spans being spread."""
+    rates = chosen.mean(0)
+    assert rates.mean() == pytest.approx(1 / 6, abs=0.0005)
+    assert abs(rates - 1 / 6).max() < 5 * 0.0084
+    for edge in (rates[:10], rates[-10:]):
+        assert edge.mean() == pytest.approx(1 / 6, abs=0.011)
+
+
+@pytest.mark.parametrize(("every", "n"), [(6, 2), (6, 11), (3, 7), (2, 40)])
+def test_short_texts_have_the_same_rate(
+    make_objective: Any, make_text: Any, build_one: Any, every: int, n: int
+) -> None:
+    made = make_objective("permutation", every=every)
+    found = np.stack([texts_targets(build_one(made, make_text(n), sample=i)) for i in range(4000)])
+    assert found.mean() == pytest.approx(1 / every, abs=5 * (0.25 * 5 / (4000 * n)) ** 0.5)
+
+
+def test_spans_are_uniform_from_one_to_five(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    """With contexts so wide that spans hardly ever touch or reach beyond the text, runs of targets are spans."""
+    made, runs = make_objective("permutation", every=100), Counter[int]()
+    for sample in range(TEXTS):
+        targets = texts_targets(build_one(made, make_text(LENGTH), sample=sample))
+        edges = np.flatnonzero(np.diff(targets, prepend=False, append=False)).reshape(-1, 2)
+        runs.update(int(end - begin) for begin, end in edges if begin > 0 and end < LENGTH)
+    total = sum(n for length, n in runs.items() if length <= 5)
+    assert total > 2500
+    assert sum(n for length, n in runs.items() if length > 5) < 0.01 * total
+    expected = total / 5
+    assert sum((runs[i] - expected) ** 2 / expected for i in range(1, 6)) < 4 + 6 * 8**0.5
+
+
+def test_a_context_has_one_span(chosen: np.ndarray) -> None:
+    """Spread like contexts of K · L: the number of targets in a text varies far less than if each were drawn alone."""
+    assert chosen.sum(1).var() < 0.5 * LENGTH * (1 / 6) * (5 / 6)
+
+
+def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    """Of texts with three targets, all six orders are as frequent."""
+    made, seen = make_objective("permutation"), Counter[tuple[int, ...]]()
+    for sample in range(6000):
+        order = build_one(made, make_text(18), sample=sample)["order"]
+        if order.max() == 3:
+            seen[tuple(order[order > 0])] += 1
+    expected = sum(seen.values()) / 6
+    assert expected > 100
+    assert len(seen) == 6
+    assert sum((n - expected) ** 2 / expected for n in seen.values()) < 5 + 6 * 10**0.5
+
+
+def test_other_epochs_have_other_orders(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    made, text = make_objective("permutation"), make_text(60)
+    assert len({build_one(made, text, epoch=i)["order"].tobytes() for i in range(20)}) == 20
+
+
+def test_counts_are_the_targets(make_objective: Any, make_text: Any, build_one: Any) -> None:
+    made = make_objective("permutation")
+    fields = build_one(made, make_text(60))
+    (count,) = made.counts({name: torch.from_numpy(values)[None] for name, values in fields.items()}).values()
+    assert int(count) == (fields["order"] > 0).sum() > 0
