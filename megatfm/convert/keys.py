@@ -95,7 +95,9 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return None
-    original = int(given.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
+    original = int(
+        given.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0
+    )
     match kind:
         case "linear":
             return LinearScaling(factor=given["factor"])
