@@ -132,13 +132,21 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ModelConfig, set[str]]] = {
     forget_partial_gradients: ("tp2", MODEL, NORMS),
     sum_what_is_whole_already: ("tp2 without sequence parallel", MODEL, NORMS),
     scatter_sum_keeps_its_shard: ("tp2", MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
-    gather_shards_takes_its_own: ("tp2", MODEL, {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"}),
+    gather_shards_takes_its_own: (
+        "tp2",
+        MODEL,
+        {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
+    ),
     copy_to_shards_forgets_its_sum: (
         "tp2 without sequence parallel",
         MODEL,
         {"*.embedding.tokens.weight", "*.layers.*", "decoder.norm.weight"},
     ),
-    sum_partial_sums_twice: ("tp2 without sequence parallel", MODEL, {"*.embedding.tokens.weight", "*.layers.*"}),
+    sum_partial_sums_twice: (
+        "tp2 without sequence parallel",
+        MODEL,
+        {"*.embedding.tokens.weight", "*.layers.*"},
+    ),
     count_only_own_targets: ("zero3 on 2", MODEL, EVERYTHING),
     count_one_replica: ("replicas on 2", MODEL, EVERYTHING),
     average_over_ranks: ("zero3 on 2", MODEL, EVERYTHING),
