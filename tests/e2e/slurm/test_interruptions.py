@@ -99,8 +99,9 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
     again = project.launch()
     again.finish()
     said = project.megatfm("logs", job.run_dir)
-    assert f"job    | megatfm job: attempt 1: job {again.number}" in said
-    assert "rank 0 | " in said
+    for name in (f"slurm-{again.number}", "rank-0"):
+        assert f"==> {job.run_dir}/logs/{name}.log <==\n" in said
+    assert "megatfm job: the run ended with 0: done" in said
     assert_same_run(again, whole)
     record = job.record()
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
