@@ -13,7 +13,13 @@ os.environ.update(
     WANDB_MODE="offline",
 )
 
+from hypothesis import settings
+
 from tests.workers import Workers
+
+# Busy machines are slow, not wrong; and CI is to say the same twice.
+settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("megatfm")
 
 
 @pytest.fixture(scope="session")
