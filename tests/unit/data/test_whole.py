@@ -113,7 +113,7 @@ def test_every_piece_is_whole_and_comes_once_an_epoch(
             ], "a sequence has one number on both sides"
     assert found == expected
     empty = sum(len(tokens) == 0 for tokens in corpus.documents)
-    wanted = f"{empty} of {empty + expected.total()} pieces of documents are too short"
+    wanted = f"{empty:,} of {empty + expected.total():,} pieces of documents are too short"
     assert any(wanted in note for note in rows.notes) == (empty > 0)
 
 
