@@ -1,5 +1,6 @@
 # `make quickstart` and `make test` do everything on a fresh machine (Debian 12, Python 3.11, gcc).
-# PYTHON=python3.12 takes another interpreter, CORPUS=DIR other text, ARGS="-k loader" goes to pytest.
+# PYTHON=python3.12 takes another interpreter, CORPUS=DIR other text, ARGS="-k loader" goes to pytest, JOBS=4 runs tests
+# in four processes (0: in one, that can be debugged).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+JOBS ?= 2
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
@@ -25,7 +27,7 @@ quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume
 
 test: $(VENV)/.installed-test ## the whole suite on the CPU
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m ruff check .

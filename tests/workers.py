@@ -32,7 +32,14 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-PRELOAD = ["numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
+PRELOAD = [
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch._dynamo",
+]
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -127,6 +134,7 @@ def clean_state(call: Call) -> Iterator[None]:
 def process_group(call: Call) -> Iterator[None]:
     """A gloo group of this call's ranks. Leaving it in peace is collective: nobody closes a socket still read."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
         "gloo",
@@ -142,7 +150,10 @@ def process_group(call: Call) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # FSDP leaves cycles that keep a group's threads and sockets alive
+        # A group's threads and sockets live as long as something keeps its mesh: DTensor's cache of sharding rules
+        # does (its keys compare equal from call to call), and FSDP leaves cycles.
+        _clear_sharding_prop_cache()
+        gc.collect()
 
 
 def answer(call: Call) -> Reply:

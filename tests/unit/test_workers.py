@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.workers import WorkerFailure, Workers
 
@@ -92,6 +95,25 @@ def test_results_come_by_rank_and_processes_are_reused(workers: Workers) -> None
     assert [fact["pid"] for fact in grown[:2]] == [fact["pid"] for fact in first]
     assert {fact["draw"] for fact in grown} == {first[0]["draw"]}, "every call starts from the same seed"
     assert os.getpid() not in {fact["pid"] for fact in grown}
+
+
+def shard_something() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=mesh["b"])
+    model(torch.ones(2, 8)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_groups_end_with_their_call(workers: Workers) -> None:
+    """DTensor's caches once kept the meshes of all earlier calls, and with them threads and sockets."""
+    before = max(workers.run(threads, 2))
+    workers.run(shard_something, 2)
+    assert max(workers.run(threads, 2)) <= before
 
 
 def test_a_call_leaves_nothing_behind(workers: Workers) -> None:

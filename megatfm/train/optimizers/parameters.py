@@ -16,6 +16,8 @@ Role = Literal["matrix", "embedding", "vector"]
 
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+FURTHER_HEAD = re.compile(r"^future\.")
+"""A head that predicts later tokens has blocks of its own, above the stack's."""
 BELOW = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """In the name of what lies below a stack's layers."""
 
@@ -65,26 +67,25 @@ def parameter_table(
     }
 
 
-def heights_from_the_top(names: Sequence[str]) -> dict[str, int]:
+def heights_from_the_top(all_names: Sequence[str]) -> dict[str, int]:
     """How far a parameter lies below the output (Bao et al. 2022, BEiT's layer-wise decay).
 
-    0 for what follows the blocks (norm, head), 1 for the last block, n for the first of n, n + 1 for embeddings and
-    positions. Each stack counts for itself, by what comes before `layers.` in the name; embeddings that stacks share
-    go with the one that they are named after.
+    0 for what follows the blocks (norm, heads with all that is in them), 1 for the last block, n for the first of n,
+    n + 1 for embeddings and positions. Each stack counts for itself, by what comes before `layers.` in the name;
+    embeddings that stacks share go with the one that they are named after.
     """
     tops: dict[str, int] = {}
+    names = [name for name in all_names if not FURTHER_HEAD.search(name)]
     for name in names:
         if layer := LAYER.search(name):
             stack = name[: layer.start()]
             tops[stack] = max(tops.get(stack, 0), int(layer[1]) + 1)
-    heights = {}
+    heights = dict.fromkeys(all_names, 0)
     for name in names:
         if layer := LAYER.search(name):
             heights[name] = tops[name[: layer.start()]] - int(layer[1])
         elif below := BELOW.search(name):
             heights[name] = tops.get(name[: below.start()], 0) + 1
-        else:
-            heights[name] = 0
     return heights
 
 

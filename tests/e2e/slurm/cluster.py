@@ -28,7 +28,7 @@ ENDED = {
 
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
 REPORTS: dict[str, str] = {}
-"""What SLURM said of each job at its end, for the summary."""
+"""What SLURM said of each job at its end, for the summary; taken out by the fixture that hands it on."""
 
 
 def why_not() -> str | None:
@@ -150,8 +150,7 @@ class Job:
         assert now == state, self.report(f"{state} was expected")
         print(self.cluster.slurm("scontrol", "show", "job", self.number))
         record = self.record()
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0]
-        REPORTS[self.number] = f"{test}: " + " ".join(f"{key}={record[key]}" for key in REPORTED)
+        REPORTS[self.number] = " ".join(f"{key}={record[key]}" for key in REPORTED)
         return record
 
     def _may_be_requeued(self, state: str) -> bool:

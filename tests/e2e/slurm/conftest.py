@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SUMMARY
 from tests.e2e.conftest import PREP, SMALL
 from tests.e2e.slurm.cluster import HERE, REPORTS, Cluster, Job, run, why_not
 
@@ -33,12 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What SLURM reported; all of it with `-rP`."""
-    if REPORTS:
-        terminalreporter.section("scontrol show job")
-        for line in REPORTS.values():
-            terminalreporter.line(line)
+@pytest.fixture(autouse=True)
+def scontrol(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What SLURM said of a test's jobs goes into the summary; all of it with `-rP`."""
+    yield
+    while REPORTS:
+        record_property(SUMMARY, REPORTS.pop(next(iter(REPORTS))))
 
 
 @pytest.fixture(scope="session")
