@@ -80,6 +80,11 @@ def row_keys(seed: int, positions: NDArray[Any]) -> NDArray[np.int64]:
     return (hashes((seed, "row"), positions) >> np.uint64(1)).astype(np.int64)
 
 
+def part_keys(seed: int, positions: NDArray[Any], parts: NDArray[Any]) -> NDArray[np.int64]:
+    """A key ≥ 0 for each of the shorter rows [n] into which the rows at these positions are cut."""
+    return (hashes((seed, "part of a row"), positions, parts) >> np.uint64(1)).astype(np.int64)
+
+
 @lru_cache(maxsize=64, typed=True)
 def _first(*key: Part) -> int:
     return int(raw(1, *key)[0])

@@ -135,7 +135,7 @@ def _summary(config: Config, run_dir: Path, seconds: float) -> None:
     table.add_row("speed", f"{tokens_per_second:,.0f} tokens/s (median step)")
     table.add_row("all of this took", f"{seconds / 60:.1f} minutes")
     for what, path in {
-        "corpus": Path(config.data.train).parent,
+        "corpus": Path(config.data.train or "").parent,
         "run": run_dir,
         "checkpoints": run_dir / "checkpoints",
         "report": run_dir / "report.html",

@@ -5,27 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.base import PathStr, Section
-
-
-class DataConfig(Section):
-    """Corpora made by `megatfm prep`, and the order in which their text is read."""
-
-    train: PathStr = Field(examples=["corpora/quickstart/train"])
-    """Folder of the training corpus (shards and manifest.json)."""
-    validation: dict[str, PathStr] = Field(default_factory=dict)
-    """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""
-    tokenizer: PathStr = Field(examples=["corpora/quickstart/tokenizer.model"])
-    """The tokenizer that made the corpora (checked by its hash): its file, or a folder that holds it."""
-    sequence_length: PositiveInt = Field(examples=[512])
-    """Tokens in one packed row; in an encoder-decoder, in one of the encoder's."""
-    target_length: PositiveInt | None = Field(default=None, examples=[128])
-    """Tokens in one packed row of an encoder-decoder's decoder."""
-    shuffle: bool = True
-    """Read in a shuffled order, another one each epoch; false reads in stored order."""
-    streams: PositiveInt = 64
-    """Places of the corpus that are read in turn; part of the order, so fixed for a run."""
-    attend_across_documents: bool = False
-    """Let packed documents see the ones before them in their row; positions then run through."""
+from megatfm.config.data import DataConfig as DataConfig
 
 
 class ParallelConfig(Section):

@@ -5,8 +5,12 @@ from megatfm.data.inspect import Checked, check, show
 from megatfm.data.loader import Loader, check_batch
 from megatfm.data.manifest import Manifest
 from megatfm.data.members import Sample
-from megatfm.data.order import PackedRows, Place
+from megatfm.data.mixture import Mixture, Phase, source_seed
+from megatfm.data.order import Order, Place
 from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Objective
+from megatfm.data.quarantine import Quarantine
+from megatfm.data.rows import PackedRows, Rows
+from megatfm.data.steps import Stage, Steps, default_streams
 from megatfm.data.writer import ShardWriter
 
 __all__ = [
@@ -16,12 +20,21 @@ __all__ = [
     "Corpus",
     "Loader",
     "Manifest",
+    "Mixture",
     "Objective",
+    "Order",
     "PackedRows",
+    "Phase",
     "Place",
+    "Quarantine",
+    "Rows",
     "Sample",
     "ShardWriter",
+    "Stage",
+    "Steps",
     "check",
     "check_batch",
+    "default_streams",
     "show",
+    "source_seed",
 ]

@@ -90,6 +90,13 @@ class Corpus:
         tokens = [self._tokens(shard, frame, sample, data) for sample in range(first, end)]
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
+    def block_lengths(self, number: int) -> NDArray[np.int64]:
+        """The numbers of tokens of a block's samples [n], from the index alone."""
+        shard, frame = self._place(number)
+        index = self.indexes[shard]
+        first, end = index.first_samples[frame : frame + 2]
+        return index.samples["tokens"][first:end].astype(np.int64)
+
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
         shard, frame, data = self._frame(number)
@@ -164,7 +171,11 @@ class Corpus:
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
         where = samples if sample is None else f"sample {first + sample}"
         place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
-        return MegatfmError(f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}")
+        block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
+        return MegatfmError(
+            f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}; to train without them, put "
+            f"{block_samples} into the corpus's quarantine (data.quarantine)"
+        )
 
 
 def _open_index(folder: Path, shard: Shard, manifest: Manifest) -> ShardIndex:

@@ -5,16 +5,23 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatfm.data.order import PackedRows
 from megatfm.data.packing import Fields
+from megatfm.data.rows import Rows
+from megatfm.data.steps import Steps, nearest_batch, split_rows
+from megatfm.data.workers import Workers
 from megatfm.errors import UsageError
-from megatfm.keyed import row_keys
+from megatfm.keyed import part_keys, row_keys
 
 STEPS_AHEAD = 2
+
+
+class _Ahead(NamedTuple):
+    global_batch: int
+    step: Future[list[Fields]]
 
 
 class Loader(Iterator[list[Fields]]):
@@ -25,59 +32,82 @@ class Loader(Iterator[list[Fields]]):
 
     A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
     slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
-    starting at the position that `state()` gave. With `stop`, positions from there on are rows of padding,
-    and iteration ends after the step that reaches it.
+    starting at the position and step that were reached. With `Steps`, batch and sequence length depend on the step;
+    a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from there on are rows
+    of padding, and iteration ends after the step that reaches it.
 
-    One thread fetches ahead; its errors are raised here. Close the loader (or use `with`) when done.
-    `waited` is the time in seconds that the consumer has waited for data.
+    One thread fetches ahead, `workers` processes do its work; errors are raised here. Close the loader (or use `with`)
+    when done. `waited` is the time in seconds that the consumer has waited for data, `step_tokens` what the last step
+    of all ranks together had room for.
 
-    Raises a UsageError if the global batch does not divide into micro-batches × data ranks.
+    Raises a UsageError if a global batch does not divide into micro-batches × data ranks.
     """
 
     def __init__(
         self,
-        rows: PackedRows,
+        rows: Rows,
         *,
-        global_batch: int,
+        global_batch: int | Steps,
         micro_batch: int,
         data_rank: int = 0,
         data_ranks: int = 1,
         position: int = 0,
+        step: int = 0,
         stop: int | None = None,
+        workers: int = 0,
     ) -> None:
-        check_batch(global_batch, micro_batch, data_ranks)
+        self.steps = global_batch if isinstance(global_batch, Steps) else Steps(global_batch)
+        for batch in self.steps.batches:
+            check_batch(batch, micro_batch, data_ranks)
+        if any(stage.parts > 1 for stage in self.steps.warmup) and not rows.splits:
+            raise UsageError(
+                "data.warmup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
+                "sequence_length out of its stages"
+            )
         self.rows = rows
-        self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.position = position
         self.stop = stop
-        self.waited = 0.0
-        share = global_batch // data_ranks
-        self._slice = range(data_rank * share, (data_rank + 1) * share)
+        self.waited, self.step_tokens = 0.0, 0
+        self._rank, self._ranks = data_rank, data_ranks
+        self._workers = Workers(rows, workers)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatfm-loader")
-        self._ahead: deque[Future[list[Fields]]] = deque()
-        self._next_fetch = position
+        self._ahead: deque[_Ahead] = deque()
+        self._next_position, self._next_step = position, step
 
     def __next__(self) -> list[Fields]:
-        while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_fetch < self.stop):
-            self._ahead.append(self._executor.submit(self._fetch, self._next_fetch))
-            self._next_fetch += self.global_batch
+        while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
+            stage = self.steps.stage(self._next_step)
+            share = stage.global_batch // self._ranks
+            first = self._next_position + self._rank * share
+            fetched = self._executor.submit(self._fetch, first, share, stage.parts)
+            self._ahead.append(_Ahead(stage.global_batch, fetched))
+            self._next_position += stage.global_batch
+            self._next_step += 1
         if not self._ahead:
             raise StopIteration
         start = perf_counter()
-        step = self._ahead[0].result()
+        step = self._ahead[0].step.result()
         self.waited += perf_counter() - start
-        self._ahead.popleft()
-        self.position += self.global_batch
+        taken = self._ahead.popleft().global_batch
+        self.position += taken
+        self.step_tokens = taken * self.rows.row_tokens
         return step
 
     def state(self) -> dict[str, str | int | bool]:
         """The position up to which rows were consumed (not fetched), with what determines the order."""
-        return {"position": self.position, "epoch": self.position // len(self.rows), **self.rows.identity()}
+        warmup = {"warmup": str([tuple(stage) for stage in self.steps.warmup])} if self.steps.warmup else {}
+        epoch = self.rows.epoch(self.position)
+        return {"position": self.position, "epoch": epoch, **self.rows.identity(), **warmup}
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return self._workers.pids
 
     def close(self) -> None:
-        """Stop fetching and end the thread."""
+        """Stop fetching, and end the thread and the workers."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,30 +117,28 @@ class Loader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _fetch(self, position: int) -> list[Fields]:
-        positions = np.arange(position + self._slice.start, position + self._slice.stop)
-        rows, keys = [self._row(at) for at in positions.tolist()], row_keys(self.rows.seed, positions)
-        cut = (slice(start, start + self.micro_batch) for start in range(0, len(rows), self.micro_batch))
-        return [{**_stacked(rows[part]), "keys": keys[part]} for part in cut]
-
-    def _row(self, position: int) -> Fields:
-        return (
-            self.rows.padding()
-            if self.stop is not None and position >= self.stop
-            else self.rows.row(position)
+    def _fetch(self, first: int, n: int, parts: int) -> list[Fields]:
+        positions = np.arange(first, first + n)
+        rows = self._workers.rows(
+            [None if self.stop is not None and at >= self.stop else at for at in positions.tolist()]
         )
+        rows = split_rows(rows, parts)
+        keys = row_keys(self.rows.seed, positions)
+        if parts > 1:
+            keys = part_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
+        size = self.micro_batch * parts
+        whole = {**rows, "keys": keys}
+        return [
+            {name: field[start : start + size] for name, field in whole.items()}
+            for start in range(0, n * parts, size)
+        ]
 
 
 def check_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:
     """Raise a UsageError, naming the nearest that does, unless the global batch divides."""
     unit = micro_batch * data_ranks
     if global_batch < 1 or global_batch % unit:
-        nearest = max(1, (global_batch + unit // 2) // unit) * unit
         raise UsageError(
             f"global batch {global_batch} does not divide into micro-batches of {micro_batch} × {data_ranks} "
-            f"data ranks: the nearest that does is {nearest}"
+            f"data ranks: the nearest that does is {nearest_batch(global_batch, unit)}"
         )
-
-
-def _stacked(rows: list[Fields]) -> Fields:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -87,16 +87,25 @@ class Others:
 
 
 def build_pieces(
-    objective: Objective, pieces: Pieces, documents: Sequence[NDArray[Any]], first: int, seed: int, epoch: int
+    objective: Objective,
+    pieces: Pieces,
+    documents: Sequence[NDArray[Any]],
+    first: int,
+    seed: int,
+    epoch: int,
+    blank: NDArray[np.bool_],
+    pad_id: int,
 ) -> list[dict[str, NDArray[np.integer]]]:
     """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
 
+    Those that are `blank` are built and then filled with padding; they are nobody's partners.
     Raises a MegatfmError that names the sample whose sequence has not the length that was planned.
     """
     built = []
+    partners = [tokens[:0] if empty else tokens for tokens, empty in zip(documents, blank, strict=True)]
     for document, start, end, number, planned in pieces.rows():
         key = PieceKey(seed, epoch, first + document, number)
-        fields = dict(objective.build(documents[document][start:end], Others(documents, document), key))
+        fields = dict(objective.build(documents[document][start:end], Others(partners, document), key))
         for name, field in fields.items():
             if len(field) != planned[side_of(name, objective.sides)]:
                 found = {name: len(field) for name, field in fields.items()}
@@ -104,6 +113,10 @@ def build_pieces(
                 raise MegatfmError(
                     f"the objective built sample {first + document} with lengths {found}, not {wanted}"
                 )
+        if blank[document]:
+            for name, field in fields.items():
+                fill = fill_of(name, objective.sides, objective.fills, pad_id)
+                fields[name] = np.full(len(field), fill, np.int64)
         built.append(fields)
     return built
 
@@ -127,6 +140,12 @@ class CutBlock:
     starts: NDArray[np.int64]
     length: int
     fills: Mapping[str, int]
+    blank: NDArray[np.bool_]
+    """Which of them are padding [n_documents]."""
+
+    @property
+    def n_rows(self) -> int:
+        return -(-len(self.fields["tokens"]) // self.length)
 
     @property
     def nbytes(self) -> int:
@@ -141,26 +160,32 @@ class CutBlock:
             name: padded(field[begin:end], length, self.fills[name]) for name, field in self.fields.items()
         }
         where = np.arange(begin, end)
+        numbers = np.searchsorted(self.starts, where, side="right") - 1
         if as_one_document:
-            row["documents"] = padded(np.zeros_like(where), length, NO_DOCUMENT)
-            row["positions"] = padded(where - begin, length, 0)
-            return row
-        documents = np.searchsorted(self.starts, where, side="right") - 1
-        positions = where - np.maximum(self.starts[documents], begin)
-        row["documents"] = padded(documents - documents[:1], length, NO_DOCUMENT)
+            documents, positions = np.zeros_like(where), where - begin
+        else:
+            documents, positions = numbers - numbers[:1], where - np.maximum(self.starts[numbers], begin)
+        if self.blank.any():
+            blank = self.blank[numbers]
+            documents, positions = np.where(blank, NO_DOCUMENT, documents), np.where(blank, 0, positions)
+        row["documents"] = padded(documents, length, NO_DOCUMENT)
         row["positions"] = padded(positions, length, 0)
         return row
 
 
 def cut_rows(
-    built: Sequence[Mapping[str, NDArray[np.integer]]], objective: Objective, length: int, pad_id: int
+    built: Sequence[Mapping[str, NDArray[np.integer]]],
+    objective: Objective,
+    length: int,
+    pad_id: int,
+    blank: NDArray[np.bool_],
 ) -> CutBlock:
-    """Join built documents, in the order given; empty ones take no place."""
+    """Join built documents, in the order given; empty ones take no place. blank [n]: those that are padding."""
     lengths = np.array([len(document["tokens"]) for document in built], np.int64)
     starts = np.cumsum(lengths) - lengths
     fields = {name: joined([d[name] for d in built], name) for name in built[0]}
     fills = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in fields}
-    return CutBlock(fields, starts[lengths > 0], length, fills)
+    return CutBlock(fields, starts[lengths > 0], length, fills, blank[lengths > 0])
 
 
 def joined(pieces: Sequence[NDArray[np.integer]], name: str) -> NDArray[np.int32]:

@@ -78,7 +78,8 @@ class Side:
         }
         documents, positions = self.documents[begin:end], self.positions[begin:end]
         if as_one_document:
-            documents, positions = np.zeros_like(documents), np.arange(end - begin, dtype=np.int32)
+            documents = np.minimum(documents, 0)
+            positions = np.where(documents == NO_DOCUMENT, 0, np.arange(end - begin, dtype=np.int32))
         row[f"{self.prefix}documents"] = padded(documents, self.length, NO_DOCUMENT)
         row[f"{self.prefix}positions"] = padded(positions, self.length, 0)
         return row
@@ -90,6 +91,10 @@ class WholeBlock:
 
     sides: tuple[Side, ...]
     fills: Mapping[str, int]
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.sides[0].offsets) - 1
 
     @property
     def nbytes(self) -> int:
@@ -114,11 +119,13 @@ def fitted_rows(
     objective: Objective,
     capacities: Sequence[int],
     pad_id: int,
+    blank: NDArray[np.bool_],
 ) -> WholeBlock:
-    """Lay built sequences [P] into their rows [P]; in a row they stand in stored order."""
+    """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     in_order, n_rows = rows[order], int(rows.max(initial=-1)) + 1
     numbers = np.arange(len(order)) - np.searchsorted(in_order, in_order)
+    numbers[blank[order]] = NO_DOCUMENT
     sides = []
     for side, prefix in enumerate(objective.sides):
         lengths = pieces.lengths[order, side]
@@ -131,7 +138,9 @@ def fitted_rows(
                 capacities[side],
                 {name: joined([built[i][name] for i in order.tolist()], name) for name in names},
                 np.repeat(numbers, lengths).astype(np.int32),
-                (np.arange(lengths.sum()) - np.repeat(starts, lengths)).astype(np.int32),
+                np.where(
+                    np.repeat(blank[order], lengths), 0, np.arange(lengths.sum()) - np.repeat(starts, lengths)
+                ).astype(np.int32),
                 np.concatenate([[0], np.cumsum(row_lengths)]),
             )
         )

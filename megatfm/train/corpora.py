@@ -1,10 +1,22 @@
 """The tokenizer and the corpora of a config, checked against one another."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatfm import tokenizers
+from megatfm import __version__, tokenizers
 from megatfm.config import Config
-from megatfm.data import Corpus, PackedRows
+from megatfm.data import (
+    Corpus,
+    Mixture,
+    PackedRows,
+    Phase,
+    Quarantine,
+    Stage,
+    Steps,
+    default_streams,
+    source_seed,
+)
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, make
 from megatfm.tokenizers import Tokenizer
@@ -16,7 +28,8 @@ class Corpora:
 
     tokenizer: Tokenizer
     objective: Objective
-    train: PackedRows
+    train: PackedRows | Mixture
+    steps: Steps
     validation: dict[str, PackedRows]
 
     @property
@@ -68,20 +81,92 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
             "be seen from another: leave it out"
         )
 
-    def rows(folder: str, shuffle: bool) -> PackedRows:
-        corpus = Corpus.open(folder)
-        corpus.check_tokenizer(tokenizer.hash)
+    opened = _Opener(config, tokenizer, objective)
+    validation = {name: opened.rows(path, shuffle=False) for name, path in data.validation.items()}
+    return Corpora(tokenizer, objective, opened.train(), steps_of(config), validation)
+
+
+def steps_of(config: Config) -> Steps:
+    """How many rows each step takes, from `data.warmup` and `train.global_batch`.
+
+    Raises UsageError if a stage's batch does not divide into micro-batches, or its sequences into their shards.
+    """
+    data, train, stages = config.data, config.train, []
+    for stage in data.warmup:
+        batch, length = (
+            stage.global_batch or train.global_batch,
+            stage.sequence_length or data.sequence_length,
+        )
+        if batch % train.micro_batch:
+            raise UsageError(
+                f"data.warmup: global_batch = {batch} does not divide into micro-batches of train.micro_batch = "
+                f"{train.micro_batch}: choose a multiple of it"
+            )
+        if config.parallel.sequence_parallel and length % config.parallel.tp:
+            raise UsageError(
+                f"data.warmup: sequence_length = {length} does not divide into parallel.tp = {config.parallel.tp} "
+                "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
+            )
+        stages.append(Stage(stage.steps, batch, data.sequence_length // length))
+    return Steps(train.global_batch, tuple(stages))
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """Opens corpora as a config wants them."""
+
+    config: Config
+    tokenizer: Tokenizer
+    objective: Objective
+
+    def rows(
+        self, path: str, *, shuffle: bool, seed: int | None = None, quarantine: Sequence[str] = ()
+    ) -> PackedRows:
+        """One corpus."""
+        config, data = self.config, self.config.data
+        corpus = Corpus.open(path)
+        corpus.check_tokenizer(self.tokenizer.hash)
         return PackedRows(
             corpus,
-            objective,
+            self.objective,
             sequence_length=data.sequence_length,
             target_length=data.target_length,
-            seed=config.train.seed,
-            streams=data.streams,
+            seed=config.train.seed if seed is None else seed,
+            streams=self.streams,
             shuffle=shuffle,
             attend_across_documents=data.attend_across_documents,
-            pad_id=tokenizer.pad,
+            pad_id=self.tokenizer.pad,
+            plan_name=self._plan_name(),
+            quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
-    validation = {name: rows(folder, shuffle=False) for name, folder in data.validation.items()}
-    return Corpora(tokenizer, objective, rows(data.train, data.shuffle), validation)
+    def train(self) -> PackedRows | Mixture:
+        """The training corpus, or the mixture of several."""
+        data, seed = self.config.data, self.config.train.seed
+        if data.train is not None:
+            return self.rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine)
+        sources = {
+            name: self.rows(
+                source.path,
+                shuffle=data.shuffle,
+                seed=source_seed(seed, name),
+                quarantine=source.quarantine,
+            )
+            for name, source in data.mixture.items()
+        }
+        row_tokens = next(iter(sources.values())).row_tokens
+        phases = [Phase(0, {name: source.weight for name, source in data.mixture.items()})]
+        phases += [Phase(-(-change.tokens // row_tokens), change.weights) for change in data.mixture_changes]
+        return Mixture(sources, phases, seed=seed, streams=self.streams, block=data.mixture_block)
+
+    @property
+    def streams(self) -> int:
+        return self.config.data.streams or default_streams(self.config.train.global_batch)
+
+    def _plan_name(self) -> str | None:
+        """What besides corpus, row lengths and seed decides the plan; a plugin's objective may change unnoticed."""
+        config = self.config
+        if config.plugins:
+            return None
+        objective = config.objective.model_dump(mode="json")
+        return json.dumps([__version__, config.model.family, objective, self.tokenizer.hash])

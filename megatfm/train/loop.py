@@ -17,7 +17,7 @@ from megatfm.registry import import_plugins
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.console import RunLog
-from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer
+from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer, steps_of
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.fit import fitted
 from megatfm.train.flights import record_flights
@@ -52,7 +52,8 @@ def train(config: Config) -> int:
             keep_freed_memory()
         config = fitted(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
-        check_batch(config.train.global_batch, config.train.micro_batch, mesh.data_ranks)
+        for batch in steps_of(config).batches:
+            check_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         watch.tick(0, "start")
         with Run(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
@@ -173,7 +174,7 @@ class Trainer:
         if skipped:
             self._event("skipped", skipped)
         compare_replicas(self.engine, at.step, checks.compare_replicas_every)
-        at.tokens += config.train.global_batch * config.data.sequence_length
+        at.tokens += loader.step_tokens
         seconds = time.perf_counter() - start
         return {
             "step": at.step,
@@ -181,7 +182,7 @@ class Trainer:
             "loss": stats.loss,
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens_per_second": config.train.global_batch * config.data.sequence_length / seconds,
+            "tokens_per_second": loader.step_tokens / seconds,
             "data_wait_seconds": loader.waited - waited,
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),

@@ -32,11 +32,13 @@ class State:
         mesh = self.engine.mesh
         return Loader(
             self.corpora.train,
-            global_batch=self.config.train.global_batch,
+            global_batch=self.corpora.steps,
             micro_batch=self.config.train.micro_batch,
             data_rank=mesh.data_rank,
             data_ranks=mesh.data_ranks,
             position=self.position,
+            step=self.step,
+            workers=self.config.data.workers,
         )
 
     def pick_up(self, found: resume.Found) -> list[str]:

@@ -254,7 +254,7 @@ def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
     for objective in (causal, Whole(50)):
         plans = set()
         for at_once in (1, 7, 2**18):
-            monkeypatch.setattr("megatfm.data.order.SAMPLES_AT_ONCE", at_once)
+            monkeypatch.setattr("megatfm.data.plan.SAMPLES_AT_ONCE", at_once)
             rows = PackedRows(corpus, objective, sequence_length=64, seed=3)
             plans.add(str([rows.place(position) for position in range(len(rows))]))
         assert len(plans) == 1

@@ -1,0 +1,111 @@
+"""The `[data]` section: which corpora are read, and in what order."""
+
+from typing import Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatfm.config.base import PathStr, Section
+
+
+class MixtureSource(Section):
+    """One corpus of a mixture."""
+
+    path: PathStr
+    """Folder or URL of the corpus."""
+    weight: PositiveFloat
+    """Its share of the rows is its weight over the sum of all weights."""
+    quarantine: list[str] = Field(default_factory=list)
+    """Samples of it that become padding, as in `data.quarantine`."""
+
+
+class MixtureChange(Section):
+    """Other weights from a number of tokens on."""
+
+    tokens: PositiveInt
+    """Tokens that the run has seen, padding included, when they begin."""
+    weights: dict[str, NonNegativeFloat]
+    """Weight of every source; 0: it is not read."""
+
+
+class WarmupStage(Section):
+    """Steps at the start of a run that are smaller or shorter than the others."""
+
+    steps: PositiveInt
+    """How many."""
+    global_batch: PositiveInt | None = None
+    """Rows of full length in each of them; left out: train.global_batch."""
+    sequence_length: PositiveInt | None = None
+    """Every row is cut into rows of this length, so that a step has as many tokens; it divides data.sequence_length."""
+
+
+class DataConfig(Section):
+    """Corpora made by `megatfm prep`, and the order in which their text is read."""
+
+    train: PathStr | None = Field(default=None, examples=["corpora/quickstart/train"])
+    """Folder or URL of the training corpus (shards and manifest.json), unless there is a mixture."""
+    mixture: dict[str, MixtureSource] = Field(default_factory=dict)
+    """Training corpora by name, e.g. `[data.mixture.web]` with `path = "corpora/web"` and `weight = 0.7`."""
+    mixture_changes: list[MixtureChange] = Field(default_factory=list)
+    """New weights of the mixture, in the order of their tokens."""
+    mixture_block: PositiveInt = 1024
+    """Rows of a stream in which the mixture's weights hold exactly, to one row."""
+    validation: dict[str, PathStr] = Field(default_factory=dict)
+    """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""
+    tokenizer: PathStr = Field(examples=["corpora/quickstart/tokenizer.model"])
+    """The tokenizer that made the corpora (checked by its hash): its file, or a folder that holds it."""
+    sequence_length: PositiveInt = Field(examples=[512])
+    """Tokens in one packed row; in an encoder-decoder, in one of the encoder's."""
+    target_length: PositiveInt | None = Field(default=None, examples=[128])
+    """Tokens in one packed row of an encoder-decoder's decoder."""
+    shuffle: bool = True
+    """Read in a shuffled order, another one each epoch; false reads in stored order."""
+    streams: PositiveInt | None = Field(default=None, examples=[64])
+    """Places of the corpus that are read in turn; part of the order, so fixed for a run. Left out: from
+    train.global_batch, so that no two ranks read the same text."""
+    attend_across_documents: bool = False
+    """Let packed documents see the ones before them in their row; positions then run through."""
+    warmup: list[WarmupStage] = Field(default_factory=list)
+    """Stages at the start of the run, e.g. `[{ steps = 100, global_batch = 8, sequence_length = 128 }]`."""
+    quarantine: list[str] = Field(default_factory=list, examples=[["17", "120-153"]])
+    """Numbers or ranges of damaged samples of `data.train`, which become padding; all others keep their places."""
+    workers: NonNegativeInt = 0
+    """Processes on each rank that read and pack ahead. 0: a thread."""
+    cache: PathStr | None = None
+    """Folder for shards from URLs; left out, `~/.cache/megatfm/shards`. Ranks on one machine share it."""
+    cache_bytes: PositiveInt = 2**36
+    """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.train is None) == (not self.mixture):
+            raise ValueError(
+                "train: give the training corpus as data.train, or several as data.mixture, and not both"
+                if self.train
+                else "train: field required; for example 'corpora/quickstart/train' (or several as data.mixture)"
+            )
+        if self.quarantine and self.mixture:
+            raise ValueError(
+                "quarantine: in a mixture this is a key of the source, data.mixture.NAME.quarantine"
+            )
+        if self.mixture_changes and not self.mixture:
+            raise ValueError("mixture_changes: there is no data.mixture whose weights could change")
+        for change in self.mixture_changes:
+            if change.weights.keys() != self.mixture.keys():
+                raise ValueError(
+                    f"mixture_changes: weights for {', '.join(change.weights)}, but the mixture has "
+                    f"{', '.join(self.mixture)}: give one for each (0: it is not read)"
+                )
+        tokens = [change.tokens for change in self.mixture_changes]
+        if sorted(set(tokens)) != tokens:
+            raise ValueError(f"mixture_changes: tokens = {tokens}: each change comes after the one before it")
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        for stage in self.warmup:
+            if stage.sequence_length and self.sequence_length % stage.sequence_length:
+                raise ValueError(
+                    f"warmup: sequence_length = {stage.sequence_length} does not divide data.sequence_length = "
+                    f"{self.sequence_length}: choose one that does"
+                )
+        return self

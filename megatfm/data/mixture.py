@@ -1,0 +1,188 @@
+"""Several corpora in one order, by weights that hold exactly in every block and may change on the way."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.data.cache import ByteCache, nbytes
+from megatfm.data.packing import Fields
+from megatfm.data.rows import PackedRows
+from megatfm.errors import UsageError
+from megatfm.keyed import fractions, raw
+
+Ints = NDArray[np.int64]
+
+
+class Phase(NamedTuple):
+    """From a position on (rounded up to a whole turn of all streams): each source's weight."""
+
+    position: int
+    weights: Mapping[str, float]
+
+
+class _Block(NamedTuple):
+    sources: Ints
+    """Which source each slot is of [block]."""
+    before: Ints
+    """How many slots before it in the block are of the same [block]."""
+
+
+class _Span(NamedTuple):
+    first: int
+    """The first turn of the phase."""
+    quotas: Ints
+    """Slots of each source in a block [n_sources]."""
+    taken: Ints
+    """Rows that each stream has taken of each source before [streams, n_sources]."""
+
+
+class Mixture:
+    """An endless order of rows, each from one of several sources: a pure function of the position.
+
+    Position p belongs to stream p mod `streams`. In each run of `block` rows of a stream, every source has its quota,
+    weight·block rounded by largest remainders; they are spread evenly, with a random offset in each stream and block,
+    so that any stretch comes close to the weights. A stream of the mixture reads the same stream of each source, so
+    that what is local in the sources is local here, and a source's rows are read in its own order, each once in its
+    epoch. What a stream has read before a position follows from the quotas: nothing is remembered.
+
+    Raises a UsageError if the sources don't make rows alike, or a weight is too small for the block.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, PackedRows],
+        phases: Sequence[Phase],
+        *,
+        seed: int,
+        streams: int,
+        block: int = 1024,
+    ) -> None:
+        self.sources = dict(sources)
+        self.seed, self.streams, self.block = int(seed), streams, block
+        self.phases = tuple(phases)
+        self._rows = list(self.sources.values())
+        self.row_tokens, self.splits = self._rows[0].row_tokens, self._rows[0].splits
+        self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
+        self._spans: list[_Span] = []
+        self._make_spans()
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log: the sources', and the weights that the quotas come to."""
+        lines = [note for rows in self._rows for note in rows.notes]
+        for span in self._spans:
+            shares = ", ".join(
+                f"{name} {quota / self.block:.2%}"
+                for name, quota in zip(self.sources, span.quotas.tolist(), strict=True)
+            )
+            lines.append(f"mixture from row {span.first * self.streams:,} on: {shares}")
+        return lines
+
+    def identity(self) -> dict[str, str | int | bool]:
+        """What determines the order, for a checkpoint to compare."""
+        rows = self._rows[0].identity()
+        of_sources = {
+            f"{key} of {name}": source.identity()[key]
+            for name, source in self.sources.items()
+            for key in ("fingerprint", "rows_per_epoch", "quarantine")
+            if key in source.identity()
+        }
+        shared = {
+            key: rows[key]
+            for key in rows
+            if key not in ("fingerprint", "rows_per_epoch", "quarantine", "seed")
+        }
+        phases = json.dumps([[phase.position, dict(phase.weights)] for phase in self.phases])
+        return shared | of_sources | {"seed": self.seed, "mixture": phases, "mixture_block": self.block}
+
+    def epoch(self, position: int) -> str:
+        taken = self.rows_read(position)
+        return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in taken.items())
+
+    def place(self, position: int) -> tuple[str, int]:
+        """The source of the row at a global position, and the row's position in that source's own order."""
+        turn, stream = divmod(int(position), self.streams)
+        number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
+        span = self._spans[number]
+        block, slot = divmod(turn - span.first, self.block)
+        slots = self._slots(number, stream, block)
+        source = int(slots.sources[slot])
+        taken = int(span.taken[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
+        return list(self.sources)[source], taken * self.streams + stream
+
+    def row(self, position: int) -> Fields:
+        """The row at a global position."""
+        name, at = self.place(position)
+        return self.sources[name].row(at)
+
+    def padding(self) -> Fields:
+        return self._rows[0].padding()
+
+    def rows_read(self, position: int) -> dict[str, int]:
+        """How many rows of each source lie before a position."""
+        turns, more = divmod(int(position), self.streams)
+        number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
+        counts = sum(
+            (self._taken(number, stream, turns + (stream < more)) for stream in range(self.streams)),
+            np.zeros(len(self._rows), np.int64),
+        )
+        return dict(zip(self.sources, counts.tolist(), strict=True))
+
+    def _taken(self, number: int, stream: int, turn: int) -> Ints:
+        """Rows [n_sources] that a stream has taken before a turn of a phase (or the first one after it)."""
+        span = self._spans[number]
+        blocks, slots = divmod(turn - span.first, self.block)
+        part = self._slots(number, stream, blocks).sources[:slots]
+        return span.taken[stream] + blocks * span.quotas + np.bincount(part, minlength=len(self._rows))
+
+    def _slots(self, phase: int, stream: int, block: int) -> _Block:
+        return self._blocks.get((phase, stream, block), partial(self._spread, phase, stream, block))
+
+    def _spread(self, phase: int, stream: int, block: int) -> _Block:
+        quotas = self._spans[phase].quotas
+        sources, numbers = np.repeat(np.arange(len(quotas)), quotas), _counted(quotas)
+        offsets = fractions(raw(self.block, self.seed, "mixture", phase, stream, block))
+        order = np.argsort((numbers + offsets) / quotas[sources], kind="stable")
+        # Of one source the slots stay in order, so that a slot's number is how many are before it.
+        return _Block(sources[order], numbers[order])
+
+    def _make_spans(self) -> None:
+        taken = np.zeros((self.streams, len(self._rows)), np.int64)
+        for number, phase in enumerate(self.phases):
+            first = -(-phase.position // self.streams)
+            if number:
+                taken = np.stack([self._taken(number - 1, stream, first) for stream in range(self.streams)])
+            self._spans.append(_Span(first, quotas_of(phase.weights, list(self.sources), self.block), taken))
+
+
+def quotas_of(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
+    """`block` slots divided by weight: rounded down, and the rest given to the largest remainders. [n_sources]"""
+    wanted = np.array([weights[name] for name in names], np.float64)
+    if not wanted.sum() > 0:
+        raise UsageError("data.mixture: all weights are 0: give at least one source a weight")
+    wanted *= block / wanted.sum()
+    quotas = np.floor(wanted).astype(np.int64)
+    most = np.argsort(quotas - wanted, kind="stable")
+    quotas[most[: block - int(quotas.sum())]] += 1
+    for name, quota, share in zip(names, quotas.tolist(), (wanted / block).tolist(), strict=True):
+        if share > 0 and not quota:
+            raise UsageError(
+                f"data.mixture.{name}: its share of {share:.2g} comes to no row in a block of {block}: choose a larger "
+                f"weight, or data.mixture_block = {int(np.ceil(1 / share))}"
+            )
+    return quotas
+
+
+def source_seed(seed: int, name: str) -> int:
+    """A seed for each source, so that equal sample numbers of two don't draw alike."""
+    return int.from_bytes(blake3(f"{seed} {name}".encode()).digest()[:7], "little")
+
+
+def _counted(quotas: Ints) -> Ints:
+    """0, 1, … for each source. [block]"""
+    return np.arange(int(quotas.sum())) - np.repeat(np.cumsum(quotas) - quotas, quotas)

@@ -1,0 +1,130 @@
+"""Processes that make rows for a loader, each a fixed part of every step, so that none reads another's text."""
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from megatfm.data.packing import Fields
+from megatfm.data.rows import Rows
+from megatfm.data.steps import joined_rows
+from megatfm.errors import MegatfmError
+
+
+class Workers:
+    """`n` processes with copies of `rows`, started with the first request; with n = 0 the calling thread does the work.
+
+    The rows of a list of positions are the same for every n. A worker that fails raises its error here, one that dies
+    a MegatfmError. Close it when done; if this process dies, the workers end.
+    """
+
+    def __init__(self, rows: Rows, n: int) -> None:
+        self._own_rows, self._n = rows, n
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows [n] at positions, int64 arrays [n, T] by name; None is a row of padding."""
+        if not self._n:
+            return make_rows(self._own_rows, positions)
+        if not self._processes:
+            self._start()
+        bounds = np.linspace(0, len(positions), len(self._processes) + 1).astype(int).tolist()
+        asked = []
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            if begin < end:
+                self._pipes[number].send(list(positions[begin:end]))
+                asked.append(number)
+        # All are heard, also after an error, so that the next call finds no old answers.
+        answers = [self._answer(number) for number in asked]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        parts = [answer for answer in answers if isinstance(answer, dict)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # which a worker takes as the end
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        # Spawned, since a fork would copy the threads' locks of torch and of the network as they happen to be.
+        context, pickled = multiprocessing.get_context("spawn"), pickle.dumps(self._own_rows)
+        for number in range(self._n):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, pickled), name=f"megatfm-data-{number}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _answer(self, number: int) -> Fields | BaseException:
+        try:
+            answer: Fields | BaseException = self._pipes[number].recv()
+            return answer
+        except (EOFError, OSError):
+            process = self._processes[number]
+            process.join(10)
+            return MegatfmError(
+                f"data worker {number} (pid {process.pid}) died with exit code {process.exitcode}: the machine may be "
+                "short of memory: set data.workers to fewer"
+            )
+
+
+def make_rows(rows: Rows, positions: Sequence[int | None]) -> Fields:
+    """The rows at positions, one after another."""
+    return joined_rows([rows.padding() if at is None else rows.row(at) for at in positions])
+
+
+def _work(pipe: Connection, pickled: bytes) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        rows = pickle.loads(pickled)
+    except Exception as error:
+        rows = error
+    while True:
+        try:
+            positions = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if isinstance(rows, Exception):
+                raise rows
+            answer: Fields | Exception = make_rows(rows, positions)
+        except Exception as error:
+            answer = _portable(error)
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, with its traceback in words, or where it can't travel, its words alone."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return MegatfmError(f"a data worker failed: {type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,122 @@
+"""A mixture has its weights exactly in every block, reads each source once an epoch, and remembers nothing."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data import Loader, Mixture, PackedRows, Phase, source_seed
+from megatfm.data.mixture import quotas_of
+from megatfm.errors import UsageError
+
+STREAMS, BLOCK = 4, 20
+WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
+LATER = {"a": 0.1, "b": 0.0, "c": 0.9}
+CHANGE = 130  # in the second block of the first phase: positions 80 … 159; begins at 132, with the next turn
+
+
+@pytest.fixture(scope="module")
+def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
+    def make(seed: int = 1, phases: Any = ((0, WEIGHTS), (CHANGE, LATER)), block: int = BLOCK) -> Mixture:
+        sources = {
+            name: PackedRows(
+                memory_corpus([[7, 9, 3]] * n),
+                causal_type(),
+                sequence_length=8,
+                seed=source_seed(seed, name),
+                streams=STREAMS,
+            )
+            for name, n in (("a", 9), ("b", 5), ("c", 11))
+        }
+        return Mixture(sources, [Phase(*phase) for phase in phases], seed=seed, streams=STREAMS, block=block)
+
+    return make
+
+
+def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
+    mixture = make_mixture()
+    start = 132
+    for first, weights in ((0, WEIGHTS), (start, LATER), (start + STREAMS * BLOCK, LATER)):
+        for stream in range(STREAMS):
+            turns = range(first // STREAMS, first // STREAMS + BLOCK)
+            found = Counter(mixture.place(turn * STREAMS + stream)[0] for turn in turns)
+            assert found == Counter({name: round(BLOCK * share) for name, share in weights.items()})
+
+
+def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
+    mixture = make_mixture(phases=((0, WEIGHTS),))
+    places = [mixture.place(position)[0] for position in range(4000)]
+    for begin in (0, 37, 1001):
+        for length in (40, 400, 2000):
+            found = Counter(places[begin : begin + length])
+            for name, share in WEIGHTS.items():
+                assert abs(found[name] - share * length) <= 2 * STREAMS, (begin, length, name)
+
+
+def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) -> None:
+    """Over the change of weights, too; a stream lags behind another only within its blocks."""
+    mixture = make_mixture()
+    read: dict[str, list[int]] = {name: [] for name in WEIGHTS}
+    for position in range(2000):
+        name, at = mixture.place(position)
+        read[name].append(at)
+        np.testing.assert_array_equal(
+            mixture.row(position)["tokens"], mixture.sources[name].row(at)["tokens"]
+        )
+    for name, positions in read.items():
+        assert len(set(positions)) == len(positions)
+        for stream in range(STREAMS):
+            own = [at for at in positions if at % STREAMS == stream]
+            assert own == list(range(stream, stream + STREAMS * len(own), STREAMS)), name
+    assert mixture.rows_read(2000) == {name: len(positions) for name, positions in read.items()}
+    assert mixture.rows_read(131) == Counter(mixture.place(p)[0] for p in range(131))
+
+
+def test_it_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
+    one, other = make_mixture(), make_mixture()
+    positions = np.random.default_rng(0).integers(0, 3000, 200)
+    backwards = [other.place(position) for position in positions[::-1]][::-1]
+    assert [one.place(position) for position in positions] == backwards
+    assert [make_mixture(seed=2).place(p) for p in range(100)] != [one.place(p) for p in range(100)]
+
+
+def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
+    mixture = make_mixture()
+
+    def steps(n: int, **options: Any) -> list[bytes]:
+        with Loader(mixture, global_batch=12, micro_batch=2, **options) as loader:
+            return [b"".join(part["tokens"].tobytes() for part in next(loader)) for _ in range(n)]
+
+    whole = steps(30)
+    for ranks in (2, 3, 6):
+        parts = [steps(30, data_rank=rank, data_ranks=ranks) for rank in range(ranks)]
+        assert [b"".join(step) for step in zip(*parts, strict=True)] == whole
+    for stop in (1, 10, 11, 29):
+        assert steps(30 - stop, position=12 * stop) == whole[stop:]
+
+
+def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> None:
+    plain = make_mixture().identity()
+    assert json.loads(json.dumps(plain)) == plain
+    assert len([key for key in plain if key.startswith("fingerprint of ")]) == 3
+    others = [make_mixture(phases=((0, LATER),)), make_mixture(seed=2), make_mixture(block=40)]
+    assert all(other.identity() != plain for other in others)
+    with Loader(make_mixture(), global_batch=4, micro_batch=4) as loader:
+        next(loader)
+        epoch = loader.state()["epoch"]
+    assert isinstance(epoch, str)
+    assert epoch.startswith("a 0.")
+    assert any("mixture from row 132 on: a 10.00%, b 0.00%, c 90.00%" in n for n in make_mixture().notes)
+
+
+def test_quotas_are_of_largest_remainders() -> None:
+    assert quotas_of({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
+    assert quotas_of({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
+    with pytest.raises(
+        UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block = 1001"
+    ):
+        quotas_of({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
+    with pytest.raises(UsageError, match="all weights are 0"):
+        quotas_of({"a": 0.0}, ["a"], 10)

@@ -1,0 +1,103 @@
+"""A plan is made once: opening again, anywhere in an epoch, reads it and the blocks that the next rows need."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm.data import Corpus, Loader, PackedRows, plan
+from megatfm.errors import MegatfmError
+
+
+def open_rows(folder: Path, objective: Any, name: str | None = "causal", **options: Any) -> PackedRows:
+    options = {"sequence_length": 64, "seed": 3, "streams": 4} | options
+    return PackedRows(Corpus.open(folder), objective, plan_name=name, **options)
+
+
+def places(rows: PackedRows) -> list[Any]:
+    return [rows.place(position) for position in range(len(rows))]
+
+
+def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = places(open_rows(folder, causal, None))
+    assert not (folder / ".plans").exists(), "without a name nothing is stored"
+    assert places(open_rows(folder, causal)) == expected
+    made: list[str] = []
+    make = plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda *args: made.append("") or make(*args))
+    assert places(open_rows(folder, causal)) == expected
+    assert not made
+    for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
+        open_rows(folder, causal, **other)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
+def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) -> None:
+    expected = places(open_rows(folder, causal))
+    (path,) = (folder / ".plans").iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    changed = {
+        "cut": data[:-4],
+        "flipped": data,
+        "empty": b"",
+        "other": b'{"key": "0", "notes": [], "blake3": ""}\n',
+    }[damage]
+    path.write_bytes(changed)
+    assert places(open_rows(folder, causal)) == expected
+    data[-1] ^= 1
+    assert path.read_bytes() == data, "it was stored again"
+
+
+def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal_type: Any) -> None:
+    class Longer(causal_type):  # type: ignore[misc]
+        def lengths(self, n_tokens: Any, keys: Any) -> Any:
+            return n_tokens + 100
+
+        def build(self, tokens: Any, partners: Any, key: Any) -> Any:
+            fields = super().build(tokens, partners, key)
+            return {name: [*field, *[0] * 99] for name, field in fields.items()}
+
+    open_rows(folder, causal_type())
+    rows = open_rows(folder, Longer())
+    with pytest.raises(MegatfmError, match=r"its plan says .* delete the folder \.plans"):
+        rows.row(0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_is_read_only_needs_no_plan(folder: Path, causal: Any) -> None:
+    folder.chmod(0o500)
+    open_rows(folder, causal)
+
+
+def test_a_folder_where_no_plan_can_be_stored_is_planned_each_time(folder: Path, causal: Any) -> None:
+    (folder / ".plans").write_text("in the way")
+    assert places(open_rows(folder, causal)) == places(open_rows(folder, causal, None))
+
+
+def test_old_plans_are_forgotten(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "KEPT", 3)
+    for seed in range(6):
+        open_rows(folder, causal, seed=seed)
+    assert len(list((folder / ".plans").iterdir())) == 3
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_a_resume_late_in_an_epoch_costs_what_an_early_one_costs(
+    folder: Path, causal: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: nothing is planned, and only the blocks of the next rows are read, once each."""
+    open_rows(folder, causal)
+    monkeypatch.setattr(plan, "make_plan", lambda *_: pytest.fail("planned again"))
+    read: list[int] = []
+    block = Corpus.block
+    monkeypatch.setattr(Corpus, "block", lambda self, number: read.append(number) or block(self, number))
+    rows = open_rows(folder, causal)
+    start = int(share * len(rows)) // 8 * 8
+    with Loader(rows, global_batch=8, micro_batch=8, position=start) as loader:
+        next(loader)
+    ahead = {rows.place(start + i).block for i in range(16)}
+    assert len(read) == len(set(read))
+    assert set(read) <= ahead

@@ -1,0 +1,133 @@
+"""A sample in quarantine is padding; no address moves, and nothing of it is read or trained on."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, Loader, PackedRows, Quarantine
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data.tamper import SHARD
+
+
+def test_ranges_are_sorted_and_joined() -> None:
+    parsed = Quarantine.parse(["9", "3-5", "5-6", "7", "20-30", "22"], 31)
+    assert str(parsed) == "3-7,9-9,20-30"
+    assert len(parsed) == 17
+    assert np.flatnonzero(parsed.of(0, 31)).tolist() == [3, 4, 5, 6, 7, 9, *range(20, 31)]
+    assert np.flatnonzero(parsed.of(4, 10)).tolist() == [0, 1, 2, 3, 5]
+    assert not Quarantine()
+    assert not Quarantine().of(0, 5).any()
+
+
+@pytest.mark.parametrize("entry", ["", "x", "-3", "5-3", "31", "3-31", "1e3", "3 - 4", "9" * 40])
+def test_what_is_no_range_of_the_corpus_is_refused(entry: str) -> None:
+    with pytest.raises(UsageError, match="give a sample such as '17', or a range such as '120-153'"):
+        Quarantine.parse([entry], 31)
+
+
+def padded_except(rows: PackedRows, healthy: PackedRows, bad: set[int]) -> None:
+    """Every token of a sample that is not bad stands where it stood, and the others' places are padding."""
+    owner = {}
+    corpus: Any = healthy.corpus
+    for number, tokens in enumerate(corpus.documents):
+        owner.update(dict.fromkeys(tokens.tolist(), number))
+    assert len(rows) == len(healthy)
+    blanks = 0
+    for position in range(2 * len(rows)):
+        one, other = healthy.row(position), rows.row(position)
+        starts = np.append(np.flatnonzero(np.diff(one["documents"]) != 0) + 1, len(one["tokens"]))
+        begin = 0
+        for end in starts.tolist():
+            part = slice(begin, end)
+            known = [
+                owner[t]
+                for t in [*one["tokens"][part].tolist(), *one["targets"][part].tolist()]
+                if t in owner
+            ]
+            if known and known[0] in bad:
+                blanks += end - begin
+                assert (other["tokens"][part] == 0).all()
+                assert (other["targets"][part] == IGNORED_TARGET).all()
+                assert (other["documents"][part] == NO_DOCUMENT).all()
+                assert (other["positions"][part] == 0).all()
+            elif known:
+                for name in ("tokens", "targets", "positions"):
+                    np.testing.assert_array_equal(other[name][part], one[name][part])
+                real = other["documents"][part]
+                assert (real == real[0]).all()
+                assert real[0] >= 0
+            begin = end
+    assert blanks == 2 * sum(len(corpus.documents[number]) + 1 for number in bad)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> None:
+    class Chosen(causal_type):  # type: ignore[misc]
+        max_tokens = 15 if whole else None
+
+    blocks = [[5, 9, 3, 14], [2, 2, 8], [12, 1, 6, 4]]
+    corpus = memory_corpus(blocks)
+    corpus.block_lengths = lambda number: np.array(blocks[number])
+    bad = Quarantine.parse(["1", "4-6"], corpus.n_samples)
+    options = {"sequence_length": 16, "seed": 3, "streams": 2}
+    read: list[int] = []
+    block = corpus.block
+    healthy = PackedRows(corpus, Chosen(), **options)
+    rows = PackedRows(corpus, Chosen(), quarantine=bad, **options)
+    padded_except(rows, healthy, {1, 4, 5, 6})
+    corpus.block = lambda number: read.append(number) or block(number)
+    again = PackedRows(corpus, Chosen(), quarantine=bad, **options)
+    for position in range(len(again)):
+        again.row(position)
+    assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
+    assert rows.identity() == healthy.identity() | {"quarantine": "1-1,4-6"}
+    assert rows.notes == ["memory: 4 samples are in quarantine"]
+
+
+def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
+    corpus = memory_corpus([[3, 2, 4]])
+    corpus.block_lengths = lambda number: np.array([3, 2, 4])
+    rows = PackedRows(
+        corpus,
+        causal,
+        sequence_length=12,
+        seed=0,
+        shuffle=False,
+        attend_across_documents=True,
+        quarantine=Quarantine.parse(["1"], 3),
+    )
+    row = rows.row(0)
+    assert row["documents"].tolist() == [0, 0, 0, 0, -1, -1, -1, 0, 0, 0, 0, 0]
+    assert row["positions"].tolist() == [0, 1, 2, 3, 0, 0, 0, 7, 8, 9, 10, 11]
+
+
+def test_a_damaged_frame_stops_the_run_and_its_message_says_what_to_put_in_quarantine(
+    corpus: Corpus, causal: Any
+) -> None:
+    path = corpus.folder / SHARD
+    data = bytearray(path.read_bytes())
+    data[int(corpus.indexes[1].offsets[2]) + 100] ^= 4
+    path.write_bytes(data)
+    bad = corpus.shard_blocks(1)[2]
+    first, last = int(corpus.blocks[bad]), int(corpus.blocks[bad + 1]) - 1
+
+    def read(entries: list[str]) -> None:
+        rows = PackedRows(
+            corpus,
+            causal,
+            sequence_length=64,
+            seed=0,
+            quarantine=Quarantine.parse(entries, corpus.n_samples),
+        )
+        with Loader(rows, global_batch=8, micro_batch=8, stop=len(rows)) as loader:
+            for _ in loader:
+                pass
+
+    with pytest.raises(
+        MegatfmError, match=rf"{SHARD}: samples {first} to {last}.*put \"{first}-{last}\" into .*quarantine"
+    ):
+        read([])
+    with pytest.raises(MegatfmError, match="damaged"):
+        read([f"{first}-{last - 1}"])
+    read([f"{first}-{last}"])
