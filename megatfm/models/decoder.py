@@ -1,5 +1,7 @@
 """Decoder-only transformer, as GPT and Llama; with `prefix`, a prefix language model."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
@@ -9,7 +11,8 @@ from megatfm.layers.head import Head
 from megatfm.layers.norm import NORMS
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Stack, layout_of
+from megatfm.models.stack import Reads, Stack, layout_of
+from megatfm.models.steps import Pass, Step, Steps
 from megatfm.ops.sequence import SequenceLayout, targets_ahead
 
 # B batch, T tokens, D model width, V vocabulary
@@ -44,16 +47,59 @@ class Decoder(nn.Module):
         targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. cache: tokens before
         these.
         """
-        layout = layout_of(tokens, positions, documents, prefix_BT=prefix, keys_B=keys, cache=cache)
-        hidden_BTD = self.decoder(tokens, layout, segments_BT=segments, cache=cache)
+        inputs = {
+            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "prefix": prefix,
+            "targets": targets, "keys": keys,
+        }  # fmt: skip
+        batch = self.steps().through(Pass(inputs, cache=cache))
+        return Output(batch.carry["hidden"], logits=batch.logits, losses=batch.losses or None)
+
+    def steps(self) -> Steps:
+        """What forward does."""
+        reads = Reads(lambda batch: batch["tokens"], self._layout, lambda batch: batch.get("segments"))
+
+        def further(name: str) -> Callable[[Pass], None]:
+            return lambda batch: self._further(name, batch)
+
+        return Steps(
+            [
+                *self.decoder.steps("decoder.", reads),
+                Step("head", self._head, ("head",), ("hidden",)),
+                *(
+                    Step(f"future.{name}", further(name), (f"future.{name}", "head"), ("hidden",))
+                    for name in self.future
+                ),
+            ]
+        )
+
+    def _layout(self, batch: Pass) -> SequenceLayout:
+        def make() -> SequenceLayout:
+            return layout_of(
+                batch["tokens"],
+                batch.get("positions"),
+                batch.get("documents"),
+                prefix_BT=batch.get("prefix"),
+                keys_B=batch.get("keys"),
+                cache=batch.cache,
+            )
+
+        return batch.once("layout", make)
+
+    def _head(self, batch: Pass) -> None:
+        hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
-            return Output(hidden_BTD, logits=self.head(hidden_BTD))
-        losses = {"causal": self.head(hidden_BTD, targets)}
-        for name, further in self.future.items():
-            ahead_BT = targets_ahead(targets, documents, int(name))
-            beyond = layout.at_layer(self.config.n_layers + int(name))
-            losses[f"future_{name}"] = self.head(further(hidden_BTD, beyond), ahead_BT)
-        return Output(hidden_BTD, losses=losses)
+            batch.logits = self.head(hidden_BTD)
+        else:
+            batch.losses["causal"] = self.head(hidden_BTD, targets)
+
+    def _further(self, name: str, batch: Pass) -> None:
+        targets = batch.get("targets")
+        if targets is None:
+            return
+        ahead_BT = targets_ahead(targets, batch.get("documents"), int(name))
+        beyond = self._layout(batch).at_layer(self.config.n_layers + int(name))
+        hidden_BTD = self.future[name](batch.carry["hidden"], beyond)
+        batch.losses[f"future_{name}"] = self.head(hidden_BTD, ahead_BT)
 
 
 class FutureHead(nn.Module):

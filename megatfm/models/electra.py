@@ -1,5 +1,7 @@
 """ELECTRA (Clark et al. 2020): a small generator fills masked tokens in, a discriminator tells which were replaced."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,12 +12,14 @@ from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
-from megatfm.models.encoder import Encoder
+from megatfm.models.encoder import MASKED_SHARE, Encoder
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Stack, layout_of
+from megatfm.models.stack import Reads, Stack, layout_of
+from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.dropout import mix, token_keys, uniform
+from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
 
@@ -54,26 +58,65 @@ class Electra(nn.Module):
         "generator" and "discriminator". A sampled token that equals the original counts as original. Sampling depends
         on keys [B] and on no other state.
         """
-        where = {"positions": positions, "documents": documents, "segments": segments}
+        where = {"positions": positions, "documents": documents, "segments": segments, "keys": keys}
         if targets is None:
-            return self.discriminator(tokens, keys=keys, **where)
+            return self.discriminator(tokens, **where)
         if original is None or keys is None:
             raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
-        # Two stacks of the same depths: the generator's random keys are others.
-        made = self.generator(tokens, targets=targets, keys=~keys, **where)
+        batch = Pass({"tokens": tokens, "original": original, "targets": targets, **where})
+        self.steps().through(batch)
+        return Output(batch.carry["hidden"], losses=batch.losses)
+
+    def steps(self) -> Steps:
+        """What training does."""
+        reads = Reads(
+            lambda batch: batch["tokens"], self._generator_layout, lambda batch: batch.get("segments")
+        )
+        return Steps(
+            [
+                *self.generator.encoder.steps("generator.encoder.", reads, writes="made"),
+                Step(
+                    "generator.head",
+                    self._generate,
+                    ("generator.head",),
+                    ("made",),
+                    {"corrupted": Field("tokens")},
+                    share=2 * MASKED_SHARE,
+                ),
+                *self.discriminator.steps(
+                    "discriminator.", "corrupted", lambda batch: batch.carry["corrupted"], self._replaced
+                ),
+            ]
+        )
+
+    def _generator_layout(self, batch: Pass) -> SequenceLayout:
+        def make() -> SequenceLayout:
+            # Two stacks of the same depths: the generator's random keys are others.
+            return layout_of(
+                batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=~batch["keys"]
+            )
+
+        return batch.once("generator layout", make)
+
+    def _generate(self, batch: Pass) -> None:
+        """The generator's loss, and what it puts in the place of masked tokens."""
+        made, targets = batch.carry["made"], batch["targets"]
+        batch.losses["generator"] = self.generator.head(made, targets)
         with torch.no_grad():
             masked = targets != IGNORE
-            logits_MV = self.generator.head(made.hidden, where_BT=masked)
-            places = torch.arange(tokens.shape[1], device=tokens.device)
-            keys_M = token_keys(mix(keys, SAMPLING), 0, places)[masked]
+            logits_MV = self.generator.head(made, where_BT=masked)
+            places = torch.arange(targets.shape[1], device=targets.device)
+            keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
             noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
-            corrupted = original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
-            counted = torch.ones_like(masked) if documents is None else documents >= 0
-            replaced = torch.where(counted, (corrupted != original).long(), IGNORE)
-        judged = self.discriminator(corrupted, replaced=replaced, keys=keys, **where)
-        losses = {"generator": (made.losses or {})["masked"], **(judged.losses or {})}
-        return Output(judged.hidden, losses=losses)
+            batch.carry["corrupted"] = batch["original"].masked_scatter(
+                masked, (logits_MV.double() + noise_MV).argmax(-1)
+            )
+
+    def _replaced(self, batch: Pass) -> Tensor:
+        documents, original = batch.get("documents"), batch["original"]
+        counted = torch.ones_like(original).bool() if documents is None else documents >= 0
+        return torch.where(counted, (batch.carry["corrupted"] != original).long(), IGNORE)
 
 
 @MODELS.register("discriminator")
@@ -100,15 +143,50 @@ class Discriminator(nn.Module):
         keys: Tensor | None = None,
     ) -> Output:
         """Logits [B, T], or, given replaced [B, T] (1, 0, and −100 where none counts), the summed loss."""
-        layout = layout_of(tokens, positions, documents, keys_B=keys)
-        hidden_BTD = self.encoder(tokens, layout, segments_BT=segments)
-        logits_BT = self.verdict(self.activation(self.dense(hidden_BTD)))[..., 0]
-        if replaced is None:
-            return Output(hidden_BTD, logits=logits_BT)
-        logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
-        truth_BT = (replaced == 1).to(logits_BT.dtype)
-        losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
-        return Output(hidden_BTD, losses={"discriminator": (losses_BT * (replaced != IGNORE)).sum()})
+        inputs = {
+            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments,
+            "replaced": replaced, "keys": keys,
+        }  # fmt: skip
+        batch = self.steps().through(Pass(inputs))
+        return Output(batch.carry["hidden"], logits=batch.logits, losses=batch.losses or None)
+
+    def steps(
+        self,
+        path: str = "",
+        carried: str | None = None,
+        tokens: Callable[[Pass], Tensor] = lambda batch: batch["tokens"],
+        replaced: Callable[[Pass], Tensor | None] = lambda batch: batch.get("replaced"),
+    ) -> Steps:
+        """What forward does. carried: the part of the carry that `tokens` and `replaced` read, if they do."""
+        more = () if carried is None else (carried,)
+
+        def layout(batch: Pass) -> SequenceLayout:
+            def make() -> SequenceLayout:
+                return layout_of(
+                    tokens(batch), batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
+                )
+
+            return batch.once("layout", make)
+
+        def judge(batch: Pass) -> None:
+            logits_BT = self.verdict(self.activation(self.dense(batch.carry["hidden"])))[..., 0]
+            truth = replaced(batch)
+            if truth is None:
+                batch.logits = logits_BT
+                return
+            logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
+            truth_BT = (truth == 1).to(logits_BT.dtype)
+            losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
+            batch.losses["discriminator"] = (losses_BT * (truth != IGNORE)).sum()
+
+        reads = Reads(tokens, layout, lambda batch: batch.get("segments"), carried=more)
+        uses = (f"{path}dense", f"{path}verdict")
+        return Steps(
+            [
+                *self.encoder.steps(f"{path}encoder.", reads),
+                Step(f"{path}verdict", judge, uses, ("hidden", *more)),
+            ]
+        )
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:

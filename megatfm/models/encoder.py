@@ -8,9 +8,14 @@ from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head, SentenceHead
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Stack, layout_of
+from megatfm.models.stack import Reads, Stack, layout_of
+from megatfm.models.steps import Pass, Step, Steps
+from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, D model width, V vocabulary, C classes
+
+MASKED_SHARE = 0.15
+"""Of tokens that are masked, as objectives have it unless told otherwise: these alone go through the head."""
 
 
 @MODELS.register("encoder")
@@ -45,14 +50,63 @@ class Encoder(nn.Module):
         were masked, −100 elsewhere; gives `losses` instead of `logits`. sentence_targets: as in SentenceHead.
         span_left, span_right: as in BoundaryHead.
         """
-        layout = layout_of(tokens, positions, documents, keys_B=keys)
-        hidden_BTD = self.encoder(tokens, layout, segments_BT=segments)
+        inputs = {
+            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "targets": targets,
+            "sentence_targets": sentence_targets, "span_left": span_left, "span_right": span_right, "keys": keys,
+        }  # fmt: skip
+        batch = self.steps().through(Pass(inputs))
+        return Output(
+            batch.carry["hidden"],
+            logits=batch.logits,
+            losses=batch.losses or None,
+            sentence_logits=batch.sentence_logits,
+        )
+
+    def steps(self) -> Steps:
+        """What forward does."""
+        reads = Reads(lambda batch: batch["tokens"], self._layout, lambda batch: batch.get("segments"))
+        return Steps(
+            [
+                *self.encoder.steps("encoder.", reads),
+                Step("head", self._head, ("head",), ("hidden",), share=MASKED_SHARE),
+                *(
+                    [Step("sentence", self._sentence, ("sentence",), ("hidden",), share=0.0)]
+                    if self.sentence
+                    else []
+                ),
+                *(
+                    [Step("boundary", self._boundary, ("boundary",), ("hidden",), share=MASKED_SHARE)]
+                    if self.boundary
+                    else []
+                ),
+            ]
+        )
+
+    def _layout(self, batch: Pass) -> SequenceLayout:
+        def make() -> SequenceLayout:
+            return layout_of(
+                batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
+            )
+
+        return batch.once("layout", make)
+
+    def _head(self, batch: Pass) -> None:
+        hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
-            sentence = self.sentence(hidden_BTD) if self.sentence is not None else None
-            return Output(hidden_BTD, logits=self.head(hidden_BTD), sentence_logits=sentence)
-        losses = {"masked": self.head(hidden_BTD, targets)}
-        if self.sentence is not None and sentence_targets is not None:
-            losses["sentence"] = self.sentence(hidden_BTD, sentence_targets)
-        if self.boundary is not None and span_left is not None:
-            losses["boundary"] = self.boundary(hidden_BTD, targets, span_left, span_right)
-        return Output(hidden_BTD, losses=losses)
+            batch.logits = self.head(hidden_BTD)
+        else:
+            batch.losses["masked"] = self.head(hidden_BTD, targets)
+
+    def _sentence(self, batch: Pass) -> None:
+        assert self.sentence is not None
+        hidden_BTD, targets = batch.carry["hidden"], batch.get("sentence_targets")
+        if batch.get("targets") is None:
+            batch.sentence_logits = self.sentence(hidden_BTD)
+        elif targets is not None:
+            batch.losses["sentence"] = self.sentence(hidden_BTD, targets)
+
+    def _boundary(self, batch: Pass) -> None:
+        assert self.boundary is not None
+        targets, left, right = batch.get("targets"), batch.get("span_left"), batch.get("span_right")
+        if targets is not None and left is not None:
+            batch.losses["boundary"] = self.boundary(batch.carry["hidden"], targets, left, right)

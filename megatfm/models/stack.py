@@ -1,5 +1,8 @@
 """Embedding, blocks and final norm: what encoders and decoders have in common."""
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,7 @@ from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import NORMS
 from megatfm.layers.position import POSITIONS
+from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.sequence import SequenceLayout, Sight
 
 # B batch, T tokens, S tokens of the memory, D model width
@@ -29,6 +33,7 @@ class Stack(nn.Module):
         embedding: Embedding | None = None,
     ) -> None:
         super().__init__()
+        self.d_model = config.d_model
         self.embedding = embedding or Embedding(config, kind)
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
@@ -52,12 +57,72 @@ class Stack(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """[B, T, D]. memory: what cross-attention looks at; its layout is `layout.memory`."""
-        x_BTD = self.embedding(tokens_BT, layout, segments_BT)
-        bias = None if self.position is None else self.position(layout, self.sight)
+        reads = Reads(lambda _: tokens_BT, lambda _: layout, lambda _: segments_BT, lambda _: memory_BSD)
+        return Steps(self.steps("", reads)).through(Pass({}, cache=cache)).carry["hidden"]
+
+    def steps(
+        self,
+        path: str,
+        reads: "Reads",
+        *,
+        writes: str = "hidden",
+        tokens: str = "tokens",
+        memory: Sequence[str] = (),
+    ) -> Iterator[Step]:
+        """Embedding, blocks and final norm, one after another. path: the stack's own, and a dot.
+
+        writes: the part of the carry that holds the hidden vectors; tokens: the input that is as long as they are;
+        memory: both the part of the carry and the module through which `reads` finds the memory.
+        """
+        made = {writes: Field(tokens, self.d_model)}
+
+        def embed(batch: Pass) -> None:
+            batch.carry[writes] = self.embedding(
+                reads.tokens(batch), reads.layout(batch), reads.segments(batch)
+            )
+
+        def through(depth: int, name: str, skip_rate: float) -> Callable[[Pass], None]:
+            def block(batch: Pass) -> None:
+                layout = reads.layout(batch)
+                bias = batch.once((path, "bias"), lambda: self._bias(layout))
+                past = batch.cache.layers[depth] if batch.cache else None
+                batch.carry[writes] = self.layers[name](
+                    batch.carry[writes], layout.at_layer(depth, skip_rate), bias, reads.memory(batch), past
+                )
+
+            return block
+
+        def finish(batch: Pass) -> None:
+            batch.carry[writes] = self.norm(batch.carry[writes])  # type: ignore[misc]
+
+        position = () if self.position is None else (f"{path}position",)
+        yield Step(f"{path}embedding", embed, (f"{path}embedding",), reads.carried, made, tokens)
         for depth, (name, skip_rate) in enumerate(zip(self.order, self.skip_rates, strict=True)):
-            past = cache.layers[depth] if cache else None
-            x_BTD = self.layers[name](x_BTD, layout.at_layer(depth, skip_rate), bias, memory_BSD, past)
-        return x_BTD if self.norm is None else self.norm(x_BTD)
+            yield Step(
+                f"{path}layers.{depth}",
+                through(depth, name, skip_rate),
+                (f"{path}layers.{name}", *position, *memory),
+                (writes, *memory),
+                made,
+                tokens,
+            )
+        if self.norm is not None:
+            yield Step(f"{path}norm", finish, (f"{path}norm",), (writes,), made, tokens)
+
+    def _bias(self, layout: SequenceLayout) -> Tensor | None:
+        return None if self.position is None else self.position(layout, self.sight)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Where a stack finds its tokens, their layout and segments, and the memory. carried: parts of the carry among
+    them that the embedding reads."""
+
+    tokens: Callable[[Pass], Tensor]
+    layout: Callable[[Pass], SequenceLayout]
+    segments: Callable[[Pass], Tensor | None] = lambda _: None
+    memory: Callable[[Pass], Tensor | None] = lambda _: None
+    carried: tuple[str, ...] = ()
 
 
 def layout_of(

@@ -70,10 +70,14 @@ def curves(
     objective = make(config.objective, config.model, SPECIAL, lengths)
     found: dict[str, list[float]] = {}
     if config.model.family == "electra":
-        engine.model.discriminator.register_forward_pre_hook(
-            lambda module, args, options: found.setdefault("replaced", []).append(share(options["replaced"])),
-            with_kwargs=True,
-        )
+        real = engine.model._replaced
+
+        def replaced(passing: Any) -> torch.Tensor:
+            truth: torch.Tensor = real(passing)
+            found.setdefault("replaced", []).append(share(truth))
+            return truth
+
+        engine.model._replaced = replaced
     for step in range(1, 1 + (steps or config.train.steps)):
         stats = engine.forward_backward([batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():

@@ -46,7 +46,7 @@ ATTENTION: Plan = (
     ("?*coder.position.*", SHARED_BY_HEADS),
 )
 CROSS_ATTENTION: Plan = (
-    ("encoder", ENTER_OUTPUT),
+    ("memory", ENTER_OUTPUT),
     ("*.layers.*.cross", ENTER),
     ("*.layers.*.cross.w[qkv]", COLUMN),
     ("*.layers.*.cross.wo", ROW),
