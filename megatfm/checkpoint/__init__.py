@@ -5,16 +5,18 @@ tensor (dtype, global shape, and the pieces that make it up: offsets, sizes, fil
 BLAKE3 hash) and the caller's own JSON `state`, under a hash of its own. No pickle is ever read from disk.
 
 A save writes to `.step-00000100.partial-…`, makes it durable, and becomes real by one rename: whoever finds a
-folder under its final name finds all of it.
+folder under its final name finds all of it. `Saver` does so in the background while training goes on.
 """
 
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import clean, latest, verify
+from megatfm.checkpoint.saver import Saver
 from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
 from megatfm.checkpoint.stream import save_stream
 
 __all__ = [
     "Box",
+    "Saver",
     "clean",
     "latest",
     "load",

@@ -1,18 +1,31 @@
 """Every operation by which the store touches the disk: few, durable, and with errors that name the file."""
 
+import contextlib
+import errno
 import os
+import queue
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+import numpy as np
 from blake3 import blake3
 
 from megatfm.errors import MegatfmError
 
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+CHUNK_BYTES = 8 * 2**20
+"""Handed to the disk and to the hash at once, so that neither waits long for the other."""
+LAG_SECONDS = 10.0
+"""How long a shared filesystem (NFS, Lustre) may take to show one machine what another one made."""
 
 
 @contextmanager
@@ -34,6 +47,12 @@ def make_folder(path: Path) -> None:
     sync_folder(path.parent)
 
 
+def make_new_folder(path: Path) -> None:
+    """Create a folder that must not exist. Its name is not on disk yet: what is only a draft need not survive."""
+    with naming("create", path):
+        path.mkdir()
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable: fsync of a file does not cover its name."""
     with naming("sync", path):
@@ -49,44 +68,91 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
 
     The hash is taken from memory on the way, so that a disk that garbles the bytes can't vouch for itself.
     """
-    digest = blake3()
     size = 0
-    with naming("write", path):
+    with naming("write", path), _Hash() as digest:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for part in parts:
-                digest.update(part)
-                size += part.nbytes
-                while part.nbytes:
-                    part = part[os.write(fd, part) :]
+                for start in range(0, part.nbytes, CHUNK_BYTES):
+                    chunk = part[start : start + CHUNK_BYTES]
+                    digest.update(chunk)
+                    size += chunk.nbytes
+                    while chunk.nbytes:
+                        chunk = chunk[os.write(fd, chunk) :]
             os.fsync(fd)
         finally:
             os.close(fd)
-    return size, digest.hexdigest()
+        return size, digest.hexdigest()
 
 
-def read_file(path: Path) -> bytearray:
+def read_file(path: Path) -> memoryview:
     """Read a regular file whole. A link, a pipe, a missing or an unreadable file is refused by name."""
-    with naming("read", path):
+    return read_hashed(path)[0]
+
+
+def read_hashed(path: Path) -> tuple[memoryview, str]:
+    """The same, with the BLAKE3 of what was read."""
+    with naming("read", path), _Hash() as digest:
         fd = os.open(path, _READ_FLAGS)
         try:
             size = _regular_size(path, os.fstat(fd))
-            content = bytearray(size)
-            view = memoryview(content)
+            content = memoryview(np.empty(size, np.uint8))  # a bytearray would be filled with zeros first
             done = 0
-            while done < size and (got := os.readv(fd, [view[done : done + 2**30]])):
+            while done < size and (got := os.readv(fd, [content[done : done + CHUNK_BYTES]])):
+                digest.update(content[done : done + got])
                 done += got
         finally:
             os.close(fd)
-    if done < size:
-        raise MegatfmError(f"cannot read {path}: it shrank to {done} bytes while it was read")
-    return content
+        if done < size:
+            raise MegatfmError(f"cannot read {path}: it shrank to {done} bytes while it was read")
+        return content, digest.hexdigest()
 
 
 def file_size(path: Path) -> int:
     """Return the bytes of a regular file; anything else is refused by name."""
     with naming("read", path):
         return _regular_size(path, os.lstat(path))
+
+
+def forget(path: Path) -> None:
+    """Drop a file's pages from memory, so that reading it asks the disk. What is not synced stays."""
+    with naming("read", path):
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def await_name(path: Path, deadline: float) -> None:
+    """Wait until what another machine has made can be seen here, at most to `deadline` (of time.monotonic).
+
+    What doesn't come by then is left to whoever uses it to complain of.
+    """
+    while True:
+        try:
+            os.lstat(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > deadline:
+                return
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208  asks an NFS client to look again
+        time.sleep(0.05)
+
+
+def await_size(path: Path, size: int, deadline: float) -> None:
+    """The same, for a file whose size is known: an NFS client may show an earlier one for a while."""
+    await_name(path, deadline)
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                return
+            with contextlib.suppress(OSError):  # opening asks the server
+                os.close(os.open(path, _READ_FLAGS))
+            if os.lstat(path).st_size == size:
+                return
+        time.sleep(0.05)
 
 
 def _regular_size(path: Path, status: os.stat_result) -> int:
@@ -106,3 +172,47 @@ def remove_tree(path: Path) -> None:
     """Remove a folder with all that is in it (links are removed, not followed)."""
     with naming("remove", path):
         shutil.rmtree(path)
+
+
+class _Hash:
+    """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
+
+    What it is given must not change until `hexdigest`. The first small chunks make no thread: most files have no
+    others.
+    """
+
+    def __init__(self) -> None:
+        self._digest = blake3()
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._join()
+
+    def update(self, chunk: memoryview) -> None:
+        if self._thread is None and chunk.nbytes < CHUNK_BYTES:
+            self._digest.update(chunk)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="megatfm-hash", daemon=True)
+            self._thread.start()
+        self._chunks.put(chunk)
+
+    def hexdigest(self) -> str:
+        self._join()
+        return self._digest.hexdigest()
+
+    def _work(self) -> None:
+        while (chunk := self._chunks.get()) is not None:
+            self._digest.update(chunk)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._chunks.put(None)
+            self._thread.join()
+            self._thread = None

@@ -66,17 +66,20 @@ def verify(path: Path) -> None:
         raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
 
 
-def retain(newest: Path, keep: int) -> None:
+def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = None) -> None:
     """Of the checkpoints up to the just committed `newest`, keep the last `keep` whole ones and remove the older.
 
-    A damaged one doesn't count, so that the ones kept can be used. What can't be removed is named in a warning:
-    the new checkpoint stands all the same.
+    every: those whose step it divides stay for ever (0: none do). verified: this one stays, too. A damaged one
+    doesn't count, so that the ones kept can be used. What can't be removed is named in a warning: the new
+    checkpoint stands all the same.
     """
     paths = committed(newest.parent)
     whole = 0
     for path in reversed(paths[: paths.index(newest) + 1]):
         if whole < keep:
             whole += damage(path) is None
+            continue
+        if path == verified or (every and step_of(path) % every == 0):
             continue
         try:
             # First out of the way, so that nobody ever finds half of it under its name.
@@ -85,6 +88,11 @@ def retain(newest: Path, keep: int) -> None:
             disk.remove_tree(removed)
         except MegatfmError as error:
             log.warning("an old checkpoint stays: %s", error)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def clean(folder: Path) -> list[Path]:

@@ -176,8 +176,12 @@ def explain(error: ValidationError) -> str:
 
 def read(folder: Path) -> Metadata:
     """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
+    return parse(folder, bytes(disk.read_file(folder / FILENAME)))
+
+
+def parse(folder: Path, raw: bytes) -> Metadata:
+    """The same, of the bytes that were read from a checkpoint's metadata."""
     path = folder / FILENAME
-    raw = bytes(disk.read_file(path))
     length = len(_head(b""))
     head, body, tail = raw[:length], raw[length:-2], raw[-2:]
     if head[:12] != _head(b"")[:12] or tail != b"}\n":

@@ -36,11 +36,6 @@ class SavePlanner(DefaultSavePlanner):
         """Give each piece to one rank; raises MegatfmError if a tensor's boxes don't make it up."""
         return super().create_global_plan(share_out(all_plans))
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return a piece; torch's own lookup knows only Tensor subclasses."""
-        box: Box = self.state_dict[index.fqn]
-        return box.__get_tensor_shard__(index)
-
 
 class LoadPlanner(DefaultLoadPlanner):
     """Plans a load of boxes out of whatever boxes were saved."""

@@ -1,16 +1,23 @@
-"""All ranks succeed, or all fail with the same one-line reason."""
+"""All ranks succeed, or all fail with the same one-line reason, which names rank and host.
 
-import warnings
+Every function takes a process group (None: the default one, or no others at all). A save in the background has a
+group of its own, so that what it says never mixes with what training says.
+"""
+
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatfm.errors import MegatfmError
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None
+Reason = tuple[str, str]
+"""Host, and the one line that it says."""
 
 
 def in_group() -> bool:
@@ -18,49 +25,111 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def together(what: str, work: Callable[[], T]) -> T:
+def rank(group: Group = None) -> int:
+    """This process's number, 0 where it is alone."""
+    return dist.get_rank(group) if in_group() else 0
+
+
+def count(group: Group = None) -> int:
+    """How many processes work together."""
+    return dist.get_world_size(group) if in_group() else 1
+
+
+def together(what: str, work: Callable[[], T], group: Group = None) -> T:
     """Do local work on every rank; where it fails on any, raise the first failed one's reason on all."""
-    result: T | None = None
-    cause: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        cause = error
-    reasons = [None if cause is None else one_line(cause)]
+    result, cause, reason = _try(work)
+    reasons: list[Reason | None] = [reason]
     if in_group():
-        reasons *= dist.get_world_size()
-        dist.all_gather_object(reasons, reasons[0])
-    if failures := {rank: text for rank, text in enumerate(reasons) if text is not None}:
-        raise failure(what, failures) from cause
+        reasons *= dist.get_world_size(group)
+        with lost_peers(what):
+            dist.all_gather_object(reasons, reasons[0], group)
+    _raise_if(what, reasons, cause)
     return cast(T, result)
 
 
-@contextmanager
-def torch_errors(what: str) -> Iterator[None]:
-    """Turn what torch.distributed.checkpoint raises into a MegatfmError, and keep it from warning about one process.
+def gathered(what: str, work: Callable[[], T], group: Group = None) -> list[T]:
+    """The same; rank 0 gets every rank's result, the others none."""
+    result, cause, reason = _try(work)
+    if not in_group():
+        _raise_if(what, [reason], cause)
+        return [cast(T, result)]
+    first = rank(group) == 0
+    answers: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    with lost_peers(what):
+        dist.gather_object((result, reason), answers, dst=0, group=group)
+        verdict = [[reason for _, reason in answers] if answers else None]
+        dist.broadcast_object_list(verdict, src=0, group=group)
+    _raise_if(what, verdict[0] or [], cause)
+    return [result for result, _ in answers or ()]
 
-    CheckpointException is no Exception, so nothing above would catch it. A lost peer shows as a RuntimeError of
-    the collective.
-    """
+
+def by_rank_0(what: str, work: Callable[[], T], group: Group = None) -> T:
+    """Do work on rank 0; all ranks are told its result, or raise its reason."""
+    if not in_group():
+        return together(what, work, group)
+    answer: list[Any] = [None]
+    cause = None
+    if rank(group) == 0:
+        result, cause, reason = _try(work)
+        answer = [(result, reason)]
+    with lost_peers(what):
+        dist.broadcast_object_list(answer, src=0, group=group)
+    result, reason = answer[0]
+    _raise_if(what, [reason], cause)
+    return cast(T, result)
+
+
+def scattered(what: str, parts: list[T], group: Group = None) -> T:
+    """Give each rank its own of rank 0's parts (those of the others are ignored)."""
+    if not in_group():
+        return parts[0]
+    mine: list[Any] = [None]
+    with lost_peers(what):
+        dist.scatter_object_list(mine, parts if rank(group) == 0 else None, src=0, group=group)
+    return cast(T, mine[0])
+
+
+def any_of(what: str, mine: bool, group: Group = None) -> bool:
+    """Whether it is so on any rank."""
+    if not in_group():
+        return mine
+    flag = torch.tensor([int(mine)])
+    with lost_peers(what):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return bool(flag)
+
+
+@contextmanager
+def lost_peers(what: str) -> Iterator[None]:
+    """Turn what a collective raises when a rank is gone into a MegatfmError."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-            yield
-    except CheckpointException as error:
-        raise failure(what, {rank: one_line(cause) for rank, (cause, _) in error.failures.items()}) from error
+        yield
     except RuntimeError as error:
         raise MegatfmError(f"{what}: the ranks lost each other: {one_line(error)}") from error
-
-
-def failure(what: str, reasons: Mapping[int, str]) -> MegatfmError:
-    """Return the error that every rank raises: the lowest failed rank's reason, and who failed besides."""
-    first, *others = sorted(reasons)
-    where = f"rank {first}: " if in_group() else ""
-    besides = f" (also failed: rank {', '.join(map(str, others))})" if others else ""
-    return MegatfmError(f"{what}: {where}{reasons[first]}{besides}")
 
 
 def one_line(error: BaseException) -> str:
     """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
     text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
+
+
+def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Reason | None]:
+    try:
+        return work(), None, None
+    except Exception as error:
+        return None, error, (socket.gethostname(), one_line(error))
+
+
+def _raise_if(what: str, reasons: list[Reason | None], cause: Exception | None) -> None:
+    if failures := {rank: reason for rank, reason in enumerate(reasons) if reason is not None}:
+        raise _failure(what, failures) from cause
+
+
+def _failure(what: str, reasons: Mapping[int, Reason]) -> MegatfmError:
+    """The error that every rank raises: the lowest failed rank's reason, and who failed besides."""
+    first, *others = sorted(reasons)
+    host, text = reasons[first]
+    where = f"rank {first} on {host}: " if in_group() else ""
+    besides = f" (also failed: rank {', '.join(map(str, others))})" if others else ""
+    return MegatfmError(f"{what}: {where}{text}{besides}")

@@ -1,7 +1,8 @@
-"""Reading below torch.distributed.checkpoint: what the metadata lists, each file under its hash, and no pickle."""
+"""Reading a checkpoint: what the metadata lists, each file under its hash, and no pickle."""
 
-import os
+import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,16 +14,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 
 from megatfm.checkpoint import disk, metadata, shard
+from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.metadata import Metadata, Piece, TensorEntry
+from megatfm.checkpoint.planner import LoadPlanner
 from megatfm.errors import MegatfmError
 
 
-class Reader(StorageReader):
+class Reader:
     """Reads boxes out of a committed checkpoint; each file that is needed is read once and checked by its hash."""
 
     def __init__(self, folder: Path, content: Metadata) -> None:
@@ -34,11 +35,22 @@ class Reader(StorageReader):
             for piece in tensor.pieces
         }
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader serves one load."""
+    def fill(self, boxes: Mapping[str, Box], patience: float = 0.0) -> None:
+        """Fill the boxes in place, file by file. patience: seconds for files to come to be seen on this machine."""
+        planner = LoadPlanner()
+        planner.set_up_planner(dict(boxes), self._plan_metadata())
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            by_file[self.pieces[item.storage_index].file].append(item)
+        deadline = time.monotonic() + patience
+        for file, items in sorted(by_file.items()):
+            disk.await_name(self.folder / file, deadline)
+            tensors = shard.read(self.folder / file, self.content.files[file])
+            for item in items:
+                self._copy(item, tensors, planner)
 
-    def read_metadata(self) -> PlanMetadata:
-        """Return the metadata as torch's planners read it."""
+    def _plan_metadata(self) -> PlanMetadata:
+        """The metadata as torch's planners read it."""
         return PlanMetadata(
             {
                 name: TensorStorageMetadata(
@@ -53,30 +65,6 @@ class Reader(StorageReader):
             }
         )
 
-    def set_up_storage_reader(self, metadata: PlanMetadata, is_coordinator: bool) -> None:
-        """Nothing to do: the metadata came with the constructor."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every item of the plan into its place, file by file."""
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            by_file[self.pieces[item.storage_index].file].append(item)
-        for file, items in sorted(by_file.items()):
-            tensors = shard.read(self.folder / file, self.content.files[file])
-            for item in items:
-                self._copy(item, tensors, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
     def _copy(self, item: ReadItem, tensors: dict[str, Tensor], planner: LoadPlanner) -> None:
         piece = self.pieces[item.storage_index]
         source = find_piece(self.folder, self.content.tensors[item.storage_index.fqn], piece, tensors)
@@ -85,11 +73,6 @@ class Reader(StorageReader):
         target = planner.resolve_tensor(item)
         target.copy_(source)
         planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say no: torch may not pick this store by itself."""
-        return False
 
 
 def check_sizes(folder: Path, content: Metadata) -> None:

@@ -12,7 +12,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -56,8 +55,8 @@ def read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     size = disk.file_size(path)
     if size != entry.bytes:
         raise MegatfmError(f"{path} is damaged: it has {size} bytes instead of {entry.bytes}")
-    content = disk.read_file(path)
-    if blake3(content).hexdigest() != entry.blake3:
+    content, digest = disk.read_hashed(path)
+    if digest != entry.blake3:
         raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
     try:
         return _views(content)
@@ -67,13 +66,13 @@ def read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
         raise MegatfmError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _views(content: bytearray) -> dict[str, Tensor]:
+def _views(content: memoryview) -> dict[str, Tensor]:
     (length,) = struct.unpack_from("<Q", content)
     data = 8 + length
     if data > len(content):
         raise ValueError(f"its header claims {length} bytes")
     views = {}
-    for key, entry in _HEADER.validate_json(content[8:data]).items():
+    for key, entry in _HEADER.validate_json(bytes(content[8:data])).items():
         dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
         if end > len(content) - data or end - start != prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"tensor {key} of shape {entry.shape} is said to lie at {start} to {end}")

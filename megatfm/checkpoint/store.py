@@ -4,18 +4,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from megatfm.checkpoint import disk, metadata, ranks
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import retain
 from megatfm.checkpoint.metadata import DTYPE_NAMES, Metadata
-from megatfm.checkpoint.planner import LoadPlanner, SavePlanner
 from megatfm.checkpoint.reader import Reader
-from megatfm.checkpoint.writer import Writer
+from megatfm.checkpoint.share import agree_on_shares
+from megatfm.checkpoint.writer import write_together
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -37,21 +35,14 @@ def save(
     Raises MegatfmError on every rank if anything fails on any; then no trace of this save is left, and every
     older checkpoint is as it was.
     """
-    if keep is not None and keep < 1:
-        raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
+    check_keep(keep)
     what = f"checkpoint of step {step} not saved"
-    with ranks.torch_errors(what):
-        boxes, plain = ranks.together(what, lambda: (_boxes(tensors), metadata.plain_state(state)))
-    writer = Writer(folder, step, plain)
-    try:
-        with ranks.torch_errors(what):
-            state_dict_saver.save(dict(boxes), storage_writer=writer, planner=SavePlanner())
-    except MegatfmError as error:
-        _discard(writer.partial, error)
-        raise
-    if keep is not None and (not ranks.in_group() or dist.get_rank() == 0):
-        retain(writer.final, keep)
-    return writer.final
+    boxes, plain = ranks.together(what, lambda: (boxes_of(tensors), metadata.plain_state(state)))
+    share = agree_on_shares(what, boxes)
+    final = write_together(folder, step, plain, share, lambda: share.pieces(boxes))
+    if keep is not None and ranks.rank() == 0:
+        retain(final, keep)
+    return final
 
 
 def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False) -> dict[str, JsonValue]:
@@ -65,16 +56,17 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
     """
     what = f"checkpoint {path} not loaded"
 
-    def prepare() -> tuple[Metadata, dict[str, Box]]:
-        content, boxes = metadata.read(path), _boxes(tensors)
+    # Rank 0 sees what is there and tells the others, whose machines may see it later.
+    raw = ranks.by_rank_0(what, lambda: bytes(disk.read_file(path / metadata.FILENAME)))
+
+    def fill() -> dict[str, JsonValue]:
+        content, boxes = metadata.parse(path, raw), boxes_of(tensors)
         for name, box in boxes.items():
             _check_request(content, name, box, cast)
-        return content, boxes
+        Reader(path, content).fill(boxes, disk.LAG_SECONDS if ranks.count() > 1 else 0.0)
+        return content.state
 
-    with ranks.torch_errors(what):
-        content, boxes = ranks.together(what, prepare)
-    _fill(path, content, boxes, what)
-    return content.state
+    return ranks.together(what, fill)
 
 
 def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -85,7 +77,7 @@ def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = No
         for name, entry in content.tensors.items()
         if name.startswith(prefix) and (only is None or name in only)
     }
-    _fill(path, content, _boxes(tensors), f"checkpoint {path} not read", alone=True)
+    Reader(path, content).fill(boxes_of(tensors))
     return tensors
 
 
@@ -100,8 +92,15 @@ def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {name: (entry.torch_dtype, entry.shape) for name, entry in tensors.items()}
 
 
-def _boxes(tensors: Mapping[str, Box | Tensor]) -> dict[str, Box]:
+def boxes_of(tensors: Mapping[str, Box | Tensor]) -> dict[str, Box]:
+    """Every tensor as a box."""
     return {name: Box.of(tensor) for name, tensor in tensors.items()}
+
+
+def check_keep(keep: int | None) -> None:
+    """Raise UsageError where no checkpoint would be kept."""
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep = {keep}: at least one checkpoint must be kept, so 1 or more")
 
 
 def _check_request(content: Metadata, name: str, box: Box, cast: bool) -> None:
@@ -115,18 +114,3 @@ def _check_request(content: Metadata, name: str, box: Box, cast: bool) -> None:
         raise MegatfmError(
             f"tensor {name} is {entry.dtype} there, but {here} here: pass cast=True to convert"
         )
-
-
-def _fill(path: Path, content: Metadata, boxes: dict[str, Box], what: str, alone: bool = False) -> None:
-    with ranks.torch_errors(what):
-        reader = Reader(path, content)
-        state_dict_loader.load(dict(boxes), storage_reader=reader, planner=LoadPlanner(), no_dist=alone)
-
-
-def _discard(partial: Path | None, error: MegatfmError) -> None:
-    """Remove the folder of a save that failed (only rank 0 knows it); the first error stays the one to report."""
-    if partial is not None and partial.exists():
-        try:
-            disk.remove_tree(partial)
-        except MegatfmError as second:
-            error.add_note(f"{second}: `clean` will remove it")

@@ -1,25 +1,26 @@
-"""Writing below torch.distributed.checkpoint: safetensors files, JSON metadata, and one rename that makes it real."""
+"""Writing a checkpoint: each rank's safetensors files, the JSON metadata, and one rename that makes it real."""
 
 import logging
 import os
 import secrets
+import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 
-from megatfm.checkpoint import disk, metadata, shard
+from megatfm.checkpoint import disk, metadata, ranks, shard
 from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, Piece, TensorEntry
 from megatfm.checkpoint.planner import item_bytes
+from megatfm.checkpoint.ranks import Group
 from megatfm.checkpoint.reader import check_sizes, verify
+from megatfm.checkpoint.share import Share
 from megatfm.errors import MegatfmError
 
 log = logging.getLogger("megatfm")
@@ -28,78 +29,104 @@ log = logging.getLogger("megatfm")
 FILE_BYTES = 512 * 2**20
 
 
-class Writer(StorageWriter):
-    """Writes one checkpoint: a fresh folder, each rank's files, the metadata, and one rename that makes it real."""
+@dataclass(frozen=True)
+class Written:
+    """What one rank has put on the disk."""
 
-    def __init__(self, folder: Path, step: int, state: dict[str, JsonValue]) -> None:
-        self.final = folder / f"step-{step:08d}"
-        self.partial: Path | None = None  # on rank 0, once it is made; the others get it with their plan
-        self.step = step
-        self.state = state
+    files: dict[str, FileEntry]
+    pieces: list[tuple[str, Piece]]
+    """By the name of the tensor that they belong to."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer serves one save."""
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to do: rank 0 makes the folder once the plan is known to be sound."""
+def write_together(
+    folder: Path,
+    step: int,
+    state: dict[str, JsonValue],
+    share: Share,
+    pieces: Callable[[], Mapping[MetadataIndex, Tensor]],
+    *,
+    read_back: bool = False,
+    group: Group = None,
+) -> Path:
+    """Write the checkpoint `folder/step-00000100` of every rank's pieces and return its path once it is durable.
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
-        return plan
+    A collective of `group`. `folder`, `step` and `state` are rank 0's. read_back: every rank reads its files from
+    the disk again before the checkpoint gets its name. Raises MegatfmError on all ranks if anything fails on any;
+    then no trace of this save is left.
+    """
+    what = f"checkpoint of step {step} not saved"
+    final = folder / f"step-{step:08d}"
+    draft: Path | None = None  # known to all once it is made; here, so that rank 0 can remove it
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder (rank 0) and tell every rank its own number and where to write."""
-        disk.make_folder(self.final.parent)
-        self.partial = self.final.with_name(f".{self.final.name}.partial-{secrets.token_hex(4)}")
-        with disk.naming("create", self.partial):
-            self.partial.mkdir()
-        return [replace(plan, storage_data=(rank, self.partial)) for rank, plan in enumerate(plans)]
+    def make_draft() -> Path:
+        nonlocal draft
+        disk.make_folder(final.parent)
+        draft = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        disk.make_new_folder(draft)
+        return draft
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files and make them durable."""
-        rank, folder = plan.storage_data
-        results = []
-        for number, items in enumerate(_fill_files(plan.items)):
-            file = f"rank-{rank:05d}-{number:03d}.safetensors"
-            tensors = {_key(item): _tensor(planner, item) for item in items}
-            if len(tensors) < len(items):  # only where a name ends like the slice of another one
-                raise MegatfmError(
-                    "two pieces would get the same key: rename the tensors that end with [a:b]"
-                )
-            entry = shard.write(folder / file, tensors)
-            results += [_result(item, file, entry) for item in items]
-        disk.sync_folder(folder)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+    def write() -> Written:
+        disk.await_name(partial, time.monotonic() + disk.LAG_SECONDS)
+        written = write_share(partial, ranks.rank(group), share.items, pieces())
+        if read_back:
+            _read_back(partial, written.files)
+        return written
 
-    def finish(self, metadata: PlanMetadata, results: list[list[WriteResult]]) -> None:
-        """Commit (rank 0): check what was written, write the metadata, rename."""
-        assert self.partial is not None
-        commit(self.partial, self.final, self._metadata(metadata, results))
+    def finish() -> Path:
+        assert share.tensors is not None
+        content = describe(step, state, share.tensors, everyone)
+        deadline = time.monotonic() + disk.LAG_SECONDS
+        for name, entry in content.files.items():
+            if name not in everyone[0].files:
+                disk.await_size(partial / name, entry.bytes, deadline)
+        commit(partial, final, content)
+        return final
 
-    def _metadata(self, plan: PlanMetadata, results: list[list[WriteResult]]) -> Metadata:
-        files: dict[str, FileEntry] = {}
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for result in (result for rank in results for result in rank):
-            piece, entry = result.storage_data
-            files[piece.file] = entry
-            pieces[result.index.fqn].append(piece)
-        tensors = {}
-        for name in sorted(pieces):
-            tensor = plan.state_dict_metadata[name]
-            assert isinstance(tensor, TensorStorageMetadata)
-            tensors[name] = TensorEntry(
-                dtype=DTYPE_NAMES[tensor.properties.dtype],
-                shape=tuple(tensor.size),
-                pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offsets)),
-            )
-        return Metadata(step=self.step, state=self.state, tensors=tensors, files=dict(sorted(files.items())))
+    try:
+        partial = ranks.by_rank_0(what, make_draft, group)
+        everyone = ranks.gathered(what, write, group)
+        return ranks.by_rank_0(what, finish, group)
+    except MegatfmError as error:
+        _discard(draft, error)
+        raise
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say no: torch may not pick this store by itself."""
-        return False
+
+def write_share(
+    folder: Path, rank: int, items: Sequence[WriteItem], pieces: Mapping[MetadataIndex, Tensor]
+) -> Written:
+    """Write one rank's files and make them durable."""
+    written = Written({}, [])
+    for number, chosen in enumerate(_fill_files(items)):
+        file = f"rank-{rank:05d}-{number:03d}.safetensors"
+        tensors = {_key(item): pieces[item.index] for item in chosen}
+        if len(tensors) < len(chosen):  # only where a name ends like the slice of another one
+            raise MegatfmError("two pieces would get the same key: rename the tensors that end with [a:b]")
+        written.files[file] = shard.write(folder / file, tensors)
+        written.pieces.extend((item.index.fqn, _piece(item, file)) for item in chosen)
+    disk.sync_folder(folder)
+    return written
+
+
+def describe(
+    step: int, state: dict[str, JsonValue], plan: PlanMetadata, everyone: Sequence[Written]
+) -> Metadata:
+    """The metadata of what all ranks have written."""
+    files: dict[str, FileEntry] = {}
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for written in everyone:
+        files.update(written.files)
+        for name, piece in written.pieces:
+            pieces[name].append(piece)
+    tensors = {}
+    for name in sorted(pieces):
+        tensor = plan.state_dict_metadata[name]
+        assert isinstance(tensor, TensorStorageMetadata)
+        tensors[name] = TensorEntry(
+            dtype=DTYPE_NAMES[tensor.properties.dtype],
+            shape=tuple(tensor.size),
+            pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offsets)),
+        )
+    return Metadata(step=step, state=state, tensors=tensors, files=dict(sorted(files.items())))
 
 
 def commit(partial: Path, final: Path, content: Metadata) -> None:
@@ -130,7 +157,23 @@ def commit(partial: Path, final: Path, content: Metadata) -> None:
     disk.rename(partial, final)
 
 
-def _fill_files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+def _read_back(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Raise unless the disk gives back what it was given."""
+    for name, entry in files.items():
+        disk.forget(folder / name)
+        shard.read(folder / name, entry)
+
+
+def _discard(partial: Path | None, error: MegatfmError) -> None:
+    """Remove the folder of a save that failed (only rank 0 knows it); the first error stays the one to report."""
+    if partial is not None and partial.exists():
+        try:
+            disk.remove_tree(partial)
+        except MegatfmError as second:
+            error.add_note(f"{second}: `clean` will remove it")
+
+
+def _fill_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
     """Split pieces into files of at most FILE_BYTES, or of one larger piece, keeping neighbours by name together."""
     file: list[WriteItem] = []
     size = 0
@@ -154,15 +197,7 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}[{','.join(slices)}]"
 
 
-def _result(item: WriteItem, file: str, entry: FileEntry) -> WriteResult:
-    """Say where a piece went: rank 0 gathers these for the metadata."""
+def _piece(item: WriteItem, file: str) -> Piece:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
-    piece = Piece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file, key=_key(item))
-    return WriteResult(item.index, item_bytes(item), (piece, entry))
-
-
-def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)
-    return tensor
+    return Piece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file, key=_key(item))

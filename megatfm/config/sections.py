@@ -14,25 +14,60 @@ class ParallelConfig(Section):
     dp_replicate: PositiveInt = 1
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1)
-    """Data-parallel ranks over which parameters, gradients and optimizer state are sharded; -1: all that are left."""
+    """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What is sharded over dp_shard: 1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing."""
+    accumulate: Literal["whole", "shards"] = "whole"
+    """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
+    reduced after each micro-batch: less memory, more traffic."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
     pp: PositiveInt = 1
-    """Pipeline stages (reserved: only 1 yet)."""
+    """Pipeline ranks, each with its share of the layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    """Order in which pipeline ranks take micro-batches forward and backward."""
+    virtual_stages: PositiveInt | None = None
+    """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
+    cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
+    """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
     cp: PositiveInt = 1
     """Context-parallel ranks (reserved: only 1 yet)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks (reserved: only 1 yet)."""
 
     @model_validator(mode="after")
+    def _pipeline(self) -> Self:
+        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.schedule)
+        if fixed and self.virtual_stages not in (None, fixed):
+            raise ValueError(
+                f"virtual_stages = {self.virtual_stages}: schedule = {self.schedule!r} has {fixed} on each rank: leave "
+                "it out, or use schedule = 'interleaved'"
+            )
+        if self.cuts and self.pp == 1:
+            raise ValueError("cuts are for pipeline stages, and pp = 1: leave them out")
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages on each rank."""
+        if self.schedule in ("gpipe", "1f1b"):
+            return 1
+        return self.virtual_stages or 2
+
+    @model_validator(mode="after")
     def _reserved(self) -> Self:
-        for axis in ("pp", "cp", "ep"):
+        for axis in ("cp", "ep"):
             if getattr(self, axis) != 1:
                 raise ValueError(
-                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp or dp_shard"
+                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp, pp or dp_shard"
                 )
+        if self.accumulate == "shards" and self.zero < 2:
+            raise ValueError(
+                f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
+                "accumulate = 'whole'"
+            )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
         return self
@@ -68,7 +103,13 @@ class CheckpointConfig(Section):
     every: PositiveInt = 500
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept, besides the last one of which a resume has compared every byte."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that this divides are kept for ever. 0: none is."""
+    mode: Literal["async", "sync"] = "async"
+    """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
+    read_back: bool = False
+    """Read every file from the disk again, and compare it, before a checkpoint counts."""
 
 
 class ResumeConfig(Section):

@@ -88,6 +88,7 @@ class Trainer:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
         self.state = State(config, run, engine, corpora, precision)
+        watch.stands_in = lambda: self.state.saver.thread
 
     def restore(self, found: resume.Found | None) -> None:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
@@ -124,8 +125,8 @@ class Trainer:
 
     def run_steps(self, signals: StopSignals) -> int:
         """While tokens are due: step, log, evaluate, save; stop if asked."""
-        stop = signals.agreed()  # during the start: there is nothing to save yet
-        with StepProfile(self.config.log.profile, self.run) as profile:
+        stop, _ = signals.agreed()  # during the start: there is nothing to save yet
+        with StepProfile(self.config.log.profile, self.run) as profile, self.state.saver:
             while self.state.step < self.config.train.steps and not stop:
                 stop = self._stretch(signals, profile)
         if self.state.step < self.config.train.steps:
@@ -150,7 +151,9 @@ class Trainer:
                 if metrics:
                     metrics.write(record)
                 self.screen.step(record, self._due(config.log.every))
-                stop = signals.agreed()
+                stop, saving = signals.agreed(at.saver.running is not None)
+                if not saving:
+                    at.saver.finish()  # on all ranks at the same step, so that all end with its error
                 if stop or self._due(config.checkpoint.every):
                     self.watch.tick(at.step, "save")
                     if metrics:

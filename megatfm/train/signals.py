@@ -51,11 +51,12 @@ class StopSignals:
         self._thread.join()
         self._hears.close()
 
-    def agreed(self) -> str | None:
-        """The signal's name if any rank has received one; the same answer on every rank. A collective."""
-        number = torch.tensor([self._received or 0], dtype=torch.int64, device=self._device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return signal.Signals(int(number)).name if number else None
+    def agreed(self, busy: bool = False) -> tuple[str | None, bool]:
+        """The signal's name if any rank has received one, and whether any rank is busy. A collective."""
+        numbers = torch.tensor([self._received or 0, int(busy)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        number, any_busy = numbers.tolist()
+        return signal.Signals(number).name if number else None, bool(any_busy)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -1,6 +1,5 @@
 """Where a run is: step, tokens and place in the data; saved with the engine's state, and gone back to."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +8,10 @@ from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines import NativeEngine
 from megatfm.train import resume
+from megatfm.train.agree import told_by_rank_0
 from megatfm.train.corpora import Corpora
 from megatfm.train.run import Run
 from megatfm.train.trouble import Trouble
-
-log = logging.getLogger("megatfm")
 
 
 class State:
@@ -24,6 +22,14 @@ class State:
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.precision = precision
+        kept = config.checkpoint
+        self.saver = checkpoint.Saver(
+            run.checkpoints,
+            mode=kept.mode,
+            keep=kept.keep,
+            keep_every=kept.keep_every,
+            read_back=kept.read_back,
+        )
         self.trouble = Trouble(config.resilience, config.optimizer.clip, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
 
@@ -51,9 +57,12 @@ class State:
 
     def go_to(self, found: resume.Found) -> None:
         """Load a checkpoint of this run. Where it was decided to skip data after it, that is skipped again."""
-        stored = self.engine.empty_state_dict(checkpoint.names(found.path))
+        # Rank 0 sees what is there and tells the others, whose machines may see it later.
+        names = told_by_rank_0(lambda: checkpoint.names(found.path))
+        stored = self.engine.empty_state_dict(names)
         checkpoint.load(found.path, stored)
         self.engine.load_state_dict(stored)
+        self.saver.verified = found.path
         self.step, self.tokens = found.step, int(found.state["tokens"])
         self.position = self.run.decisions.jumps.get(self.step, int(found.state["data"]["position"]))
         self.trouble.load(found.state.get("trouble", {}))
@@ -71,6 +80,7 @@ class State:
         if score is None:
             return False
         said = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
+        self.saver.finish()
         found = resume.find(self.run.checkpoints) if self.config.resilience.spike == "rollback" else None
         if found is None:
             event("spike", said)
@@ -81,15 +91,8 @@ class State:
         return True
 
     def save(self, loader: Loader) -> None:
-        """Write a checkpoint. A collective."""
-        path = checkpoint.save(
-            self.run.checkpoints,
-            self.step,
-            self.engine.state_dict(),
-            self._facts(loader),
-            keep=self.config.checkpoint.keep,
-        )
-        log.info("step %d  saved %s", self.step, path.name)
+        """Write a checkpoint, or begin to. A collective."""
+        self.saver.save(self.step, self.engine.state_dict(), self._facts(loader))
 
     def _facts(self, loader: Loader) -> dict[str, Any]:
         return resume.run_state(

@@ -21,8 +21,9 @@ LAYOUT = ("parallel.dp_shard=2", "evaluate.every=2", "checkpoint.every=3", "trai
 HOST = socket.gethostname()
 # Which rank misbehaves in which phase: rank 0, who listens, too.
 FAULTS = [(1, "startup"), (0, "step"), (1, "evaluation"), (0, "save")]
-STEPS = {"startup": 0, "step": 2, "evaluation": 2, "save": 3}
-SEEN_IN = {"startup": "start", "step": "step", "evaluation": "evaluation", "save": "save"}
+STEPS = {"startup": 0, "step": 2, "evaluation": 2, "save": 6}
+# A save goes on in the background: to the next one, which waits for it.
+SEEN_IN = {"startup": "start", "step": "step", "evaluation": "evaluation", "save": "(?:save|step|evaluation)"}
 
 Start = Callable[..., Ranks]
 
@@ -58,7 +59,7 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, how: str) 
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         if (how, phase) == ("raises", "save"):  # where the store lets all ranks fail alike, and says why
             assert (
-                f"error: checkpoint of step 3 not saved: rank {rank}: ZeroDivisionError: a planted fault\n"
+                f"error: checkpoint of step 3 not saved: rank {rank} on {HOST}: ZeroDivisionError: a planted fault\n"
                 == said
             )
             assert failed["ranks"] == []

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.workers import WorkerFailure, Workers
 
+HOST = socket.gethostname()
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
 
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -105,7 +107,7 @@ def test_a_failing_disk_at_each_operation(workers: Workers, tmp_path: Path, code
             assert_old_or_new(folder, (2,))
             continue
         failed += 1
-        assert outcome.startswith(f"checkpoint of step 2 not saved: rank {rank}: cannot ")
+        assert outcome.startswith(f"checkpoint of step 2 not saved: rank {rank} on {HOST}: cannot ")
         assert outcome.endswith(f": {os.strerror(code)}")
         step = assert_old_or_new(folder, (1, 2))
         expected = {1: ["step-00000001"], 2: ["step-00000001", "step-00000002"]}[step]
@@ -186,7 +188,7 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path: Path) -> None:
 def test_an_unexpected_error_reaches_every_rank(workers: Workers, tmp_path: Path) -> None:
     first, second = workers.run(break_a_tensor, 2, tmp_path)
     assert first == second
-    assert first.startswith("checkpoint of step 1 not saved: rank 1: ")
+    assert first.startswith(f"checkpoint of step 1 not saved: rank 1 on {HOST}: ")
     assert "\n" not in first
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,6 @@
 """Saved under one layout, loaded under another: bit for bit, on 1, 2 and 4 ranks."""
 
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatfm.checkpoint import Box, box, load, metadata, read_tensors, save, ver
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
+HOST = socket.gethostname()
 SHAPES = {
     "embedding": ((13, 6), torch.float32),
     "norm": ((7,), torch.float64),
@@ -160,26 +162,26 @@ def save_wrongly(folder: Path, fault: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("gap", "rank 0: tensor w: the pieces hold 6 elements, but its shape (4, 2) has 8"),
-        ("overlap", "rank 0: tensor w: the pieces hold 12 elements, but its shape (4, 2) has 8"),
-        ("twice", "rank 0: tensor w: the pieces at (0, 0) and (0, 1) overlap"),
-        ("replica", "rank 0: tensor w: ranks 0 and 1 hold different boxes at (0, 0)"),
+        ("gap", "rank 0 on HOST: tensor w: the pieces hold 6 elements, but its shape (4, 2) has 8"),
+        ("overlap", "rank 0 on HOST: tensor w: the pieces hold 12 elements, but its shape (4, 2) has 8"),
+        ("twice", "rank 0 on HOST: tensor w: the pieces at (0, 0) and (0, 1) overlap"),
+        ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different boxes at (0, 0)"),
         (
             "dtype",
-            "rank 0: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float64 (4, 2)",
+            "rank 0 on HOST: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float64 (4, 2)",
         ),
         (
             "shape",
-            "rank 0: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float32 (5, 2)",
+            "rank 0 on HOST: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float32 (5, 2)",
         ),
-        ("dtensor", "rank 1: a DTensor can't be stored as it is"),
-        ("state", "rank 1: state 'bad' would not come back from JSON as it is"),
+        ("dtensor", "rank 1 on HOST: a DTensor can't be stored as it is"),
+        ("state", "rank 1 on HOST: state 'bad' would not come back from JSON as it is"),
     ],
 )
 def test_boxes_that_make_up_no_tensor(workers: Workers, tmp_path: Path, fault: str, reason: str) -> None:
     first, second = workers.run(save_wrongly, 2, tmp_path, fault)
     assert first == second
-    assert first.startswith(f"checkpoint of step 2 not saved: {reason}")
+    assert first.startswith(f"checkpoint of step 2 not saved: {reason.replace('HOST', HOST)}")
     assert "\n" not in first
     assert list(tmp_path.iterdir()) == []
 
@@ -202,5 +204,6 @@ def test_one_rank_s_damaged_file_stops_all(workers: Workers, tmp_path: Path) -> 
     first, second = workers.run(load_damaged, 2, path)
     assert first == second
     assert (
-        first == f"checkpoint {path} not loaded: rank 1: {file} is damaged: its content doesn't have its hash"
+        first
+        == f"checkpoint {path} not loaded: rank 1 on {HOST}: {file} is damaged: its content doesn't have its hash"
     )

@@ -15,10 +15,10 @@ from tests.workers import Workers
 CPU = torch.device("cpu")
 
 
-def one_rank_is_asked(who: int, number: int) -> list[str | None]:
+def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
     before = [signal.getsignal(name) for name in ASK_TO_STOP]
     with StopSignals(CPU) as signals:
-        answers = [signals.agreed()]
+        answers = [signals.agreed(busy=dist.get_rank() != who)]
         if dist.get_rank() == who:
             os.kill(os.getpid(), number)
         answers += [signals.agreed(), signals.agreed()]
@@ -28,13 +28,13 @@ def one_rank_is_asked(who: int, number: int) -> list[str | None]:
 
 @pytest.mark.parametrize("name", ASK_TO_STOP)
 def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal.Signals) -> None:
-    assert workers.run(one_rank_is_asked, 2, 1, name) == [[None, name.name, name.name]] * 2
+    assert workers.run(one_rank_is_asked, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
 
 
 def different_signals() -> str | None:
     with StopSignals(CPU) as signals:
         os.kill(os.getpid(), (signal.SIGTERM, signal.SIGUSR1)[dist.get_rank()])
-        return signals.agreed()
+        return signals.agreed()[0]
 
 
 def test_ranks_that_got_different_ones_name_the_same(workers: Workers) -> None:

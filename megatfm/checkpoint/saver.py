@@ -1,0 +1,169 @@
+"""Saves in the background: the training thread copies, another thread writes and commits.
+
+What the background threads of the ranks agree on goes over a process group of their own, so that it never mixes
+with training's collectives.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatfm.checkpoint import metadata, ranks
+from megatfm.checkpoint.box import Box
+from megatfm.checkpoint.folder import retain
+from megatfm.checkpoint.share import Share, agree_on_shares
+from megatfm.checkpoint.staging import Staging
+from megatfm.checkpoint.store import boxes_of, check_keep
+from megatfm.checkpoint.writer import write_together
+from megatfm.errors import MegatfmError
+
+log = logging.getLogger("megatfm")
+
+LONGEST = timedelta(hours=2)
+"""How long the other ranks wait for the slowest one's files."""
+LAST_WAIT_SECONDS = 30.0
+"""After an error elsewhere: how long a save that still runs may take."""
+
+
+class Saver:
+    """Writes a run's checkpoints, one at a time. Making one is a collective, and so are save, finish and leaving.
+
+    mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
+    read_back: see `CheckpointConfig`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mode: Literal["async", "sync"] = "async",
+        keep: int | None = None,
+        keep_every: int = 0,
+        read_back: bool = False,
+    ) -> None:
+        check_keep(keep)
+        self.folder, self.mode = folder, mode
+        self.keep, self.keep_every, self.read_back = keep, keep_every, read_back
+        self.verified: Path | None = None
+        """The newest checkpoint of which every byte was read and compared: retention leaves it."""
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST) if ranks.in_group() else None
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._known: Mapping[str, object] = {}
+        self._share: Share | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Box | Tensor], state: Mapping[str, JsonValue]) -> None:
+        """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
+
+        Waits for a save that still runs. Raises MegatfmError on every rank for its failure, or for a failure of
+        this one before it goes on in the background; a later one is `finish`'s to raise.
+        """
+        if (running := self.running) is not None:
+            log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
+        self.finish()
+        what = f"checkpoint of step {step} not saved"
+        boxes, plain = ranks.together(
+            what, lambda: (boxes_of(tensors), metadata.plain_state(state)), self._group
+        )
+        share = self._agreed_share(what, boxes)
+        self._step = step
+        if self.mode == "async":
+            staged = ranks.together(what, lambda: self._staging.copy(share.pieces(boxes)), self._group)
+            self._thread = threading.Thread(
+                target=self._write, args=(plain, share, lambda: staged), name="megatfm-save", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(plain, share, lambda: share.pieces(boxes))
+            self.finish()
+
+    @property
+    def running(self) -> int | None:
+        """The step whose save still goes on in this process, if any."""
+        return self._step if self._thread is not None and self._thread.is_alive() else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something for `finish` to say."""
+        return self._thread is not None
+
+    @property
+    def thread(self) -> int | None:
+        """The thread that a running save goes on in."""
+        return self._thread.ident if self._thread is not None else None
+
+    def finish(self) -> Path | None:
+        """Wait for the running save; returns its path, None where there is none. Raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        path, error, self._path, self._error = self._path, self._error, None, None
+        if error is not None:
+            raise error
+        if path is not None:
+            log.info("step %d  saved %s", self._step, path.name)
+        return path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Finish. After an error, a save that still runs gets a little time, and what becomes of it is only logged."""
+        if error is None:
+            self.finish()
+        elif self._thread is not None:
+            self._thread.join(LAST_WAIT_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the checkpoint of step %d is given up", self._step)
+                return
+            try:
+                self.finish()
+            except MegatfmError as second:
+                log.warning("%s", second)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _write(
+        self, state: dict[str, JsonValue], share: Share, pieces: Callable[[], Mapping[MetadataIndex, Tensor]]
+    ) -> None:
+        """Write, commit, and remove what is too old; whatever is raised is kept for `finish`."""
+        start = time.perf_counter()
+        try:
+            path = write_together(
+                self.folder, self._step, state, share, pieces, read_back=self.read_back, group=self._group
+            )
+            log.debug("%s was written in %.2f s", path, time.perf_counter() - start)
+            if self.read_back:
+                self.verified = path
+            if self.keep is not None and ranks.rank(self._group) == 0:
+                retain(path, self.keep, every=self.keep_every, verified=self.verified)
+            self._path = path
+        except BaseException as error:
+            self._error = error
+
+    def _agreed_share(self, what: str, boxes: Mapping[str, Box]) -> Share:
+        """What this rank writes. It is agreed on anew only when some rank holds other boxes than at the last save."""
+        held = {
+            name: (b.tensor.dtype, b.tensor.shape, b.global_shape, b.offsets) for name, b in boxes.items()
+        }
+        if self._share is None or ranks.any_of(what, held != self._known, self._group):
+            self._share = None
+            self._share = agree_on_shares(what, boxes, self._group)
+            self._known = held
+        return self._share

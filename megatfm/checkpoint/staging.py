@@ -1,0 +1,64 @@
+"""The staging copy: a rank's share in host memory, where no later step can touch it."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatfm.errors import MegatfmError
+
+log = logging.getLogger("megatfm")
+
+ALIGNMENT = 64
+"""Bytes, of each piece in the buffer: a processor's cache line."""
+
+
+class Staging:
+    """One buffer, as large as what this rank writes, and used again by every save."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+        """Copies of the pieces, complete when this returns and valid until the next call."""
+        places, end = {}, 0
+        for index, piece in pieces.items():
+            places[index] = end
+            end += math.ceil(piece.nbytes / ALIGNMENT) * ALIGNMENT
+        on_gpu = any(piece.is_cuda for piece in pieces.values())
+        if end > len(self._buffer):
+            self._allocate(end, on_gpu)
+        copies = {}
+        for index, piece in pieces.items():
+            flat = self._buffer[places[index] : places[index] + piece.nbytes]
+            copies[index] = flat.view(piece.dtype).view(piece.shape)
+            copies[index].copy_(piece.detach(), non_blocking=self._pinned)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _allocate(self, size: int, pin: bool) -> None:
+        self._release()
+        try:
+            # NumPy asks the kernel for huge pages, torch doesn't: the first copy then takes half the time.
+            self._buffer = torch.from_numpy(np.empty(size, np.uint8))
+        except MemoryError as error:
+            raise MegatfmError(
+                f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '
+                "or shard over more ranks"
+            ) from error
+        if pin:  # torch's own pinned memory comes in powers of two, up to twice the size
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
+
+    def _release(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._pinned = False
+
+    def __del__(self) -> None:
+        self._release()

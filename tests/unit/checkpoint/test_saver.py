@@ -1,0 +1,268 @@
+"""Saves in the background: what is copied stays as it was, one at a time, and failures reach every rank."""
+
+import errno
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, saver, shard, verify
+from megatfm.checkpoint.folder import committed
+from megatfm.errors import MegatfmError
+from tests.workers import Workers
+
+HOST = socket.gethostname()
+
+
+@contextmanager
+def held_up(release: threading.Event, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[None]:
+    """Files are written only once the event is set."""
+    genuine = shard.write
+
+    def wait(*args: Any) -> Any:
+        assert release.wait(30)
+        return genuine(*args)
+
+    shard.write = wait
+    try:
+        yield
+    finally:
+        release.set()
+        shard.write = genuine
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in committed(folder)]
+
+
+def tensors(step: int) -> dict[str, Box | torch.Tensor]:
+    """Sharded, replicated and whole tensors whose every value is their step."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {
+        "rows": Box(torch.full((3, 4), float(step)), (3 * world, 4), (3 * rank, 0)),
+        "turned": torch.full((5, 2), step).T,
+        "half": torch.full((7,), step, dtype=torch.bfloat16),
+        "count": torch.tensor(step),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def change_after_save(folder: Path) -> None:
+    held = tensors(1)
+    state = {"step": 1, "list": [1]}
+    release = threading.Event()
+    with held_up(release), Saver(folder) as saving:
+        saving.save(1, held, state)
+        for tensor in held.values():
+            Box.of(tensor).tensor.add_(100)
+        state["list"].append(2)  # type: ignore[attr-defined]
+        assert saving.running == 1
+        assert latest(folder) is None
+        dist.barrier()
+        release.set()
+        assert saving.finish() == folder / "step-00000001"
+        assert saving.running is None
+        assert saving.finish() is None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_changes_after_the_save_returned_is_not_in_it(
+    workers: Workers, tmp_path: Path, world: int
+) -> None:
+    workers.run(change_after_save, world, tmp_path)
+    path = tmp_path / "step-00000001"
+    verify(path)
+    assert read_state(path) == {"step": 1, "list": [1]}
+    read = read_tensors(path)
+    assert read["rows"].shape == (3 * world, 4)
+    assert read["half"].dtype == torch.bfloat16
+    assert all(bool((tensor == 1).all()) for tensor in read.values())
+
+
+def test_the_copy_is_one_buffer_used_again(tmp_path: Path) -> None:
+    with Saver(tmp_path) as saving:
+        saving.save(1, tensors(1), {})
+        first = saving._staging._buffer.data_ptr()
+        size = len(saving._staging._buffer)
+        for step in (2, 3):
+            saving.save(step, tensors(step), {})
+            assert saving._staging._buffer.data_ptr() == first
+    assert size <= sum(Box.of(tensor).tensor.nbytes + 64 for tensor in tensors(1).values())
+    for path in committed(tmp_path):
+        assert all(bool((tensor == int(path.name[5:])).all()) for tensor in read_tensors(path).values())
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    release = threading.Event()
+    with held_up(release), Saver(tmp_path) as saving:
+        saving.save(1, tensors(1), {})
+        threading.Timer(0.2, release.set).start()
+        saving.save(2, tensors(2), {})
+        assert release.is_set()
+        assert steps(tmp_path)[0] == 1
+    assert steps(tmp_path) == [1, 2]
+    assert "step 2  waits for the checkpoint of step 1 to be written" in caplog.text
+    assert "step 1  saved step-00000001" in caplog.text
+
+
+def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
+    """Fail the second save on one rank; returns what is said, and what is there after a third."""
+    genuine = os.write
+
+    def refuse(*args: Any) -> int:
+        if dist.get_rank() == rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return genuine(*args)
+
+    with Saver(folder, mode=mode) as saving:
+        saving.save(1, tensors(1), {})
+        saving.finish()
+        os.write = refuse
+        try:
+            saving.save(2, tensors(2), {})
+            saving.finish()
+            said = "saved"
+        except MegatfmError as error:
+            said = str(error)
+        finally:
+            os.write = genuine
+        saving.save(3, tensors(3), {})
+    return said, [path.name for path in committed(folder)]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_failure_in_the_background_is_raised_on_all_ranks(
+    workers: Workers, tmp_path: Path, mode: str
+) -> None:
+    (said, there), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
+    assert said == other
+    named = r"rank 1 on \S+: cannot write .*/rank-00001-000\.safetensors: No space left on device"
+    assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", said)
+    assert f"rank 1 on {HOST}" in said
+    assert there == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+
+
+def other_boxes_on_one_rank(folder: Path) -> None:
+    with Saver(folder) as saving:
+        for step in (1, 2):
+            held = tensors(step)
+            if step == 2 and dist.get_rank() == 1:
+                held["more"] = torch.full((2,), step)
+            saving.save(step, held, {})
+
+
+def test_boxes_that_change_on_one_rank_are_shared_out_anew(workers: Workers, tmp_path: Path) -> None:
+    workers.run(other_boxes_on_one_rank, 2, tmp_path)
+    assert "more" not in read_tensors(tmp_path / "step-00000001")
+    read = read_tensors(tmp_path / "step-00000002")
+    assert "more" in read
+    assert all(bool((tensor == 2).all()) for tensor in read.values())
+
+
+def train_while_saving(folder: Path) -> list[float]:
+    """Collectives of the default group, in another order in time on each rank than those of the save."""
+    release, totals = threading.Event(), []
+    with held_up(release), Saver(folder) as saving:
+        for step in (1, 2, 3):
+            saving.save(step, tensors(step), {})
+            if dist.get_rank() == step % 2:
+                release.set()
+            for _ in range(30):
+                total = torch.tensor([float(dist.get_rank() + step)])
+                dist.all_reduce(total)
+                totals.append(float(total))
+            release.set()
+            saving.finish()
+            release.clear()
+    return totals
+
+
+def test_a_save_does_not_mix_with_training_s_collectives(workers: Workers, tmp_path: Path) -> None:
+    expected = [1.0 + 2 * step for step in (1, 2, 3) for _ in range(30)]
+    assert workers.run(train_while_saving, 2, tmp_path) == [expected] * 2
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_an_error_elsewhere_lets_a_running_save_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_and_fail(saving: Saver, step: int) -> None:
+        with saving:
+            saving.save(step, tensors(step), {})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail(Saver(tmp_path), 1)
+    assert steps(tmp_path) == [1]
+    monkeypatch.setattr(saver, "LAST_WAIT_SECONDS", 0.05)
+    release = threading.Event()
+    with held_up(release):
+        saving = Saver(tmp_path)
+        with pytest.raises(ZeroDivisionError):
+            save_and_fail(saving, 2)
+        assert "the checkpoint of step 2 is given up" in caplog.text
+        thread = saving._thread
+        release.set()
+        assert thread is not None
+        thread.join()
+
+
+def flips(genuine: Callable[..., Any]) -> Callable[..., Any]:
+    """A disk that takes one bit for another."""
+
+    def write(fd: int, data: memoryview) -> int:
+        return int(genuine(fd, bytes([data[0] ^ 1]) + bytes(data[1:])))
+
+    return write
+
+
+def test_a_disk_that_garbles_is_found_by_reading_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Saver(tmp_path, read_back=True, keep=1) as saving:
+        saving.save(1, tensors(1), {})
+        assert saving.finish() == saving.verified
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", flips(os.write))
+            saving.save(2, tensors(2), {})
+            named = r"step 2 not saved: cannot|step 2 not saved: .*rank-00000-000\.safetensors is damaged"
+            with pytest.raises(MegatfmError, match=named):
+                saving.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_the_last_verified_one_and_every_nth_are_kept(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep=1, keep_every=4) as saving:
+        for step in range(1, 7):
+            saving.save(step, tensors(step), {})
+            saving.finish()
+            if step == 3:
+                saving.verified = tmp_path / "step-00000003"
+        assert steps(tmp_path) == [3, 4, 6]
+    with Saver(tmp_path, keep=2, read_back=True) as saving:
+        for step in (7, 8):
+            saving.save(step, tensors(step), {})
+            saving.finish()
+    assert steps(tmp_path) == [7, 8]
+
+
+def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise MemoryError
+
+    with Saver(tmp_path) as saving:
+        monkeypatch.setattr("megatfm.checkpoint.staging.np.empty", refuse)
+        with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
+            saving.save(1, tensors(1), {})
+    assert not tmp_path.joinpath("step-00000001").exists()
+    assert disk.LAG_SECONDS > 0
