@@ -1,0 +1,109 @@
+"""Tensors packed into one buffer, so that one collective moves many of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ops = torch.ops._c10d_functional  # see megatfm/parallel/collectives.py
+
+BUCKET_ELEMENTS = 2**24
+"""Enough for a network to run at its full rate, little enough to lie beside the gradients (64 MB in float32)."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors whose rows are dealt out to `ranks`: ⌈rows / ranks⌉ to each, the last ones fewer or none.
+
+    The buffer is [ranks, width]; row r holds what rank r keeps, filled up with zeros.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    ranks: int
+
+    def rows(self, name: str, rank: int) -> tuple[int, int]:
+        """The first row that a rank keeps, and how many."""
+        n_rows = self.shapes[name][0]
+        each = -(-n_rows // self.ranks)
+        first = min(each * rank, n_rows)
+        return first, min(each, n_rows - first)
+
+    def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """Whole tensors → the buffer; one that is missing counts as zeros. like: of the buffer's dtype and device."""
+        buffer = like.new_zeros(self.ranks, self.width)
+        for name, start, size in self._columns:
+            if name in tensors:
+                rows = tensors[name].reshape(self.shapes[name][0], -1)
+                for rank in range(self.ranks):
+                    first, count = self.rows(name, rank)
+                    part = rows[first : first + count].reshape(-1)
+                    buffer[rank, start : start + size][: part.numel()] = part
+        return buffer
+
+    def pack_own(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The rows that this rank keeps → its row of the buffer [width]."""
+        row = like.new_zeros(self.width)
+        for name, start, _ in self._columns:
+            row[start : start + blocks[name].numel()] = blocks[name].reshape(-1)
+        return row
+
+    def unpack(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """The buffer → whole tensors, in place."""
+        for name, start, size in self._columns:
+            rows = tensors[name].view(self.shapes[name][0], -1)
+            for rank in range(self.ranks):
+                first, count = self.rows(name, rank)
+                part = rows[first : first + count]
+                part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
+
+    def unpack_own(self, row: Tensor, rank: int) -> dict[str, Tensor]:
+        """Row [width] of a rank → views of the rows that it keeps."""
+        blocks = {}
+        for name, start, _ in self._columns:
+            shape = (self.rows(name, rank)[1], *self.shapes[name][1:])
+            blocks[name] = row[start : start + torch.Size(shape).numel()].view(shape)
+        return blocks
+
+    @property
+    def width(self) -> int:
+        return sum(size for _, _, size in self._columns)
+
+    @cached_property
+    def _columns(self) -> list[tuple[str, int, int]]:
+        """Name, start and size of what each tensor takes in a row of the buffer."""
+        columns, start = [], 0
+        for name in self.shapes:
+            size = self.rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
+            columns.append((name, start, size))
+            start += size
+        return columns
+
+
+def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int = BUCKET_ELEMENTS) -> Iterator[Bucket]:
+    """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
+    bucket: dict[str, Sequence[int]] = {}
+    filled = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        if bucket and filled + size > most:
+            yield Bucket(bucket, ranks)
+            bucket, filled = {}, 0
+        bucket[name] = shape
+        filled += size
+    if bucket:
+        yield Bucket(bucket, ranks)
+
+
+def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> Tensor:
+    """[ranks, width] → [width], this rank's row of the sum over the ranks."""
+    row: Tensor = _ops.reduce_scatter_tensor(buffer.view(-1), "sum", group.size(), group.group_name)
+    return _ops.wait_tensor(row)
+
+
+def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> Tensor:
+    """[width] of each rank → [ranks, width]."""
+    buffer: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(row, ranks, group.group_name))
+    return buffer.view(ranks, -1)

@@ -1,0 +1,110 @@
+"""ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megatfm.engines.data_parallel import Sharing, Stages, blocks, named_parameters
+from megatfm.engines.precision import Precision
+from megatfm.parallel.layout import Box, Layout
+from megatfm.parallel.mesh import Mesh
+
+
+class FullySharded:
+    """Stage 3 gathers a block's weights for its forward and again for its backward pass; stage 2 keeps them between."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        sharing: Sharing,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self._stages, self._sharing = stages, sharing
+        self._left = False  # whether gradients are to be reduced after the last backward pass
+        self.cut_axes: tuple[str, ...] = ("dp_shard",)
+        for stage in stages:
+            stage.to(precision.stored)
+            _shard(stage, mesh, precision, keeps=sharing.zero == 2)
+            stage.to_empty(device=device)
+        self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+        self._parameters = dict(named_parameters(stages))
+        self.boxes = {name: _box(layout, name, p) for name, p in self._parameters.items()}
+        self.local = {name: _local(p) for name, p in self._parameters.items()}
+
+    def begin(self, last: bool) -> None:
+        for stage in self._stages:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_gradient_sync(last or self._sharing.accumulate == "shards")
+            if self._sharing.zero == 2:
+                stage.set_reshard_after_backward(last)
+
+    def begin_pipeline(self, keep_whole: bool) -> None:
+        """With keep_whole, stage 3 keeps gathered weights until the end of the step: the second part of a backward
+        pass doesn't gather them again."""
+        self._left = True
+        for stage in self._stages:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_gradient_sync(False)
+            stage.set_is_last_backward(False)
+            if keep_whole:
+                stage.set_reshard_after_forward(False)
+            stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
+
+    def reduce(self) -> None:
+        """Nothing where it was done in the last backward pass, after which no other stage could have one."""
+        for stage in self._stages if self._left else ():
+            # All that is asked of a torch stage: which modules, and that no gradient is to be scaled.
+            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+        self._left = False
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        for stage in self._stages:
+            stage.zero_grad(set_to_none=True)
+
+    def weights_changed(self) -> None:
+        for module in self._modules:
+            module.reshard()  # what was gathered and kept would be the weights before these
+
+
+def _shard(stage: nn.Module, mesh: Mesh, precision: Precision, *, keeps: bool) -> None:
+    policy = (
+        MixedPrecisionPolicy(param_dtype=precision.computed, reduce_dtype=precision.stored)
+        if precision.is_mixed
+        else MixedPrecisionPolicy()
+    )
+    for module in (*blocks(stage), stage):
+        reshard = False if keeps else None  # None: all but the root, whose weights are needed again at once
+        fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global count, so gradients are to be summed, not averaged;
+            # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _box(layout: Layout, name: str, parameter: nn.Parameter) -> Box:
+    if not isinstance(parameter, DTensor):
+        return layout[name].box
+    sizes, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return layout[name].inside(tuple(offsets), tuple(sizes))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The block of a DTensor that lies here, sharing its storage."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,110 @@
+"""Activation checkpointing of blocks (Chen et al. 2016): what is not kept in the forward pass is computed again in the
+backward pass. Dropout is keyed, so the second pass drops what the first did, and gradients are the same to the bit.
+
+"none" keeps everything. "full" keeps a block's input. "selective" also keeps the outputs of weights' products, of fused
+attention and of sums over tensor-parallel ranks, so that only cheap operations are repeated (and, where attention is
+written out, its scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" keeps all of as many blocks as fit.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+_aten, _sums = torch.ops.aten, torch.ops._c10d_functional
+KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _sums.all_reduce.default,
+    _sums.reduce_scatter_tensor.default,
+}
+
+Forward = Callable[..., Any]
+
+
+def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str) -> None:
+    """Let a stage's blocks run that way. To be called before they are compiled or sharded."""
+    budget = Budget(stage, size_of(how)) if how not in ("none", "full", "selective") else None
+    for block in blocks:
+        if budget:
+            vars(block)["forward"] = partial(budget.run, block, block.forward)
+        elif how != "none":
+            vars(block)["forward"] = partial(_again, block, block.forward, how)
+
+
+def size_of(text: str) -> int:
+    """Bytes in "2 GB" or "500MB"."""
+    unit = text[-2:]
+    return int(float(text[:-2]) * UNITS[unit])
+
+
+def _again(block: nn.Module, forward: Forward, how: str, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
+    )
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Budget:
+    """Keeps everything of a forward pass's blocks while it fits into so many bytes, and recomputes the blocks after.
+
+    What a block keeps is measured when one with inputs of these shapes first runs; ranks of one tensor-parallel group
+    have the same shapes, so they decide alike. Bytes are those of one forward pass: a pipeline holds several.
+    """
+
+    def __init__(self, stage: nn.Module, limit: int) -> None:
+        self.limit, self.held = limit, 0
+        self._sizes: dict[Any, int] = {}
+        stage.register_forward_pre_hook(lambda *_: self._start())
+
+    def _start(self) -> None:
+        self.held = 0
+
+    def run(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        key = _shapes(args), _shapes(kwargs.values())
+        if key not in self._sizes:
+            output, self._sizes[key] = measured(block, partial(forward, *args, **kwargs))
+            self.held += self._sizes[key]
+            return output
+        if self.held + self._sizes[key] > self.limit:
+            return _again(block, forward, "full", *args, **kwargs)
+        self.held += self._sizes[key]
+        return forward(*args, **kwargs)
+
+
+def measured(block: nn.Module, forward: Forward) -> tuple[Any, int]:
+    """What `forward()` gives, and the bytes that it keeps for the backward pass besides the block's weights."""
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    return output, sum(storages.values())
+
+
+def _shapes(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in values)
