@@ -27,7 +27,7 @@ quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume
 
 test: $(VENV)/.installed-test ## the whole suite on the CPU
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
-	$(RUN) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -1,7 +1,6 @@
 """What all tests share: an environment without network and noise, and the worker processes."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,8 @@ os.environ.update(
 )
 
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.workers import Workers
 
@@ -23,21 +24,27 @@ settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("megatfm")
 
 
-SPLIT_FROM = 200
-"""Tests of a file with so many are spread over processes one by one."""
+CLUSTER = "tests/e2e/slurm/"
+INDEPENDENT = {"tests/parity/test_combinations.py"}
+"""Files of many small tests that any process may run."""
 SUMMARY = "scontrol show job"
 """A property of a test's report whose values are shown at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In parallel the tests of a file stay together, since they share what is made once for it, unless they are many;
-    so do all those on a SLURM cluster."""
-    sizes = Counter(item.path for item in items)
-    for item in items:
-        if sizes[item.path] < SPLIT_FROM:
-            together = item.path.parent if item.path.parent.name == "slurm" else item.path
-            item.add_marker(pytest.mark.xdist_group(str(together)))
+class Together(LoadScopeScheduling):
+    """Tests share what is made once for their file, those on a SLURM cluster the cluster; some share nothing."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        if file in INDEPENDENT:
+            return nodeid
+        return CLUSTER if file.startswith(CLUSTER) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    """(xdist_group marks have no effect with pytest 9.2 and xdist 3.8.)"""
+    return Together(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

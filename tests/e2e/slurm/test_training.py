@@ -1,5 +1,7 @@
 """Training on several nodes is training on one, and every way of starting the ranks starts the same run."""
 
+import json
+
 import pytest
 
 from tests.e2e.slurm.cluster import metrics
@@ -17,3 +19,19 @@ def test_two_nodes_match_a_single_process(whole, project):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     assert "srun" not in whole.log
+
+
+def test_a_job_evaluates_as_one_process_does(whole, project):
+    whole.finish()
+    file = whole.run_dir / "evaluation.json"
+    (job,) = project.submit(whole.run_dir, "--evaluate", "--nodes", 2, "--nproc", 1)
+    job.finish()
+    of_job = json.loads(file.read_text())
+    file.unlink()
+    project.megatfm("evaluate", whole.run_dir)
+    alone = json.loads(file.read_text())
+    assert of_job["step"] == alone["step"] == STEPS
+    assert of_job["sets"].keys() == alone["sets"].keys() == {"held-out", "again"}
+    for name, result in alone["sets"].items():
+        assert of_job["sets"][name]["loss"] == pytest.approx(result["loss"], rel=1e-6), name
+        assert of_job["sets"][name]["bytes"] == result["bytes"] > 0
