@@ -1,4 +1,5 @@
-"""The logs that matter: the job's own, rank 0's, and those of ranks that had trouble."""
+"""The logs that matter: the job's own, in which rank 0 speaks (without a job, rank 0's), and those of ranks that had
+trouble."""
 
 import re
 import sys
@@ -44,13 +45,17 @@ class Tail:
 
 
 def chosen(run: Path, everything: bool = False) -> dict[Path, str]:
-    """The files that matter, with a short label each: all of them, or those of ranks with trouble."""
+    """The files that matter, with a short label each: all of them, or those of ranks with trouble. What rank 0 writes
+    is in the job's log too."""
     launcher = launcher_of(run)
     jobs = launcher.logs(run) if launcher else []
     files = {path: "job" if len(jobs) == 1 else path.stem.rpartition("_")[2] for path in jobs}
     for path in sorted((run / "logs").glob("*.log"), key=_number):
         match = _RANK.fullmatch(path.name)
-        if match and (everything or match[1] == "0" or any(map(TROUBLE.search, last_lines(path)))):
+        if not match:
+            continue
+        wanted = not jobs if match[1] == "0" else any(map(TROUBLE.search, last_lines(path)))
+        if everything or wanted:
             files[path] = path.stem.replace("-", " ")
     return files
 

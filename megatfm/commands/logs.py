@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--lines", type=int, default=20, metavar="N", help="last lines of each file (20)"
     )
-    parser.add_argument("--all", action="store_true", help="all ranks, not only 0 and those with trouble")
+    parser.add_argument("--all", action="store_true", help="all ranks, not only those with trouble")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the logs that matter: the job's, rank 0's, those of ranks with trouble."""
+    """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
     run = check_run(args.run_dir)
     tails = show(run, args.lines, args.all)
     if not tails and not args.follow:

@@ -99,8 +99,8 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
     again = project.launch()
     again.finish()
     said = project.megatfm("logs", job.run_dir)
-    for name in (f"slurm-{again.number}", "rank-0"):
-        assert f"==> {job.run_dir}/logs/{name}.log <==\n" in said
+    assert f"==> {job.run_dir}/logs/slurm-{again.number}.log <==\n" in said
+    assert "rank-0.log" not in said, "the same lines are in the job's"
     assert "megatfm job: the run ended with 0: done" in said
     assert_same_run(again, whole)
     record = job.record()

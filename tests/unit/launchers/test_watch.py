@@ -212,14 +212,11 @@ def test_the_logs_that_matter(make: Make, capsys: pytest.CaptureFixture[str]) ->
     (run / "logs" / "slurm-8.log").write_text("of the second link\n")
     with (run / "logs" / "rank-10.log").open("a") as file:
         file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
-    assert list(chosen(run).values()) == ["job", "rank 0", "rank 10"]
+    assert list(chosen(run).values()) == ["job", "rank 10"]
     _, said = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
     assert said.splitlines() == [
         f"==> {run}/logs/slurm-8.log <==",
         "of the second link",
-        f"==> {run}/logs/rank-0.log <==",
-        "all is well on 0",
-        "all is well on 0",
         f"==> {run}/logs/rank-10.log <==",
         "all is well on 10",
         "2026-11-21 15:00:00,000 ERROR the disk is full",
