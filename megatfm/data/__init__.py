@@ -10,7 +10,7 @@ from megatfm.data.order import Order, Place
 from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Objective
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.rows import PackedRows, Rows
-from megatfm.data.steps import Stage, Steps, default_streams
+from megatfm.data.steps import Stage, Steps, Streams, streams_for
 from megatfm.data.writer import ShardWriter
 
 __all__ = [
@@ -32,9 +32,10 @@ __all__ = [
     "ShardWriter",
     "Stage",
     "Steps",
+    "Streams",
     "check",
     "check_batch",
-    "default_streams",
     "show",
     "source_seed",
+    "streams_for",
 ]

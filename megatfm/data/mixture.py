@@ -10,6 +10,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.cache import ByteCache, nbytes
+from megatfm.data.order import in_turns
 from megatfm.data.packing import Fields
 from megatfm.data.rows import PackedRows
 from megatfm.errors import UsageError
@@ -60,8 +61,11 @@ class Mixture:
         *,
         seed: int,
         streams: int,
+        turn: int = 1,
         block: int = 1024,
     ) -> None:
+        """turn: rows of a stream that follow one another; the sources take single rows."""
+        self.turn = turn
         self.sources = dict(sources)
         self.seed, self.streams, self.block = int(seed), streams, block
         self.phases = tuple(phases)
@@ -98,7 +102,11 @@ class Mixture:
             if key not in ("fingerprint", "rows_per_epoch", "quarantine", "seed")
         }
         phases = json.dumps([[phase.position, dict(phase.weights)] for phase in self.phases])
-        return shared | of_sources | {"seed": self.seed, "mixture": phases, "mixture_block": self.block}
+        return (
+            shared
+            | of_sources
+            | {"seed": self.seed, "mixture": phases, "mixture_block": self.block, "turn": self.turn}
+        )
 
     def epoch(self, position: int) -> str:
         taken = self.rows_read(position)
@@ -106,7 +114,7 @@ class Mixture:
 
     def place(self, position: int) -> tuple[str, int]:
         """The source of the row at a global position, and the row's position in that source's own order."""
-        turn, stream = divmod(int(position), self.streams)
+        turn, stream = divmod(in_turns(int(position), self.streams, self.turn), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
         span = self._spans[number]
         block, slot = divmod(turn - span.first, self.block)
@@ -124,7 +132,7 @@ class Mixture:
         return self._rows[0].padding()
 
     def rows_read(self, position: int) -> dict[str, int]:
-        """How many rows of each source lie before a position."""
+        """How many rows of each source lie before a position, of which the last round may be incomplete."""
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(

@@ -41,18 +41,26 @@ class Order:
 
     An epoch lists units of consecutive blocks (one block each, up to `MAX_UNITS` of them) in a permuted order, in each
     of them its blocks in a permuted order, and cuts that list of N rows into `streams` contiguous segments that are
-    read in turn: neighbours in the order come from different places of the corpus, while each stream reads on. Inside
-    a block, rows are permuted. All permutations are keyed by (seed, epoch), so `place(k)` needs nothing but k, and
-    each epoch has each row once. `shuffle=False` gives the stored order in every epoch.
+    read in turn, `turn` rows of each: neighbours in the order come from different places of the corpus, while each
+    stream reads on. Inside a block, rows are permuted. All permutations are keyed by (seed, epoch), so `place(k)`
+    needs nothing but k, and each epoch has each row once. `shuffle=False` gives the stored order in every epoch.
 
     Memory is bounded, whatever the number of blocks.
     """
 
     def __init__(
-        self, unit_rows: Ints, unit: int, block_rows: BlockRows, *, seed: int, streams: int, shuffle: bool
+        self,
+        unit_rows: Ints,
+        unit: int,
+        block_rows: BlockRows,
+        *,
+        seed: int,
+        streams: int,
+        shuffle: bool,
+        turn: int = 1,
     ) -> None:
         """unit_rows [n]: rows of each unit of `unit` blocks, the last of which may have fewer."""
-        self.seed, self.streams, self.shuffle = seed, streams, shuffle
+        self.seed, self.streams, self.turn, self.shuffle = seed, streams, turn, shuffle
         self._unit_rows, self._unit, self._block_rows = unit_rows, unit, block_rows
         self._n_rows = int(unit_rows.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
@@ -65,8 +73,9 @@ class Order:
 
     def place(self, position: int) -> Place:
         """Where the row at a global position ≥ 0 is."""
-        epoch, k = divmod(int(position), len(self))  # a NumPy integer would make another key
-        step, stream = divmod(k, self.streams)
+        position = int(position)  # a NumPy integer would make another key
+        epoch = position // len(self)
+        step, stream = divmod(self._in_turns(position, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         index = stream * rows + min(stream, longer) + step
         block, row = _find(self._epochs.get(epoch, partial(self._epoch, epoch)), index)
@@ -76,6 +85,15 @@ class Order:
         if self.shuffle:
             row = int(self._rows.get((epoch, block), partial(self._in_block, epoch, block))[row])
         return Place(epoch, block, row)
+
+    def _in_turns(self, position: int, epoch: int) -> int:
+        """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
+        length = self.streams * self.turn
+        begin = max(position - position % length, epoch * len(self))
+        end = min(position - position % length + length, (epoch + 1) * len(self))
+        turn = (end - begin) // self.streams
+        at = position - begin
+        return begin + (in_turns(at, self.streams, turn) if at < turn * self.streams else at)
 
     def _epoch(self, epoch: int) -> _Table:
         n = len(self._unit_rows)
@@ -94,11 +112,21 @@ class Order:
         return permutation(rows, self.seed, "rows", epoch, block)
 
 
-def order_of(rows: Ints, *, seed: int, streams: int, shuffle: bool, max_units: int = MAX_UNITS) -> Order:
+def in_turns(k: int, streams: int, turn: int) -> int:
+    """Position k of an order that takes `turn` rows of each stream, in one that takes single rows."""
+    round_, at = divmod(k, streams * turn)
+    stream, row = divmod(at, turn)
+    return (round_ * turn + row) * streams + stream
+
+
+def order_of(
+    rows: Ints, *, seed: int, streams: int, shuffle: bool, turn: int = 1, max_units: int = MAX_UNITS
+) -> Order:
     """The order of blocks with so many `rows` [n_blocks]."""
     unit = -(-len(rows) // max_units)
     unit_rows = rows if unit == 1 else np.add.reduceat(rows, np.arange(0, len(rows), unit), dtype=np.int64)
-    return Order(unit_rows.astype(np.int64), unit, _Slices(rows), seed=seed, streams=streams, shuffle=shuffle)
+    slices, unit_rows = _Slices(rows), unit_rows.astype(np.int64)
+    return Order(unit_rows, unit, slices, seed=seed, streams=streams, shuffle=shuffle, turn=turn)
 
 
 class _Slices:

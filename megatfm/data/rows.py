@@ -67,6 +67,7 @@ class PackedRows:
         target_length: int | None = None,
         seed: int,
         streams: int = 64,
+        turn: int = 1,
         shuffle: bool = True,
         attend_across_documents: bool = False,
         pad_id: int = 0,
@@ -78,7 +79,7 @@ class PackedRows:
         self.objective = objective
         self.sequence_length = sequence_length
         self.seed = int(seed)
-        self.streams = streams if shuffle else 1
+        self.streams, turn = (streams, turn) if shuffle else (1, 1)
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
         self._as_one_document = attend_across_documents
@@ -89,7 +90,7 @@ class PackedRows:
         self.notes = list(plan.notes)
         if self.quarantine:
             self.notes.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
-        self.order = order_of(plan.rows, seed=self.seed, streams=self.streams, shuffle=shuffle)
+        self.order = order_of(plan.rows, seed=self.seed, streams=self.streams, turn=turn, shuffle=shuffle)
         self._cache: ByteCache[tuple[int, int], PackedBlock] = ByteCache(cache_bytes, nbytes)
 
     def __len__(self) -> int:
@@ -116,6 +117,7 @@ class PackedRows:
             "sequence_length": self.sequence_length,
             **second,
             "streams": self.streams,
+            **({"turn": self.order.turn} if self.order.turn > 1 else {}),
             "shuffle": self.shuffle,
             "attend_across_documents": self._as_one_document,
             "rows_per_epoch": len(self),

@@ -46,12 +46,21 @@ class Steps:
         return sorted({self.global_batch, *(stage.global_batch for stage in self.warmup)})
 
 
-def default_streams(global_batch: int) -> int:
-    """Streams such that the slots of a batch are streams, or read a fixed set of them in turn: the ranks, which divide
-    the batch, then divide the streams, and none reads what another reads."""
-    if global_batch < 64:
-        return global_batch * -(-64 // global_batch)
-    return max(n for n in range(1, 513) if global_batch % n == 0)
+class Streams(NamedTuple):
+    """So many places are read in turn, so many rows of each."""
+
+    streams: int
+    turn: int = 1
+
+
+def streams_for(global_batch: int, streams: int | None = None) -> Streams:
+    """Streams such that each slot of the batch always reads the same ones: the ranks, which divide the batch, then
+    divide the streams, and none reads what another reads. More than 256 would overflow a lone rank's cache."""
+    if streams is None and global_batch < 64:
+        streams = global_batch * -(-64 // global_batch)
+    if streams is None:
+        streams = max(n for n in range(1, 257) if global_batch % n == 0)
+    return Streams(streams, max(1, global_batch // streams) if global_batch % streams == 0 else 1)
 
 
 def split_rows(rows: Fields, parts: int) -> Fields:

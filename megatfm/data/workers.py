@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import signal
 import traceback
@@ -70,7 +69,7 @@ class Workers:
         for number in range(self._n):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, pickled), name=f"megatfm-data-{number}", daemon=True
+                target=_main, args=(theirs, pickled), name=f"megatfm-data-{number}", daemon=True
             )
             process.start()
             theirs.close()
@@ -95,10 +94,14 @@ def make_rows(rows: Rows, positions: Sequence[int | None]) -> Fields:
     return joined_rows([rows.padding() if at is None else rows.row(at) for at in positions])
 
 
-def _work(pipe: Connection, pickled: bytes) -> None:
+def _main(pipe: Connection, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    serve(pipe, pickled)
+
+
+def serve(pipe: Connection, pickled: bytes) -> None:
+    """Answer lists of positions with rows, until the other end closes."""
     try:
         rows = pickle.loads(pickled)
     except Exception as error:

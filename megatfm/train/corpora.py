@@ -14,8 +14,9 @@ from megatfm.data import (
     Quarantine,
     Stage,
     Steps,
-    default_streams,
+    Streams,
     source_seed,
+    streams_for,
 )
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, make
@@ -120,7 +121,13 @@ class _Opener:
     objective: Objective
 
     def rows(
-        self, path: str, *, shuffle: bool, seed: int | None = None, quarantine: Sequence[str] = ()
+        self,
+        path: str,
+        *,
+        shuffle: bool,
+        seed: int | None = None,
+        quarantine: Sequence[str] = (),
+        turn: int = 1,
     ) -> PackedRows:
         """One corpus."""
         config, data = self.config, self.config.data
@@ -132,7 +139,8 @@ class _Opener:
             sequence_length=data.sequence_length,
             target_length=data.target_length,
             seed=config.train.seed if seed is None else seed,
-            streams=self.streams,
+            streams=self.streams.streams,
+            turn=turn,
             shuffle=shuffle,
             attend_across_documents=data.attend_across_documents,
             pad_id=self.tokenizer.pad,
@@ -144,7 +152,8 @@ class _Opener:
         """The training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
-            return self.rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine)
+            turn = self.streams.turn
+            return self.rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine, turn=turn)
         sources = {
             name: self.rows(
                 source.path,
@@ -157,11 +166,12 @@ class _Opener:
         row_tokens = next(iter(sources.values())).row_tokens
         phases = [Phase(0, {name: source.weight for name, source in data.mixture.items()})]
         phases += [Phase(-(-change.tokens // row_tokens), change.weights) for change in data.mixture_changes]
-        return Mixture(sources, phases, seed=seed, streams=self.streams, block=data.mixture_block)
+        streams, turn = self.streams
+        return Mixture(sources, phases, seed=seed, streams=streams, turn=turn, block=data.mixture_block)
 
     @property
-    def streams(self) -> int:
-        return self.config.data.streams or default_streams(self.config.train.global_batch)
+    def streams(self) -> Streams:
+        return streams_for(self.config.train.global_batch, self.config.data.streams)
 
     def _plan_name(self) -> str | None:
         """What besides corpus, row lengths and seed decides the plan; a plugin's objective may change unnoticed."""

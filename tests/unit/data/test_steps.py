@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import NO_DOCUMENT, Loader, PackedRows, Stage, Steps, default_streams
+from megatfm.data import NO_DOCUMENT, Loader, PackedRows, Stage, Steps, streams_for
 from megatfm.data.steps import split_rows
 from megatfm.errors import UsageError
 
@@ -108,20 +108,9 @@ def test_a_batch_of_a_stage_that_does_not_divide_is_named(rows: PackedRows) -> N
 
 
 @pytest.mark.parametrize(
-    ("batch", "streams"),
-    [
-        (1, 64),
-        (16, 64),
-        (32, 64),
-        (6, 66),
-        (64, 64),
-        (96, 96),
-        (512, 512),
-        (1024, 512),
-        (4096, 512),
-        (1030, 206),
-    ],
+    ("batch", "streams", "turn"),
+    [(1, 64, 1), (16, 64, 1), (6, 66, 1), (96, 96, 1), (512, 256, 2), (4096, 256, 16), (1030, 206, 5)],
 )
-def test_default_streams_fit_the_batch(batch: int, streams: int) -> None:
-    assert default_streams(batch) == streams
-    assert streams % batch == 0 or batch % streams == 0
+def test_streams_fit_the_batch(batch: int, streams: int, turn: int) -> None:
+    assert streams_for(batch) == (streams, turn)
+    assert streams_for(batch, 10) == (10, batch // 10 if batch % 10 == 0 else 1)

@@ -1,0 +1,114 @@
+"""All ranks together read little more than the corpus, whatever their number: counted in compressed bytes."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data import Corpus, Loader, Mixture, PackedRows, Phase, streams_for
+
+LIMIT = 1.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatfm.data import ShardWriter
+
+    folder, draw = tmp_path_factory.mktemp("local") / "corpus", np.random.default_rng(0)
+    options: Any = {
+        "tokenizer_hash": "t",
+        "token_dtype": "uint16",
+        "shard_bytes": 60_000,
+        "frame_bytes": 4000,
+    }
+    with ShardWriter(folder, **options) as writer:
+        for i in range(700):
+            writer.add(f"{i}", draw.integers(3, 4000, 700).astype(np.uint16), "", 0)
+        writer.finish({})
+    return folder
+
+
+def read_by_all(
+    folder: Path, causal_type: Any, monkeypatch: pytest.MonkeyPatch, batch: int, ranks: int, mixed: bool
+) -> float:
+    """The bytes of frames that loaders with caches of their own read in an epoch, in parts of the corpus's."""
+    read: list[int] = []
+    frame_bytes = Corpus.frame_bytes
+
+    def counted(corpus: Corpus, number: int) -> bytes:
+        data = frame_bytes(corpus, number)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(Corpus, "frame_bytes", counted)
+    streams, turn = streams_for(batch)
+    n = size = 0
+    for rank in range(ranks):
+        corpus = Corpus.open(folder)
+        size = sum(shard.bytes for shard in corpus.manifest.shards)
+        options: Any = {"sequence_length": 64, "seed": 1, "streams": streams}
+        if mixed:
+            sources = {
+                name: PackedRows(Corpus.open(folder), causal_type(), **options | {"seed": seed})
+                for seed, name in enumerate("ab")
+            }
+            phases = [Phase(0, {"a": 1, "b": 1})]
+            rows: Any = Mixture(sources, phases, seed=1, streams=streams, turn=turn, block=8)
+            n = 2 * len(sources["a"])
+        else:
+            rows = PackedRows(corpus, causal_type(), turn=turn, **options)
+            n = len(rows)
+        with Loader(
+            rows, global_batch=batch, micro_batch=1, data_rank=rank, data_ranks=ranks, stop=n
+        ) as loader:
+            for _ in loader:
+                pass
+    return sum(read) / (size * (1 + mixed))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ranks_read_the_corpus_once(
+    folder: Path, causal_type: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, mixed: bool
+) -> None:
+    found = read_by_all(folder, causal_type, monkeypatch, 48, ranks, mixed)
+    assert 1 <= found <= LIMIT
+
+
+class Blocks:
+    """What an order needs of a corpus: nothing but blocks, 20 rows in each."""
+
+    folder, fingerprint = Path("simulated"), "simulated"
+
+    def __init__(self, n: int) -> None:
+        self.blocks, self.n_samples = np.arange(n + 1), n
+
+    def lengths(self) -> np.ndarray:
+        return np.full(self.n_samples, 20 * 16 - 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch"), [(8, 16), (64, 64), (256, 256), (256, 1024), (256, 4096), (3, 48), (1, 4096)]
+)
+def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batch: int) -> None:
+    """Simulated: the order's places, cut into the ranks' shares of each step; a rank remembers two blocks for
+    each of its streams."""
+    streams, turn = streams_for(batch)
+    corpus: Any = Blocks(9 * streams)
+    rows = PackedRows(corpus, causal_type(), sequence_length=16, seed=1, streams=streams, turn=turn)
+    share, reads = batch // ranks, 0
+    held = 2 * max(1, -(-streams // ranks))
+    blocks = np.array([rows.place(position).block for position in range(len(rows))])
+    for rank in range(ranks):
+        cache: OrderedDict[int, None] = OrderedDict()
+        mine = np.flatnonzero(np.arange(len(rows)) % batch // share == rank)
+        for block in blocks[mine].tolist():
+            if block not in cache:
+                reads += 1
+            cache[block] = None
+            cache.move_to_end(block)
+            if len(cache) > held:
+                cache.popitem(last=False)
+    assert 1 <= reads / corpus.n_samples <= LIMIT
