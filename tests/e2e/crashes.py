@@ -1,0 +1,382 @@
+"""Kills at seeded moments: a run that is killed again and again ends as if it never had been.
+
+`python -m tests.e2e.crashes CORPUS FOLDER --kills 20 --seed 0` forks every rank from one process that has imported all
+there is to import, kills one of them in the middle of a step or of a part of a save, starts again from what is there,
+and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON object.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatfm.train.loop  # noqa: F401  imported before the fork, as all that is slow to import
+from megatfm import checkpoint, cli
+from megatfm.checkpoint import saver, staging, writer
+from megatfm.checkpoint.folder import step_of
+from megatfm.engines import NativeEngine
+
+PR_SET_PDEATHSIG = 1
+PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
+BY_RANK_0 = PHASES[3:]
+"""What only rank 0 does."""
+CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
+STEPS, EVERY = 24, 2
+PATIENCE_SECONDS = 120.0
+
+CONFIG = f"""
+name = "crashes"
+[model]
+d_model = 16
+n_layers = 1
+n_heads = 2
+d_ff = 32
+[data]
+train = "CORPUS/train"
+tokenizer = "CORPUS/tokenizer.model"
+sequence_length = 16
+[optimizer]
+lr = 1e-3
+[schedule]
+warmup_steps = 2
+[train]
+steps = {STEPS}
+global_batch = 4
+micro_batch = 1
+precision = "fp32"
+hang_seconds = 60
+[checkpoint]
+every = {EVERY}
+keep = 1
+[log]
+sinks = []
+[resilience]
+preflight = false
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL one rank at the n-th event of a phase, counted from 1. settle: the other ranks end by themselves."""
+
+    rank: int
+    phase: str
+    event: int
+    settle: bool = False
+
+
+@dataclass
+class Series:
+    """The kills of one number of ranks, in run directories under `folder`."""
+
+    config: str
+    folder: Path
+    world: int
+    overrides: Sequence[str] = ()
+    hits: Counter[str] = field(default_factory=Counter)
+    runs: int = 0
+    seconds: list[float] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def reference(self) -> dict[int, Counter[str]]:
+        """A run that nobody kills; returns the events of each phase by rank."""
+        self._go(self.folder / "whole", None)
+        return {
+            rank: Counter(json.loads((self.folder / f"events-{rank}.json").read_text()))
+            for rank in range(self.world)
+        }
+
+    def kill(self, kills: Sequence[Kill]) -> None:
+        """One after the other; raises AssertionError where a run doesn't end as the reference did."""
+        run, newest = self._fresh(), 0
+        for kill in kills:
+            while not self._go(run, kill):  # it came to the end before: compare it, and begin another
+                self.compare(run)
+                run, newest = self._fresh(), 0
+            self.hits[kill.phase] += 1
+            found = checkpoint.latest(run / "checkpoints", hashes=True)
+            step = step_of(found) if found else 0
+            assert step >= newest, f"step {newest} was there, and now it is {step}: {kill}"
+            newest = step
+        assert not self._go(run, None)
+        self.compare(run)
+
+    def compare(self, run: Path) -> None:
+        """The curve and the last checkpoint of a run, bit for bit."""
+        whole = self.folder / "whole"
+        assert curve(run) == curve(whole), f"{run}: another curve"
+        assert [line["step"] for line in curve(run)] == list(range(1, STEPS + 1))
+        name = f"checkpoints/step-{STEPS:08d}"
+        mine, theirs = (checkpoint.read_tensors(folder / name) for folder in (run, whole))
+        assert mine.keys() == theirs.keys()
+        differ = [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+        assert not differ, f"{run}: {differ}"
+        mine_state, their_state = (checkpoint.read_state(folder / name) for folder in (run, whole))
+        assert mine_state["data"] == their_state["data"]
+        shutil.rmtree(run)
+
+    def _fresh(self) -> Path:
+        self.runs += 1
+        return self.folder / f"run-{self.runs}"
+
+    def _go(self, run: Path, kill: Kill | None) -> bool:
+        """Start all ranks and wait for them; returns whether the kill was carried out."""
+        start, number = time.monotonic(), next(self._numbers)
+        port = free_port()
+        said = [self.folder / f"said-{number}-{rank}" for rank in range(self.world)]
+        hit = self.folder / f"hit-{number}"
+        pids = {}
+        for rank in range(self.world):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            words = [
+                "train",
+                self.config,
+                f"run_dir={run}",
+                f"parallel.dp_shard={self.world}",
+                *self.overrides,
+            ]
+            counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
+            mine = kill if kill and kill.rank == rank else None
+            pids[fork(lambda: live(words, variables, said[rank], mine, hit, counts))] = rank  # noqa: B023
+        codes: dict[int, int] = {}
+        while pids:
+            pid, status = wait(list(pids), start + PATIENCE_SECONDS)
+            assert pid, f"{run}: still running after {PATIENCE_SECONDS:.0f} s: {said[0].read_text()}"
+            codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if kill and codes.get(kill.rank) == -signal.SIGKILL and not kill.settle:
+                for other in pids:
+                    os.kill(other, signal.SIGKILL)
+        self.seconds.append(time.monotonic() - start)
+        text = "\n".join(path.read_text() for path in said)
+        if hit.exists():
+            assert kill
+            assert hit.read_text() == kill.phase
+            assert codes[kill.rank] == -signal.SIGKILL
+            assert not kill.settle or all(codes[rank] == 1 for rank in codes if rank != kill.rank), text
+            return True
+        assert set(codes.values()) == {0}, f"{run}: {codes}\n{text}"
+        return False
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+
+
+def draw_kills(count: int, world: int, events: Mapping[int, Mapping[str, int]], seed: int) -> list[Kill]:
+    """Seeded kills that go through the phases by turns, in one of the first two saves after a start."""
+    draw = random.Random(f"{seed} {world}")
+    phases = [PHASES[(number + world) % len(PHASES)] for number in range(count)]
+    draw.shuffle(phases)
+    kills = []
+    for number, phase in enumerate(phases):
+        rank = 0 if phase in BY_RANK_0 else draw.randrange(world)
+        per_save = events[rank][phase] * EVERY / STEPS
+        event = draw.randint(1, max(1, round((1 if phase == "retention" else 2) * per_save)))
+        kills.append(Kill(rank, phase, event, settle=world > 1 and number % 3 == 0))
+    return kills
+
+
+def run_series(
+    corpus: Path, folder: Path, kills: Mapping[int, int], seed: int, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Kills by number of ranks; returns hits by phase, runs that were compared, and seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "crashes.toml"
+    config.write_text(CONFIG.replace("CORPUS", str(corpus)))
+    hits: Counter[str] = Counter()
+    start, starts, runs = time.monotonic(), 0, 0
+    for world, count in kills.items():
+        series = Series(str(config), folder / f"on-{world}", world, overrides)
+        series.folder.mkdir()
+        series.kill(draw_kills(count, world, series.reference(), seed))
+        hits += series.hits
+        starts += len(series.seconds)
+        runs += series.runs
+    seconds = round(time.monotonic() - start, 1)
+    return {
+        "hits": dict(hits),
+        "kills": sum(hits.values()),
+        "starts": starts,
+        "compared": runs,
+        "seconds": seconds,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(70)
+    return pid
+
+
+def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
+    """The next of these that ends, and its status; (0, 0) after the deadline, when all are killed."""
+    while time.monotonic() < deadline:
+        for pid in pids:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return ended, status
+        time.sleep(0.005)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return 0, 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def live(
+    words: list[str],
+    environment: dict[str, str],
+    said: Path,
+    kill: Kill | None,
+    hit: Path,
+    counts: Path | None,
+) -> None:
+    """`megatfm train` as one rank."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(environment)
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    events = Events(kill, hit)
+    events.plant()
+    code = 1
+    try:
+        cli.main(words)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    if counts:
+        counts.write_text(json.dumps(events.seen))
+    os._exit(code)
+
+
+@dataclass
+class Events:
+    """Counts what happens in each phase of this process, and ends it at the chosen moment."""
+
+    kill: Kill | None
+    hit: Path
+    seen: Counter[str] = field(default_factory=Counter)
+    phase: str = "write"
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def happens(self, phase: str, first: Callable[[], object] = lambda: None) -> None:
+        """One event. first: what is still done before the kill."""
+        with self._lock:
+            self.seen[phase] += 1
+            if self.kill and (self.kill.phase, self.kill.event) == (phase, self.seen[phase]):
+                first()
+                self.hit.write_text(phase)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def plant(self) -> None:
+        """A step is made of the calls of its modules; staging of pieces; all else of operations on the disk."""
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.happens("step"))
+        for name in ("forward_backward", "step"):
+            setattr(NativeEngine, name, self._around(getattr(NativeEngine, name), "step"))
+        copy, happens = staging.Staging.copy, self.happens
+
+        class Pieces(dict[Any, Any]):
+            def items(self) -> Any:
+                for item in super().items():
+                    happens("staging")
+                    yield item
+
+        staging.Staging.copy = lambda staged, pieces: copy(staged, Pieces(pieces))  # type: ignore[method-assign]
+        writer.commit = self._during(writer.commit, "metadata")
+        saver.retain = self._during(saver.retain, "retention")
+        for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
+            setattr(os, name, self._operation(name, getattr(os, name)))
+
+    def _around(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.happens(phase)
+            result = genuine(*args, **kwargs)
+            self.happens(phase)
+            return result
+
+        return counted
+
+    def _during(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def in_phase(*args: Any, **kwargs: Any) -> Any:
+            self.phase = phase
+            try:
+                return genuine(*args, **kwargs)
+            finally:
+                self.phase = "write"
+
+        return in_phase
+
+    def _operation(self, name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name != "megatfm-save":
+                return genuine(*args, **kwargs)
+            if name == "rename" and self.phase == "metadata":
+                self.phase = "commit"
+            half = (
+                (lambda: genuine(args[0], args[1][: len(args[1]) // 2])) if name == "write" else lambda: None
+            )
+            if name != "open" or args[1] & os.O_CREAT:
+                self.happens(self.phase, half)
+            return genuine(*args, **kwargs)
+
+        return operation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.empty(1, device="meta").to(torch.float64)  # slow the first time
+    four, two = given.kills // 10, given.kills * 3 // 10
+    with contextlib.redirect_stdout(sys.stderr):
+        report = run_series(
+            given.corpus,
+            given.folder,
+            {1: given.kills - two - four, 2: two, 4: four},
+            given.seed,
+            given.overrides,
+        )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

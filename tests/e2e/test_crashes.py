@@ -1,0 +1,31 @@
+"""Twenty kills over the phases of a step and a save; `make soak` does a hundred, and trains under fire."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.crashes import PHASES
+
+
+def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
+    # In a process of its own: it forks, and so must have no thread.
+    command = [
+        sys.executable,
+        "-m",
+        "tests.e2e.crashes",
+        str(corpus),
+        str(tmp_path / "runs"),
+        "--kills",
+        "20",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    print(report)
+    assert report["kills"] == 20
+    assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
+    assert report["compared"] >= 3
