@@ -1,0 +1,97 @@
+"""A run on a mixture with warm-ups: stopped within them and resumed, also on other ranks, it is the same run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm.config import Config, load
+from megatfm.errors import DONE, UsageError
+from megatfm.train.corpora import open_corpora, open_tokenizer
+from megatfm.train.loop import train
+from tests.workers import WorkerFailure
+
+WARMUP = """
+warmup = [{ steps = 3, global_batch = 4, sequence_length = 16 }, { steps = 2, sequence_length = 32 }]
+mixture_changes = [{ tokens = 1600, weights = { web = 1, code = 3 } }]
+mixture_block = 8
+
+[data.mixture.web]
+path = "CORPUS/train"
+weight = 3
+
+[data.mixture.code]
+path = "CORPUS/validation"
+weight = 1
+
+[optimizer]
+"""
+
+
+def run_training(config: Config) -> int:
+    return train(config)
+
+
+@pytest.fixture
+def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Config]:
+    """The small config with a mixture and warm-ups."""
+    text = config_file.read_text().replace(f'train = "{corpus}/train"\n', "")
+    text = text.replace("[optimizer]\n", WARMUP.replace("CORPUS", str(corpus)))
+    config_file.write_text(text)
+
+    def make(*overrides: str, run: str) -> Config:
+        more = [f"run_dir={tmp_path / run}", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9"]
+        return load(Config, config_file, [*more, *overrides])
+
+    return make
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Leave what a kill after a save leaves."""
+    import shutil
+
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path: Path) -> None:
+    assert workers.run(run_training, 1, mixed(run="whole")) == [DONE]
+    whole = lines(tmp_path / "whole")
+    assert [line["tokens"] for line in whole] == [256, 512, 768, 1280, 1792, 2304, 2816, 3328]
+    assert all(line["data_wait_seconds"] >= 0 for line in whole)
+    for step, ranks in ((2, 1), (4, 2)):
+        cut_back(tmp_path / "whole", step)
+        assert set(workers.run(run_training, ranks, mixed(run="whole"))) == {DONE}
+        again = lines(tmp_path / "whole")
+        assert [line["tokens"] for line in again] == [line["tokens"] for line in whole]
+        for one, other in zip(whole, again, strict=True):
+            assert other["loss"] == pytest.approx(one["loss"], abs=0 if ranks == 1 else 2e-6)
+    cut_back(tmp_path / "whole", 5)
+    with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
+        workers.run(run_training, 1, mixed("data.mixture.code.weight=2", run="whole"))
+    with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.warmup: .*resume\.allow"):
+        workers.run(run_training, 1, mixed("data.warmup=[]", run="whole"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.warmup=[{steps=1, global_batch=3}]", "global_batch = 3 does not divide into micro-batches"),
+        ("data.warmup=[{steps=1, sequence_length=24}]", "24 does not divide data.sequence_length = 64"),
+        ("data.train=x", "data.train, or several as data.mixture, and not both"),
+        ('data.quarantine=["3"]', "in a mixture this is a key of the source"),
+        ('data.mixture.code.quarantine=["999999"]', "quarantine '999999': give a sample"),
+        ("data.mixture_changes=[{tokens=5, weights={web=1}}]", "the mixture has web, code: give one for each"),
+        ("data.mixture.code.weight=0.001", "comes to no row in a block of 8"),
+    ],
+)
+def test_mistakes_are_named(mixed: Any, override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_corpora(*open_tokenizer(mixed(override, run="wrong")))
