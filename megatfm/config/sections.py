@@ -84,17 +84,30 @@ class TrainConfig(Section):
     """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
     seed: NonNegativeInt = 0
     """Seed of initial weights and of the sample order."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """Arithmetic of the model; weights and optimizer stay in float32 under bf16. auto: bf16 where it is faster."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """Arithmetic of the model; weights and optimizer stay in float32 under bf16 and fp16, whose loss is scaled as its
+    gradients need it. auto: bf16 where it is faster than fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    recompute: str = Field(default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B)$", examples=["2 GB"])
+    """Activations that the backward pass computes again: "full": all of a block but its input; "selective": what is
+    cheap; a size: whole blocks, once those before them in a forward pass keep so much; "none"."""
     init_from: PathStr | None = None
     """Start from the weights (only) of this run or checkpoint."""
     hang_seconds: PositiveFloat = 600.0
     """When a rank hasn't moved for so long, all end and name it; a step, an evaluated batch, a save and the start
     must each take less."""
+
+    @model_validator(mode="after")
+    def _measures_eagerly(self) -> Self:
+        if self.compile and self.recompute.endswith("B"):
+            raise ValueError(
+                f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
+                "leaves nothing to measure: choose recompute = 'full' or 'selective', or compile = false"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

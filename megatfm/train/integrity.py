@@ -31,7 +31,7 @@ def forward_backward(
     if replay_every == 0 or step % replay_every:
         return stats
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
-    engine.model.zero_grad(set_to_none=True)
+    engine.zero_grad()
     again = engine.forward_backward(microbatches, objective)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines import NativeEngine, Sharing
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.ops.cross_entropy import cross_entropy_reference
@@ -28,14 +28,23 @@ ROWS, LENGTH = 8, 12
 
 LAYOUTS = {
     "zero3 on 1": ParallelConfig(),
+    "zero0 on 2": ParallelConfig(dp_shard=2, zero=0),
+    "zero1 on 2": ParallelConfig(dp_shard=2, zero=1),
+    "zero2 on 2": ParallelConfig(dp_shard=2, zero=2),
     "zero3 on 2": ParallelConfig(dp_shard=2),
+    "zero3 on 2, shards accumulated": ParallelConfig(dp_shard=2, accumulate="shards"),
     "replicas on 2": ParallelConfig(dp_replicate=2, dp_shard=1),
     "tp2": ParallelConfig(tp=2),
     "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
     "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+    "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
     "hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2),
+    "zero1 2 × replicas 2": ParallelConfig(dp_replicate=2, dp_shard=2, zero=1),
 }
-WORLD = {"zero3 on 1": 1, "zero3 2 × tp2": 4, "hsdp 2 × 2": 4}
+WORLD = {
+    layout: parallel.dp_replicate * max(parallel.dp_shard, 1) * parallel.tp
+    for layout, parallel in LAYOUTS.items()
+}
 
 
 def global_batch(seed: int) -> dict[str, Tensor]:
@@ -77,7 +86,14 @@ def one_device_gradients(model: torch.nn.Module, batch: dict[str, Tensor]) -> tu
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerSection) -> NativeEngine:
+def make_engine(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerSection,
+    *,
+    precision: str = "fp64",
+    recomputed: str = "none",
+) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build(config)
@@ -88,9 +104,11 @@ def make_engine(config: ModelConfig, parallel: ParallelConfig, optimizer: Optimi
         layout,
         mesh,
         device=torch.device("cpu"),
-        precision="fp64",
+        precision=precision,
         seed=7,
         optimizers=optimizers,
+        sharing=Sharing(parallel.zero, parallel.accumulate),
+        recomputed=recomputed,
     )
 
 

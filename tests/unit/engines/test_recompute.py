@@ -1,0 +1,116 @@
+"""Recomputed activations: gradients to the bit, dropout included, under every layout; and that something is saved."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import recompute
+from megatfm.engines.data_parallel import blocks
+from megatfm.models import build
+from megatfm.ops.initial import initialise
+from tests.parity.test_families import MODELS, PassOn, batch_for
+from tests.parity.test_layouts import ADAMW, make_engine, microbatches
+from tests.workers import Workers
+
+LAYOUTS = {
+    "gpt": {"zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2)},
+    "t5": {
+        "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+    },
+}
+HOW = ("full", "selective", "60 kB")
+TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
+
+
+def gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor]:
+    engine = make_engine(MODELS[name], parallel, ADAMW, recomputed=how)
+    engine.forward_backward(microbatches(engine, batch_for(MODELS[name])), PassOn(TERMS[name]))
+    return engine.gradients()
+
+
+def compare(name: str) -> None:
+    for layout, parallel in LAYOUTS[name].items():
+        wanted = gradients(name, parallel, "none")
+        for how in HOW:
+            for parameter, gradient in gradients(name, parallel, how).items():
+                assert torch.equal(gradient, wanted[parameter]), (layout, how, parameter)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_gradients_are_the_same_to_the_bit(workers: Workers, name: str) -> None:
+    workers.run(compare, 2, name)
+
+
+class Products(TorchDispatchMode):
+    """Counts the weights' products of a backward pass, and all operations."""
+
+    counted = everything = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.everything += 1
+        self.counted += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+LLAMA = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=4, d_ff=48, tie_embeddings=False)
+
+
+def kept_and_repeated(how: str) -> tuple[int, int, int]:
+    """Bytes that the forward pass keeps besides weights; weights' products, and all operations in the backward pass."""
+    model = build(LLAMA).train()
+    initialise(model, 7)
+    recompute.recompute(model, blocks(model), how)
+    tokens = torch.arange(48).reshape(2, 24) % 64
+
+    def forward() -> Tensor:
+        return model(tokens, targets=tokens).losses["causal"]
+
+    forward()  # a budget measures in the first
+    loss, kept = recompute.measured(model, forward)
+    with Products() as products:
+        loss.backward()
+    return kept, products.counted, products.everything
+
+
+def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
+    plain, none, least = kept_and_repeated("none")
+    full, all_again, most = kept_and_repeated("full")
+    _, no_product, some = kept_and_repeated("selective")
+    assert none == no_product, "selective repeats no weight's product"
+    assert least < some < most
+    assert all_again == none + 4 * 6, "each block's but for w_down's, whose output no gradient needs"
+    assert full < plain / 3
+
+
+def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
+    plain, none, _ = kept_and_repeated("none")
+    full, _, _ = kept_and_repeated("full")
+    block = (
+        plain - full
+    ) / 4  # what it saves to recompute one, which is a little less than what the block keeps
+    for blocks_kept in range(5):
+        kept, products, _ = kept_and_repeated(f"{block * (blocks_kept + 0.5) / 1e3} kB")
+        assert products == none + (4 - blocks_kept) * 6
+        assert kept == pytest.approx(full + blocks_kept * block, rel=1e-3)
+
+
+@pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
+def test_sizes(text: str, size: int) -> None:
+    assert recompute.size_of(text) == size
+
+
+def test_without_gradients_nothing_is_kept_for_later() -> None:
+    """In evaluation a recomputed block runs as it is."""
+    model = build(LLAMA)
+    initialise(model, 7)
+    tokens = torch.arange(24)[None] % 64
+    wanted = model.eval()(tokens).logits
+    recompute.recompute(model, blocks(model), "full")
+    assert torch.equal(model(tokens).logits, wanted)
+    with torch.no_grad():
+        assert torch.equal(nn.Module.train(model)(tokens).logits, wanted)
