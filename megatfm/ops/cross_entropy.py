@@ -48,7 +48,7 @@ def cross_entropy(
     bias_W: Tensor | None = None,
     variant: LogitVariant = LogitVariant(),
     *,
-    chunk: int = 512,
+    chunk: int = 1024,
     first: int = 0,
     reduce: Reduce = lambda values, _: values,
 ) -> Tensor:

@@ -26,7 +26,7 @@ def cross_entropy_shard(
     variant: LogitVariant,
     first: int,
     group: ProcessGroup,
-    chunk: int = 512,
+    chunk: int = 1024,
 ) -> Tensor:
     """Summed cross-entropy, the same on all ranks; the gradient to `hidden` is partial. first: row held here."""
     return cross_entropy(
