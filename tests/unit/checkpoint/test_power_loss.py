@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, save
+from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, save, verify
+from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
 from tests.workers import Workers
@@ -36,7 +37,12 @@ def recorded_save(folder: Path) -> list[Operation]:
 
 
 def found(folder: Path) -> int:
-    """The step that the next start would go on from, every value of which must be right."""
+    """The step that the next start would go on from, every value of which must be right.
+
+    Whatever else bears a checkpoint's name is whole, too.
+    """
+    for path in committed(folder):
+        verify(path)
     path = latest(folder, hashes=True)
     assert path is not None
     step = read_state(path)["step"]
