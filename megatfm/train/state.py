@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines import NativeEngine
-from megatfm.train import resume
+from megatfm.train import generators, resume
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.corpora import Corpora
 from megatfm.train.run import Run
@@ -30,6 +32,7 @@ class State:
             keep_every=kept.keep_every,
             read_back=kept.read_back,
         )
+        generators.seed_all(config.train.seed, run.rank)
         self.trouble = Trouble(config.resilience, config.optimizer.clip, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
 
@@ -60,8 +63,11 @@ class State:
         # Rank 0 sees what is there and tells the others, whose machines may see it later.
         names = told_by_rank_0(lambda: checkpoint.names(found.path))
         stored = self.engine.empty_state_dict(names)
-        checkpoint.load(found.path, stored)
+        rank, device = self.run.rank, self.engine.device
+        drawn = generators.room(names, rank, dist.get_world_size(), device)
+        checkpoint.load(found.path, {**stored, **drawn})
         self.engine.load_state_dict(stored)
+        generators.set_state(drawn, rank, device)
         self.saver.verified = found.path
         self.step, self.tokens = found.step, int(found.state["tokens"])
         self.position = self.run.decisions.jumps.get(self.step, int(found.state["data"]["position"]))
@@ -92,7 +98,8 @@ class State:
 
     def save(self, loader: Loader) -> None:
         """Write a checkpoint, or begin to. A collective."""
-        self.saver.save(self.step, self.engine.state_dict(), self._facts(loader))
+        drawn = generators.state(self.run.rank, self.engine.device)
+        self.saver.save(self.step, {**self.engine.state_dict(), **drawn}, self._facts(loader))
 
     def _facts(self, loader: Loader) -> dict[str, Any]:
         return resume.run_state(
