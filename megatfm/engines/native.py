@@ -1,29 +1,37 @@
-"""The native engine: FSDP2 over the data axes, on a model whose tensor-parallel plan has been laid."""
+"""The native engine: a model whose tensor-parallel plan has been laid, its weights shared over the data axes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatfm.checkpoint import Box as StoredBox
+from megatfm.engines.data_parallel import DataParallel, Sharing, Stages, blocks
+from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.interface import Arrays, Objective, OptimizerGroup, Sums
+from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
+from megatfm.engines.passes import Passes, WholeModel
+from megatfm.engines.pipelined import StagePasses
+from megatfm.engines.precision import PRECISIONS, Precision
+from megatfm.engines.recompute import recompute
+from megatfm.engines.replicated import Replicated
+from megatfm.engines.ties import Ties
 from megatfm.ops.initial import draw, initials
-from megatfm.parallel.layout import Box, Layout
+from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.pipeline_cut import Pipeline
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
-"""Of the stored weights; under bf16 the arithmetic is in bfloat16, and gradients are reduced in float32."""
+SHARDED = Sharing()
+DATA = ("dp_shard", "dp_replicate")
 
 
 class NativeEngine:
     """Carries out forward, backward and optimizer steps.
 
-    model: on the meta device, its plan laid. layout: what laying the plan returned.
+    model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
+    cut into stages, where `model` has only this rank's.
     """
 
     def __init__(
@@ -36,16 +44,27 @@ class NativeEngine:
         precision: str,
         seed: int,
         optimizers: Sequence[OptimizerGroup],
+        sharing: Sharing = SHARDED,
+        pipeline: Pipeline | None = None,
+        recomputed: str = "none",
         compile_blocks: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
-        self.dtype = DTYPES[precision]
-        self.sharded = _shard(model.to(self.dtype), mesh, precision, compile_blocks)
-        model.to_empty(device=device)
-        self.boxes = {name: self._box(name, p) for name, p in model.named_parameters()}
-        self.local = {name: _local(p) for name, p in model.named_parameters()}
+        self.dtype = PRECISIONS[precision].stored
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        recompute(model, blocks(model), recomputed)
+        for block in blocks(model) if compile_blocks else ():
+            block.compile(fullgraph=True)
+        self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)
+        self.boxes, self.local = self.data.boxes, self.data.local
         self._initialise(seed)
         self.optimizers = [self._optimizer(group) for group in optimizers]
+        self.ties = Ties(pipeline, mesh)
+        self.passes: Passes = WholeModel(model)
+        if pipeline:
+            self.passes = StagePasses(
+                model, pipeline, mesh.group("pp"), dtype=PRECISIONS[precision].computed, device=device
+            )
 
     def forward_backward(self, microbatches: Sequence[Arrays], objective: Objective) -> Sums:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
@@ -53,50 +72,62 @@ class NativeEngine:
         batches = [self._to_device(batch) for batch in microbatches]
         counts = self._sum_counts(batches, objective)
         sums = {term: torch.zeros((), dtype=torch.float64, device=self.device) for term in counts}
-        for batch in batches:
-            self.sharded.set_requires_gradient_sync(batch is batches[-1])
-            terms = objective(self.model, batch)
+
+        def weigh(terms: Mapping[str, Tensor]) -> Tensor:
             weighted = [objective.weights[name] / max(counts[name], 1) * term for name, term in terms.items()]
-            torch.stack(weighted).sum().backward()
+            return torch.stack(weighted).sum() * (self.loss_scale.value if self.loss_scale else 1.0)
+
+        for terms in self.passes.step(batches, objective, weigh, self.data):
             for term, value in terms.items():
-                sums[term] += value.detach()
+                sums[term] += value
+        self.data.reduce()
+        self.ties.sum(self.gradients())
         self._sum_partial_gradients()
-        return Sums(self._reduce(sums), counts, objective.weights)
+        if self.loss_scale:
+            torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
+        return Sums(self._reduce(sums, (*DATA, "pp")), counts, objective.weights)
 
     def step(self, lr: float, clip: float) -> float:
         """Clip by the global gradient norm (0: don't) and take an optimizer step. Returns the norm before clipping.
 
-        A norm that is not finite leaves weights and state as they are; it is for the caller to act on it.
+        A norm that is not finite leaves weights and state as they are (and lowers float16's loss scale); it is for the
+        caller to act on it.
         """
         gradients = self.gradients()
         norm = self._global_norm(gradients)
+        if self.loss_scale:
+            self.loss_scale.update(bool(torch.isfinite(norm)))
         if torch.isfinite(norm):
             if clip and norm > clip:
                 torch._foreach_mul_(list(gradients.values()), float(clip / (norm + 1e-6)))
             for optimizer in self.optimizers:
                 optimizer.step(gradients, lr)
-        self.model.zero_grad(set_to_none=True)
+            self.data.weights_changed()
+        self.zero_grad()
         return float(norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: Objective) -> Sums:
         """The loss over batches, of which every rank must bring equally many."""
         self.model.eval()
-        sums: dict[str, Tensor] = {}
+        sums = {term: torch.zeros((), dtype=torch.float64, device=self.device) for term in objective.weights}
         counts = dict.fromkeys(objective.weights, 0)
         with self._averaged_weights():
             for microbatch in batches:
                 batch = self._to_device(microbatch)
-                for term, value in objective(self.model, batch).items():
-                    sums[term] = sums.get(term, 0) + value.double()
+                for term, value in self.passes.evaluate(batch, objective).items():
+                    sums[term] += value
                 for term, count in self._sum_counts([batch], objective).items():
                     counts[term] += count
-        return Sums(self._reduce(sums), counts, objective.weights)
+        return Sums(self._reduce(sums, (*DATA, "pp")), counts, objective.weights)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
-        parameters = self.model.named_parameters()
-        return {name: _local(p.grad) for name, p in parameters if p.grad is not None}
+        return self.data.gradients()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.data.zero_grad()
 
     def state_dict(self) -> dict[str, StoredBox | Tensor]:
         """Weights as model.NAME and optimizer state as optimizer.NAME.KEY: blocks of global tensors, not copied."""
@@ -108,7 +139,7 @@ class NativeEngine:
             for name, values in optimizer.state().items():
                 for key, value in values.items():
                     state[f"optimizer.{name}.{key}"] = self._stored_state(optimizer, name, value)
-        return state
+        return {**state, **(self.loss_scale.state() if self.loss_scale else {})}
 
     def empty_state_dict(
         self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -126,7 +157,8 @@ class NativeEngine:
                         held = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
                         value = torch.zeros(held if shape else (), dtype=dtype, device=self.device)
                         state[full_name] = self._stored_state(optimizer, name, value)
-        return state
+        scale = self.loss_scale.state() if self.loss_scale else {}
+        return {**state, **{name: value for name, value in scale.items() if name in stored}}
 
     def load_state_dict(self, state: Mapping[str, StoredBox | Tensor]) -> None:
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
@@ -138,11 +170,15 @@ class NativeEngine:
                 if kind == "optimizer" and name in values:
                     values[name][key] = value.tensor if isinstance(value, StoredBox) else value
             optimizer.load(values)
+        if self.loss_scale:
+            self.loss_scale.load(state)
+        self.data.weights_changed()
 
     def weights_changed(self) -> None:
-        """To be called after the weights were set from outside: optimizers with copies of them look again."""
+        """To be called after the weights were set from outside: whoever has copies of them looks again."""
         for optimizer in self.optimizers:
             optimizer.refresh()
+        self.data.weights_changed()
 
     def _averaged(self) -> dict[str, Tensor]:
         """The weights to evaluate and save that are not the ones that are trained."""
@@ -162,9 +198,8 @@ class NativeEngine:
     def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
         for name, value in weights.items():
             self.local[name].copy_(value)
-        for module in self.model.modules() if weights else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root keeps what it gathered, which would be the weights before these
+        if weights:
+            self.data.weights_changed()
 
     def stored(self, name: str, block: Tensor) -> StoredBox:
         """A block shaped like the parameter `name`, as the checkpoint sees it."""
@@ -178,12 +213,14 @@ class NativeEngine:
         return self.stored(name, value)
 
     def _optimizer(self, group: OptimizerGroup) -> "ElementwiseOptimizer | WholeTensorOptimizer":
-        local = {name: self.local[name] for name in group.names}
+        local = {name: self.local[name] for name in group.names if name in self.local}
         if group.needs == "elementwise":
             return ElementwiseOptimizer(group, local)
-        boxes = self.mesh.gather_objects({name: self.boxes[name] for name in group.names}, ("dp_shard", "tp"))
-        shapes = {name: self.layout[name].shape for name in group.names}
-        by_name = {name: [rank[name] for rank in boxes] for name in group.names}
+        boxes = self.mesh.gather_objects({name: self.boxes[name] for name in local}, ("dp_shard", "tp"))
+        if not local:  # all of them are of other pipeline stages
+            return ElementwiseOptimizer(group, local)
+        shapes = {name: self.layout[name].shape for name in local}
+        by_name = {name: [rank[name] for rank in boxes] for name in local}
         return WholeTensorOptimizer(group, local, by_name, shapes, self.mesh.flat_group(("dp_shard", "tp")))
 
     def _initialise(self, seed: int) -> None:
@@ -195,14 +232,7 @@ class NativeEngine:
             else:
                 placement = self.layout.buffers[name]
                 tensor.copy_(draw(initial, seed, name, placement.shape, *placement.box))
-
-    def _box(self, name: str, parameter: nn.Parameter) -> Box:
-        if not isinstance(parameter, DTensor):
-            return self.layout[name].box
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        return self.layout[name].inside(tuple(offsets), tuple(sizes))
+        self.data.weights_changed()
 
     def _to_device(self, batch: Arrays) -> dict[str, Tensor]:
         return {
@@ -217,12 +247,12 @@ class NativeEngine:
                 totals[term] += int(count)
         return {term: int(value) for term, value in self._reduce(totals).items()}
 
-    def _reduce(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Sum scalars over the data axes, in float64 (exact for counts below 2⁵³)."""
+    def _reduce(self, values: Mapping[str, Tensor | float], axes: Sequence[str] = DATA) -> dict[str, float]:
+        """Sum scalars over axes, in float64 (exact for counts below 2⁵³)."""
         flat = torch.tensor(
             [float(value) for value in values.values()], dtype=torch.float64, device=self.device
         )
-        self.mesh.sum(flat, ("dp_shard", "dp_replicate"))
+        self.mesh.sum(flat, axes)
         return dict(zip(values, flat.tolist(), strict=True))
 
     def _sum_partial_gradients(self) -> None:
@@ -237,42 +267,18 @@ class NativeEngine:
         """√Σ g² over all elements of the model, each counted once."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for name, gradient in gradients.items():
-            squares[int(self.layout[name].dim is None)] += gradient.double().square().sum()
-        self.mesh.sum(squares, ("dp_shard",))
+            if self.ties.counts_here(name):
+                squares[int(self.layout[name].dim is None)] += gradient.double().square().sum()
+        self.mesh.sum(squares, (*self.data.cut_axes, "pp"))
         cut, whole = squares[:1], squares[1:]
         self.mesh.sum(cut, ("tp",))
         return (cut + whole).sqrt()[0]
 
 
-def _shard(model: nn.Module, mesh: Mesh, precision: str, compile_blocks: bool) -> FSDPModule:
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if precision == "bf16"
-        else MixedPrecisionPolicy()
-    )
-    for layer in blocks(model):
-        if compile_blocks:
-            layer.compile(fullgraph=True)
-        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the global count, so gradients are to be summed, not averaged;
-            # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-    assert isinstance(model, FSDPModule)
-    return model
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of all stacks, which are compiled, gathered and recomputed one at a time."""
-    for path, module in model.named_modules():
-        if path.rpartition(".")[0].rpartition(".")[2] == "layers":
-            yield module
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The block of a DTensor that lies here, sharing its storage."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def share(
+    stages: Stages, layout: Layout, mesh: Mesh, sharing: Sharing, precision: Precision, device: torch.device
+) -> DataParallel:
+    """Lay the stages' parameters (on the meta device) out over the data axes; they come back in memory, not yet set."""
+    if sharing.zero <= 1:
+        return Replicated(stages, layout, mesh, zero=sharing.zero, precision=precision, device=device)
+    return FullySharded(stages, layout, mesh, sharing=sharing, precision=precision, device=device)

@@ -1,7 +1,7 @@
 """The device mesh: the ranks of a run on named axes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "tp")
-"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism."""
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism; pipeline
+ranks, which talk least, are farthest apart."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks of several neighbouring axes as one group, made once."""
+        """The ranks of several neighbouring axes as one group, made once; the axis's own where only one has several."""
+        long = [axis for axis in axes if self.size(axis) > 1]
+        if len(long) <= 1:
+            return self.group(long[0] if long else axes[0])
         submesh = self.device_mesh[tuple(axes)]
         return submesh._flatten("_".join(axes)).get_group()
 
@@ -69,23 +73,26 @@ class Mesh:
         return items
 
     def describe(self) -> str:
-        return " × ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+        return spelled({axis: self.size(axis) for axis in AXES})
+
+
+def spelled(sizes: Mapping[str, int]) -> str:
+    """A layout in words; a pipeline only where there is one."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "pp" or size > 1)
 
 
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
-    fixed = config.dp_replicate * config.tp
+    fixed = config.pp * config.dp_replicate * config.tp
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
-    sizes = {"dp_replicate": config.dp_replicate, "dp_shard": shard, "tp": config.tp}
+    sizes = {"pp": config.pp, "dp_replicate": config.dp_replicate, "dp_shard": shard, "tp": config.tp}
     if math.prod(sizes.values()) != world_size:
-        wanted = " × ".join(
-            f"{axis} {size}" for axis, size in sizes.items() if axis != "dp_shard" or config.dp_shard != -1
-        )
+        wanted = spelled({k: size for k, size in sizes.items() if k != "dp_shard" or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(
             f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
-            "or change parallel.tp, parallel.dp_replicate or parallel.dp_shard"
+            "or change parallel.tp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
     return sizes
 

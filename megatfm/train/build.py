@@ -4,11 +4,13 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatfm.config import Config
-from megatfm.engines import NativeEngine
+from megatfm.engines import NativeEngine, Sharing
 from megatfm.models import build
 from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
@@ -22,6 +24,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     layout = lay(
         model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
     )
+    pipeline = cut_into_stages(config, model, mesh) if mesh.size("pp") > 1 else None
     return NativeEngine(
         model,
         layout,
@@ -30,8 +33,27 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         precision=precision,
         seed=config.train.seed,
         optimizers=optimizers,
+        sharing=Sharing(config.parallel.zero, config.parallel.accumulate),
+        pipeline=pipeline,
+        recomputed=config.train.recompute,
         compile_blocks=config.train.compile,
     )
+
+
+def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
+    """Cut the model, of which this rank keeps its own stages."""
+    parallel, data = config.parallel, config.data
+    pipeline = cut(
+        model,
+        parallel.schedule,
+        parallel.pp,
+        parallel.stages_per_rank,
+        lengths={"tokens": data.target_length or data.sequence_length, "encoder_tokens": data.sequence_length},
+        at=parallel.cuts,
+        sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
+    )
+    keep(model, pipeline.mine(mesh.rank("pp")))
+    return pipeline
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:

@@ -1,0 +1,51 @@
+"""Parameters that several pipeline ranks hold, because stages of theirs use them: tied tables, shared layers, biases.
+
+Each holder has the gradient of its own stages; the sum over them is that of the parameter. All of them update alike.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.pipeline_cut import Pipeline
+
+
+class Ties:
+    """Of this rank with the other ranks of its pipeline; nothing where there is none."""
+
+    def __init__(self, pipeline: Pipeline | None, mesh: Mesh) -> None:
+        self._rank, self._holders = mesh.rank("pp"), pipeline.holders if pipeline else {}
+        names = defaultdict(list)
+        for name, holders in sorted(self._holders.items()):
+            if len(holders) > 1 and self._rank in holders:
+                names[holders].append(name)
+        self._names: Mapping[tuple[int, ...], list[str]] = names
+        self._groups = {holders: _group(holders, mesh) for holders in sorted(names)}
+
+    def sum(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradients of all holders up, in place."""
+        for holders, group in self._groups.items():
+            shares = [gradients[name] for name in self._names[holders]]
+            flat = torch.cat([share.reshape(-1) for share in shares])
+            dist.all_reduce(flat, group=group)
+            for share, total in zip(shares, flat.split([share.numel() for share in shares]), strict=True):
+                share.copy_(total.view_as(share))
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this is the one rank of a pipeline on which a parameter is counted."""
+        return not self._holders or self._holders[name][0] == self._rank
+
+
+def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
+    ranks = mesh.device_mesh["pp"].mesh.tolist()
+    if len(holders) == len(ranks):
+        return mesh.group("pp")
+    # Only these ranks call it: others may hold nothing in common.
+    group = dist.new_group([ranks[holder] for holder in holders], use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group
