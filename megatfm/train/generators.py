@@ -1,6 +1,5 @@
 """The global random generators: nothing in megatfm draws from them (see `megatfm.keyed`), but a plugin may."""
 
-import math
 import random
 from collections.abc import Collection, Mapping
 
@@ -24,7 +23,7 @@ def state(rank: int, device: torch.device) -> dict[str, Tensor]:
     _, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
-        "python": torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64),
+        "python": torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), place, has_gauss, cached], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
@@ -44,8 +43,8 @@ def set_state(stored: Mapping[str, Tensor], rank: int, device: torch.device) -> 
     """Put this rank's generators where they were; nothing stored leaves them as they are."""
     found = {kind: stored.get(f"rng.{rank}.{kind}") for kind in ("python", "numpy", "torch", "cuda")}
     if (python := found["python"]) is not None:
-        *words, gauss = python.tolist()
-        random.setstate((3, tuple(int(word) for word in words), None if math.isnan(gauss) else gauss))
+        *words, has_gauss, gauss = python.tolist()
+        random.setstate((3, tuple(int(word) for word in words), gauss if has_gauss else None))
     if (numpy := found["numpy"]) is not None:
         *keys, place, has_gauss, cached = numpy.tolist()
         words = np.array(keys, dtype=np.uint32)
