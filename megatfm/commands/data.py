@@ -1,4 +1,4 @@
-"""`megatfm data check DIR` and `megatfm data show DIR [--sample K]`."""
+"""`megatfm data check DIR`, `megatfm data show DIR [--sample K]` and `megatfm data index DIR`."""
 
 import argparse
 from pathlib import Path
@@ -11,18 +11,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
     show.add_argument("--tokenizer", metavar="FILE", help="decode with this (the one in DIR/..)")
     for action in (check, show):
-        action.add_argument("dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train")
+        action.add_argument(
+            "dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train, or its URL"
+        )
+    index = actions.add_parser("index", help="make WebDataset shards of token ids a corpus")
+    index.add_argument("dir", metavar="DIR", help="a folder of .tar or .tar.zst")
+    index.add_argument("--tokenizer", metavar="FILE", required=True, help="the one that made the ids")
+    index.add_argument("--to", metavar="FOLDER", help="write the samples again there, as a corpus of our own")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Verify or show a corpus."""
+    """Verify, show or index a corpus."""
     from megatfm import tokenizers
-    from megatfm.data import check, show
+    from megatfm.data import check, index_folder, show
 
     if args.action == "check":
         print(check(args.dir))
         return 0
-    path = args.tokenizer or tokenizers.find(Path(args.dir).resolve().parent)
+    if args.action == "index":
+        tokenizer = tokenizers.load(args.tokenizer)
+        print(index_folder(Path(args.dir), tokenizer.hash, Path(args.to) if args.to else None))
+        return 0
+    path = args.tokenizer
+    if path is None and "://" not in args.dir:
+        path = tokenizers.find(Path(args.dir).resolve().parent)
     decode = tokenizers.load(path).decode if path else None
     print(show(args.dir, args.sample, decode))
     return 0

@@ -1,6 +1,7 @@
 """Corpora on disk, the order in which their documents are read, packing into rows, and the loader."""
 
 from megatfm.data.corpus import Corpus
+from megatfm.data.foreign import Indexed, index_folder
 from megatfm.data.inspect import Checked, check, show
 from megatfm.data.loader import Loader, check_batch
 from megatfm.data.manifest import Manifest
@@ -11,13 +12,16 @@ from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Objective
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.rows import PackedRows, Rows
 from megatfm.data.steps import Stage, Steps, Streams, streams_for
+from megatfm.data.store import Cache
 from megatfm.data.writer import ShardWriter
 
 __all__ = [
     "IGNORED_TARGET",
     "NO_DOCUMENT",
+    "Cache",
     "Checked",
     "Corpus",
+    "Indexed",
     "Loader",
     "Manifest",
     "Mixture",
@@ -35,6 +39,7 @@ __all__ = [
     "Streams",
     "check",
     "check_batch",
+    "index_folder",
     "show",
     "source_seed",
     "streams_for",

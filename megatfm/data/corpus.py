@@ -1,18 +1,31 @@
 """A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data.files import RESTORE, check_size, read_range
-from megatfm.data.index import ShardIndex
-from megatfm.data.manifest import Manifest, Shard
-from megatfm.data.members import NPY_HEADER_BYTES, PAYLOAD_OFFSET, Sample, decode_sample, npy_header
+from megatfm.data.cache import ByteCache, nbytes
+from megatfm.data.files import RESTORE
+from megatfm.data.index import ShardIndex, frame_hash
+from megatfm.data.manifest import MANIFEST, Manifest, Shard
+from megatfm.data.members import (
+    NPY_HEADER_BYTES,
+    PAYLOAD_OFFSET,
+    Sample,
+    check_foreign,
+    decode_sample,
+    npy_header,
+)
+from megatfm.data.store import Cache, RemoteStore, Store, open_store
 from megatfm.errors import MegatfmError, UsageError
+
+INDEX_CACHE_BYTES = 2**28
 
 
 class Corpus:
@@ -21,28 +34,35 @@ class Corpus:
     A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
     `blocks` [n_blocks + 1] holds the number of each block's first sample, and in the end n_samples.
 
-    The index of all samples is held in memory (20 bytes and the key of each); the text is not. Reading
-    is thread-safe.
+    Of the index, 8 bytes a block are held in memory, and of its samples (20 bytes and the key of each) what was used
+    last; the text is not. Reading is thread-safe. `folder` is where the corpus lies, or its cache if that is a URL.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, indexes: list[ShardIndex]) -> None:
-        self.folder = folder
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.folder = store.folder
         self.manifest = manifest
-        self.indexes = indexes
-        frames = [len(index.frames) for index in indexes]
-        self._first_blocks = np.concatenate([[0], np.cumsum(frames, dtype=np.int64)])
-        samples = np.concatenate([index.frames["samples"] for index in indexes])
+        self.indexes = Indexes(store, manifest)
+        frames = [index.frames["samples"] for index in self.indexes]
+        self._first_blocks = np.concatenate([[0], np.cumsum([*map(len, frames)], dtype=np.int64)])
+        samples = np.concatenate(frames)
         self.blocks: NDArray[np.int64] = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
+    def open(cls, place: str | Path, cache: Cache | None = None) -> Self:
         """Open a corpus after checking manifest, file sizes and indexes (not the shards' content).
 
-        Raises a UsageError if the folder is no corpus, a MegatfmError that names the first bad file.
+        place: a folder, or a URL whose files are kept in `cache` while they are used. Raises a UsageError if it is no
+        corpus, a MegatfmError that names the first bad file.
         """
-        folder = Path(folder)
-        manifest = Manifest.load(folder)
-        return cls(folder, manifest, [_open_index(folder, shard, manifest) for shard in manifest.shards])
+        store = open_store(place, cache or Cache())
+        if isinstance(store, RemoteStore):
+            manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
+        else:
+            manifest = Manifest.load(store.folder)
+        for shard in manifest.shards:
+            store.check(shard)
+        return cls(store, manifest)
 
     @property
     def fingerprint(self) -> str:
@@ -85,9 +105,7 @@ class Corpus:
     def block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
         """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
         shard, frame, data = self._frame(number)
-        index = self.indexes[shard]
-        first, end = index.first_samples[frame : frame + 2]
-        tokens = [self._tokens(shard, frame, sample, data) for sample in range(first, end)]
+        tokens = self._all_tokens(shard, frame, data)
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
     def block_lengths(self, number: int) -> NDArray[np.int64]:
@@ -100,13 +118,18 @@ class Corpus:
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
         shard, frame, data = self._frame(number)
-        index, at = self.indexes[shard], 0
+        index, at, arrays = self.indexes[shard], 0, self._all_tokens(shard, frame, data)
         found: list[Sample] = []
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
             key = entry["key"].decode("ascii", "replace")
-            tokens = self._tokens(shard, frame, sample, data)
+            tokens = arrays[len(found)]
             try:
+                if self.manifest.shards[shard].foreign:
+                    name = check_foreign(data, int(entry["offset"]), len(tokens), self.manifest.dtype)
+                    source = f"{self.manifest.shards[shard].file}/{name}"
+                    found.append(Sample(int(self.blocks[number]) + len(found), key, source, 0, tokens))
+                    continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
                 source, text_bytes, at = decode_sample(data, at, key, len(tokens), self.manifest.dtype)
@@ -115,7 +138,7 @@ class Corpus:
             except MegatfmError as error:
                 raise self._damage(shard, frame, str(error), sample) from error
             found.append(Sample(int(self.blocks[number]) + len(found), key, source, text_bytes, tokens))
-        if data[at:].strip(b"\0"):
+        if not self.manifest.shards[shard].foreign and data[at:].strip(b"\0"):
             raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
         return found
 
@@ -130,7 +153,7 @@ class Corpus:
         """A block as it lies in its shard: one compressed frame."""
         shard, frame = self._place(number)
         offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
-        return read_range(self._path(shard), offset, end - offset)
+        return self.store.read(self.manifest.shards[shard], offset, end - offset)
 
     def shard_blocks(self, shard: int) -> range:
         """The numbers of a shard's blocks."""
@@ -145,22 +168,38 @@ class Corpus:
     def _frame(self, number: int) -> tuple[int, int, bytes]:
         shard, frame = self._place(number)
         compressed = self.frame_bytes(number)
-        said = int(self.indexes[shard].frames["uncompressed"][frame])
+        index = self.indexes[shard]
+        said = int(index.frames["uncompressed"][frame])
+        if self.manifest.shards[shard].is_raw:
+            return shard, frame, self._hashed(shard, frame, compressed)
         try:
             found = zstandard.frame_content_size(compressed)
             # Compared before anything is allocated for it.
             if found != said:
                 raise self._damage(shard, frame, f"holds {found} bytes, the index says {said}")
-            return shard, frame, zstandard.ZstdDecompressor().decompress(compressed, allow_extra_data=False)
+            data = zstandard.ZstdDecompressor().decompress(compressed, allow_extra_data=False)
+            return shard, frame, self._hashed(shard, frame, data)
         except zstandard.ZstdError as error:
             raise self._damage(shard, frame, str(error)) from error
 
-    def _tokens(self, shard: int, frame: int, sample: int, data: bytes) -> NDArray[Any]:
-        entry = self.indexes[shard].samples[sample]
-        start, n, dtype = int(entry["offset"]), int(entry["tokens"]), self.manifest.dtype
-        if data[max(start - NPY_HEADER_BYTES, 0) : start] != npy_header(dtype, n):
-            raise self._damage(shard, frame, f"no array of {n} {dtype} at byte {start} of the frame", sample)
-        return np.frombuffer(data, dtype, n, start)
+    def _hashed(self, shard: int, frame: int, data: bytes) -> bytes:
+        """The data, held against the index's hash where there is one."""
+        hashes = self.indexes[shard].hashes
+        if hashes is not None and frame_hash(data) != hashes[frame]:
+            raise self._damage(shard, frame, "its hash is not the index's")
+        return data
+
+    def _all_tokens(self, shard: int, frame: int, data: bytes) -> list[NDArray[Any]]:
+        index, dtype = self.indexes[shard], self.manifest.dtype
+        found: list[NDArray[Any]] = []
+        first, end = index.first_samples[frame : frame + 2].tolist()
+        entries = index.samples[first:end]
+        for start, n in zip(entries["offset"].tolist(), entries["tokens"].tolist(), strict=True):
+            if data[max(start - NPY_HEADER_BYTES, 0) : start] != npy_header(dtype, n):
+                reason = f"no array of {n} {dtype} at byte {start} of the frame"
+                raise self._damage(shard, frame, reason, first + len(found))
+            found.append(np.frombuffer(data, dtype, n, start))
+        return found
 
     def _path(self, shard: int) -> Path:
         return self.folder / self.manifest.shards[shard].file
@@ -178,14 +217,32 @@ class Corpus:
         )
 
 
-def _open_index(folder: Path, shard: Shard, manifest: Manifest) -> ShardIndex:
-    check_size(folder / shard.file, shard.bytes)
-    path = folder / shard.index.file
-    check_size(path, shard.index.bytes)
-    data = read_range(path, 0, shard.index.bytes)
-    try:
-        if blake3(data).hexdigest() != shard.index.blake3:
-            raise MegatfmError("its BLAKE3 hash is not the manifest's")
-        return ShardIndex.decode(data, shard, manifest.dtype.itemsize)
-    except MegatfmError as error:
-        raise MegatfmError(f"{path}: {error}: {RESTORE}") from error
+class Indexes(Sequence[ShardIndex]):
+    """The indexes of a corpus, read when they are needed and held against the manifest each time."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
+
+    def __len__(self) -> int:
+        return len(self._manifest.shards)
+
+    @overload
+    def __getitem__(self, number: int) -> ShardIndex: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[ShardIndex]: ...
+    def __getitem__(self, number: int | slice) -> ShardIndex | list[ShardIndex]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        return self._cache.get(number, partial(self._open, self._manifest.shards[number]))
+
+    def _open(self, shard: Shard) -> ShardIndex:
+        self._store.check(shard.index)
+        data = self._store.read(shard.index, 0, shard.index.bytes)
+        try:
+            if blake3(data).hexdigest() != shard.index.blake3:
+                raise MegatfmError("its BLAKE3 hash is not the manifest's")
+            return ShardIndex.decode(data, shard, self._manifest.dtype.itemsize)
+        except MegatfmError as error:
+            raise MegatfmError(f"{self._store.folder / shard.index.file}: {error}: {RESTORE}") from error

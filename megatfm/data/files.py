@@ -5,6 +5,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from blake3 import blake3
 
@@ -46,6 +47,16 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     if len(data) != size:
         raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {RESTORE}")
     return data
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a plain file for reading; a MegatfmError if it is none."""
+    plain_size(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+    return os.fdopen(descriptor, "rb")
 
 
 class WholeFile:

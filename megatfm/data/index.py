@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.manifest import Shard
@@ -35,6 +36,12 @@ class ShardIndex:
 
     frames: NDArray[Any]
     samples: NDArray[Any]
+    hashes: NDArray[np.uint64] | None = None
+    """Of foreign shards, whose frames may lack checksums: `frame_hash` of each frame's uncompressed bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.frames.nbytes + self.samples.nbytes
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -48,12 +55,13 @@ class ShardIndex:
 
     def encode(self) -> bytes:
         counts = {
-            "schema_version": 1,
+            "schema_version": 1 if self.hashes is None else 2,
             "frames": len(self.frames),
             "samples": len(self.samples),
             "key_width": self.samples.dtype["key"].itemsize,
         }
         content = json.dumps(counts).encode() + b"\n" + self.frames.tobytes() + self.samples.tobytes()
+        content += b"" if self.hashes is None else self.hashes.tobytes()
         return zstandard.ZstdCompressor(level=9, write_checksum=True).compress(content)
 
     @classmethod
@@ -62,22 +70,27 @@ class ShardIndex:
 
         Raises a MegatfmError whose message is only the reason; the caller knows the place.
         """
-        most = 256 + shard.samples * (FRAME.itemsize + sample_dtype(MAX_KEY_LENGTH).itemsize)
+        most = 256 + shard.samples * (FRAME.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH).itemsize)
         try:
             if not 0 < zstandard.frame_content_size(data) <= most:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             line, _, arrays = content.partition(b"\n")
             counts = json.loads(line)
-            if counts["schema_version"] != 1:
-                raise MegatfmError(f"schema version {counts['schema_version']!r} is not known here, only 1")
+            if counts["schema_version"] != (2 if shard.foreign else 1):
+                raise MegatfmError(
+                    f"schema version {counts['schema_version']!r} is not known here, only 1 (2: foreign)"
+                )
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
             samples = sample_dtype(key_width)
+            at = n_frames * FRAME.itemsize
+            rest = at + n_samples * samples.itemsize
             index = cls(
                 np.frombuffer(arrays, FRAME, n_frames),
-                np.frombuffer(arrays, samples, n_samples, n_frames * FRAME.itemsize),
+                np.frombuffer(arrays, samples, n_samples, at),
+                np.frombuffer(arrays, "<u8", n_frames, rest) if shard.foreign else None,
             )
         except (
             zstandard.ZstdError,
@@ -88,7 +101,7 @@ class ShardIndex:
             RecursionError,
         ) as error:
             raise MegatfmError(f"not a readable index ({error})") from error
-        if len(arrays) != index.frames.nbytes + index.samples.nbytes:
+        if len(arrays) != index.nbytes + (8 * n_frames if shard.foreign else 0):
             raise MegatfmError("it is longer than its counts say")
         index._check(shard, token_bytes)
         return index
@@ -119,6 +132,11 @@ class ShardIndex:
         outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
         if outside.any():
             raise MegatfmError(f"sample {int(outside.argmax())} ends outside its frame")
+
+
+def frame_hash(data: bytes) -> int:
+    """The first 8 bytes of a frame's BLAKE3 hash."""
+    return int.from_bytes(blake3(data).digest(8), "little")
 
 
 def _running_sum(counts: NDArray[Any]) -> NDArray[np.int64]:

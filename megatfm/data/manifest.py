@@ -2,12 +2,22 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
@@ -15,11 +25,13 @@ from megatfm.errors import MegatfmError, UsageError
 MANIFEST = "manifest.json"
 SHARD_NAME = r"shard-\d{6,9}\.tar\.zst"
 INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
+FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
+FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
 TokenDtype = Literal["uint16", "uint32"]
 # Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
-ShardName = Annotated[str, StringConstraints(pattern=f"^{SHARD_NAME}$")]
-IndexName = Annotated[str, StringConstraints(pattern=f"^{INDEX_NAME}$")]
+ShardName = Annotated[str, StringConstraints(pattern=f"^{FOREIGN_SHARD}$")]
+IndexName = Annotated[str, StringConstraints(pattern=f"^{FOREIGN_INDEX}$")]
 Blake3 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -46,13 +58,27 @@ class Shard(_Strict):
     tokens: Count
     text_bytes: Count
     index: IndexFile
+    foreign: bool = False
+    """Not written by `ShardWriter`, but indexed as it is."""
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
         # What a reader allocates grows with the samples; a file's size is checked before it is opened.
         if self.samples > self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
+        if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
+            raise ValueError(f"a shard is named like shard-000000.tar.zst, not {self.file!r}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return fields if self.foreign else {k: v for k, v in fields.items() if k != "foreign"}
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a plain tar, whose frames are compressed by nothing."""
+        return self.file.endswith(".tar")
 
 
 class Manifest(_Strict):
@@ -97,7 +123,11 @@ class Manifest(_Strict):
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
                 "run `megatfm prep` (again)"
             )
-        text = read_range(path, 0, plain_size(path))
+        return cls.parse(read_range(path, 0, plain_size(path)), path)
+
+    @classmethod
+    def parse(cls, text: bytes, path: Path | str) -> Self:
+        """Validate a manifest's text; a MegatfmError that names the first thing that is wrong."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

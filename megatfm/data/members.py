@@ -63,6 +63,20 @@ def decode_sample(
     return source, text_bytes, start + _padded(size)
 
 
+def check_foreign(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
+    """The name of the member whose tokens start at `start` of a frame of a foreign shard.
+
+    Raises a MegatfmError whose message is only the reason.
+    """
+    info = _tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
+    size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
+    if not info.isreg() or info.size != size:
+        raise MegatfmError(
+            f"at byte {start - PAYLOAD_OFFSET} of its frame lies {info.name!r} of another size or kind"
+        )
+    return info.name
+
+
 @lru_cache(maxsize=4096)
 def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
     """The .npy header of a one-dimensional array, padded to 128 bytes.
@@ -81,12 +95,16 @@ def _member(name: str, data: bytes) -> bytes:
     return info.tobuf(tarfile.USTAR_FORMAT) + data.ljust(_padded(len(data)), b"\0")
 
 
-def _member_size(frame: bytes, start: int, name: str) -> int:
+def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
     try:
-        header = frame[start : start + tarfile.BLOCKSIZE]
-        info = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+        header = frame[max(start, 0) : start + tarfile.BLOCKSIZE]
+        return tarfile.TarInfo.frombuf(header, "utf-8", "strict")
     except (tarfile.TarError, UnicodeDecodeError) as error:
         raise MegatfmError(f"no tar header of {name} at byte {start} of its frame ({error})") from error
+
+
+def _member_size(frame: bytes, start: int, name: str) -> int:
+    info = _tar_header(frame, start, name)
     if info.name != name or not info.isreg():
         raise MegatfmError(f"at byte {start} of its frame lies {info.name!r}, not the file {name!r}")
     return info.size

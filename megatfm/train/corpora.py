@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatfm import __version__, tokenizers
 from megatfm.config import Config
 from megatfm.data import (
+    Cache,
     Corpus,
     Mixture,
     PackedRows,
@@ -131,7 +133,8 @@ class _Opener:
     ) -> PackedRows:
         """One corpus."""
         config, data = self.config, self.config.data
-        corpus = Corpus.open(path)
+        cache = Cache(Path(data.cache), data.cache_bytes) if data.cache else Cache(limit=data.cache_bytes)
+        corpus = Corpus.open(path, cache)
         corpus.check_tokenizer(self.tokenizer.hash)
         return PackedRows(
             corpus,

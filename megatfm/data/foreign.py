@@ -1,0 +1,361 @@
+"""Shards that others wrote: indexed as they lie where that is possible, or written again as a corpus of our own.
+
+A foreign shard is a tar, or a tar compressed by zstd, of samples as WebDataset writes them, with one array of token
+ids in each (`KEY.npy`, or with more before the `.npy`). Nothing is ever extracted, no pickle is loaded, and a shard
+with anything in it but plain files is refused by name.
+"""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.data.files import open_plain, plain_size, write_whole
+from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.data.manifest import FOREIGN_SHARD, MANIFEST, IndexFile, Manifest, Shard, TokenDtype
+from megatfm.data.members import KEY, NPY_HEADER_BYTES, npy_header
+from megatfm.data.writer import ShardWriter
+from megatfm.errors import MegatfmError, UsageError
+
+TOKENS = ".npy"
+PICKLES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
+STORED: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
+FRAME_BYTES = 2**18
+MAX_EXTENSION_BYTES = 2**20
+"""Of a long name or other extension of a header."""
+_EXTENSIONS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+CHUNK = 2**14
+"""Compressed bytes given to zstd at once: 16 KiB can't become more than some hundred MiB."""
+
+
+class _Array(NamedTuple):
+    """One sample's tokens in a shard."""
+
+    key: str
+    begin: int
+    """Where the sample's first member starts, in the uncompressed tar (or frame)."""
+    payload: int
+    """Where its tokens start."""
+    tokens: NDArray[Any]
+    in_place: bool
+    """Whether the array lies as our own do: 128 bytes of header, uint16 or uint32."""
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What `index_folder` did."""
+
+    manifest: Manifest
+    folder: Path
+    rewritten: bool
+
+    def __str__(self) -> str:
+        shards = self.manifest.shards
+        did = "written again" if self.rewritten else "indexed where they are"
+        return (
+            f"{self.folder}: {len(shards):,} shards with {sum(s.samples for s in shards):,} samples, "
+            f"{sum(s.tokens for s in shards):,} tokens, {did}"
+        )
+
+
+def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> Indexed:
+    """Make the foreign shards of a folder a corpus: there, or with `out` written again as shards of our own.
+
+    Raises a UsageError if there are none, if they hold no tokens, or if they can't be read at random where they are; a
+    MegatfmError that names the shard, the member and its place for what is damaged or hostile.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if (folder / MANIFEST).exists():
+        raise UsageError(
+            f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`"
+        )
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
+    if not paths:
+        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
+    if out is not None:
+        return Indexed(_rewrite(paths, tokenizer_hash, out), out, True)
+    shards, dtypes = [], set()
+    for path in paths:
+        shard, dtype = _index(path)
+        shards.append(shard)
+        dtypes.add(dtype)
+    if len(dtypes) > 1:
+        raise _rewrite_it(folder, f"shards hold {' and '.join(sorted(dtypes))}")
+    manifest = Manifest(
+        token_dtype=STORED[dtypes.pop()],
+        tokenizer_hash=tokenizer_hash,
+        shards=tuple(shards),
+        provenance={"indexed": "megatfm data index"},
+    )
+    manifest.save(folder)
+    return Indexed(manifest, folder, False)
+
+
+def arrays_of(path: Path) -> Iterator[_Array]:
+    """The samples of a shard, as a stream: only the one at hand is in memory."""
+    with open_plain(path) as file:
+        if path.name.endswith(".tar"):
+            yield from _arrays(file, path, ends=True)
+            return
+        try:
+            # The window bounds zstd's memory; what a bomb would unpack to is read only as far as members reach.
+            reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
+                file, read_across_frames=True
+            )
+            yield from _arrays(io.BufferedReader(reader, 2**20), path, ends=True)
+        except zstandard.ZstdError as error:
+            raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+
+
+def _arrays(file: IO[bytes], path: Path, ends: bool) -> Iterator[_Array]:
+    found: tuple[str, int, int, NDArray[Any], bool] | None = None
+    key, begin, names = None, 0, set[str]()
+    for member, data in _members(file, path, ends):
+        if member.name in names:
+            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
+        names.add(member.name)
+        directory, _, base = member.name.rpartition("/")
+        stem = f"{directory}/{base.partition('.')[0]}"
+        if stem != key:
+            if key is not None:
+                yield _sample(found, key, begin, path)
+            key, begin, found, names = stem, member.offset, None, {member.name}
+        if member.name.lower().endswith(TOKENS) and found is None:
+            tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
+            payload = member.offset_data + NPY_HEADER_BYTES
+            found = (member.name, member.offset, payload, tokens, in_place)
+    if key is not None:
+        yield _sample(found, key, begin, path)
+
+
+def _sample(found: Any, key: str, begin: int, path: Path) -> _Array:
+    if found is None:
+        raise UsageError(
+            f"{path}: sample {key.lstrip('/')!r} at byte {begin} has no {TOKENS} of token ids: text and images become "
+            "a corpus by `megatfm prep`"
+        )
+    _, _, payload, tokens, in_place = found
+    return _Array(key.lstrip("/"), begin, payload, tokens, in_place)
+
+
+def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
+
+    ends: whether a tar's mark of its end must come, without which it is cut off.
+    """
+    ended = False
+
+    class Header(tarfile.TarInfo):
+        """A header that is no bomb, and the mark of the end noticed."""
+
+        @classmethod
+        def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Any:
+            nonlocal ended
+            ended = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
+            return super().frombuf(buf, encoding, errors)
+
+        def _proc_member(self, tar: Any) -> Any:
+            # These would be read into memory as a whole.
+            if self.type in _EXTENSIONS and self.size > MAX_EXTENSION_BYTES:
+                raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
+            return super()._proc_member(tar)  # type: ignore[misc]
+
+    try:
+        with tarfile.open(fileobj=file, mode="r|", bufsize=2**18, tarinfo=Header) as tar:
+            for member in tar:
+                where = f"{path}: {member.name!r} at byte {member.offset}"
+                if member.isdir():
+                    continue
+                _check_member(member, where)
+                source = tar.extractfile(member)
+                assert source is not None
+                data = source.read()
+                if len(data) != member.size:
+                    raise MegatfmError(f"{where}: is cut off")
+                yield member, data
+    except zstandard.ZstdError as error:
+        raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+        raise MegatfmError(f"{path}: not a whole tar ({error})") from error
+    if ends and not ended:
+        raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
+
+
+def _check_member(member: tarfile.TarInfo, where: str) -> None:
+    if not member.isreg() or member.issparse():
+        raise MegatfmError(f"{where}: is a link, a device or another special file: refused")
+    if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
+        raise MegatfmError(f"{where}: its name leads out of the folder: refused")
+    if member.name.lower().endswith(PICKLES):
+        raise MegatfmError(f"{where}: is a pickle, which could run anything: refused")
+    if not 0 <= member.size <= MAX_FRAME_BYTES:
+        raise MegatfmError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
+
+
+def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
+    """The tokens of an .npy member, and whether they lie as in shards of our own."""
+    try:
+        file = io.BytesIO(data)
+        version = np.lib.format.read_magic(file)
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(file, max_header_size=4096)
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise ValueError(f"{dtype}{list(shape)} are no token ids, which are integers [n]")
+        if shape[0] * dtype.itemsize != len(data) - file.tell():
+            raise ValueError("its size is not what its header says")
+        tokens = np.frombuffer(data, dtype, shape[0], file.tell())
+    except (ValueError, TypeError, SyntaxError, EOFError, OverflowError, RecursionError) as error:
+        raise MegatfmError(f"{where}: no array of token ids: {' '.join(str(error).split())}") from error
+    own = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, shape[0])
+    return tokens, own
+
+
+def _index(path: Path) -> tuple[Shard, str]:
+    """Write the index of a shard that stays as it is; its entry in a manifest, and the type of its tokens."""
+    frames: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int, bytes]] = []
+    hashes: list[int] = []
+    dtypes: set[str] = set()
+    for compressed, data, arrays in _raw_frames(path) if path.name.endswith(".tar") else _zstd_frames(path):
+        for array in arrays:
+            if not array.in_place:
+                raise _rewrite_it(
+                    path, f"sample {array.key!r} is {array.tokens.dtype} or has an unusual header"
+                )
+            dtypes.add(array.tokens.dtype.str)
+            key = array.key if KEY.fullmatch(array.key) else f"{len(rows):09d}"
+            rows.append((array.payload, len(array.tokens), 0, key.encode()))
+        frames.append((compressed, len(data), len(arrays)))
+        hashes.append(frame_hash(data))
+    if len(dtypes) != 1:
+        raise _rewrite_it(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
+    samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
+    index = ShardIndex(np.array(frames, FRAME), samples, np.array(hashes, "<u8"))
+    name = re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
+    encoded = index.encode()
+    write_whole(path.with_name(name), encoded)
+    shard = Shard(
+        file=path.name,
+        bytes=plain_size(path),
+        blake3=_file_hash(path),
+        samples=len(rows),
+        tokens=int(samples["tokens"].sum(dtype=np.int64)),
+        text_bytes=0,
+        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
+        foreign=True,
+    )
+    return shard, dtypes.pop()
+
+
+Frame = tuple[int, bytes, list[_Array]]
+
+
+def _raw_frames(path: Path) -> Iterator[Frame]:
+    """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte."""
+    begin, run, size = 0, list[_Array](), plain_size(path)
+    with open_plain(path) as file:
+        for array in arrays_of(path):
+            if run and array.begin - begin >= FRAME_BYTES:
+                yield _raw_frame(file, begin, array.begin, run)
+                begin, run = array.begin, []
+            run.append(array)
+        if run:
+            yield _raw_frame(file, begin, size, run)
+
+
+def _raw_frame(file: IO[bytes], begin: int, end: int, run: list[_Array]) -> Frame:
+    file.seek(begin)
+    data = file.read(end - begin)
+    return len(data), data, [_from(array, begin) for array in run]
+
+
+def _from(array: _Array, begin: int) -> _Array:
+    """The same sample, measured from `begin`."""
+    return array._replace(begin=array.begin - begin, payload=array.payload - begin)
+
+
+def _zstd_frames(path: Path) -> Iterator[Frame]:
+    """The frames of a shard, if each holds whole samples."""
+    number, data = 0, b""
+    with open_plain(path) as file:
+        for compressed, data in _split(file, path):
+            if not data.strip(b"\0"):
+                raise _rewrite_it(path, f"frame {number} is empty")
+            if number == 0 and compressed == plain_size(path) and len(data) > 8 * FRAME_BYTES:
+                raise _rewrite_it(
+                    path, "it is one zstd frame, in which nothing can be found without reading all"
+                )
+            try:
+                arrays = list(_arrays(io.BytesIO(data), path, ends=False))
+            except MegatfmError as error:
+                if isinstance(error, UsageError) or ": refused" in str(error):
+                    raise
+                raise _rewrite_it(path, f"frame {number} is no tar by itself ({error})") from error
+            if not arrays:
+                raise _rewrite_it(path, f"frame {number} holds no sample")
+            yield compressed, data, arrays
+            number += 1
+    if data[-tarfile.BLOCKSIZE :].strip(b"\0"):
+        raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
+
+
+def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Compressed size and content of each zstd frame of a file."""
+    rest = b""
+    while rest or (rest := file.read(CHUNK)):
+        unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        parts, size, taken = list[bytes](), 0, 0
+        try:
+            while not unpack.eof:
+                if not rest and not (rest := file.read(CHUNK)):
+                    raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
+                parts.append(unpack.decompress(rest[:CHUNK]))
+                taken, rest, size = taken + len(rest[:CHUNK]), rest[CHUNK:], size + len(parts[-1])
+                if size > MAX_FRAME_BYTES:
+                    raise _rewrite_it(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
+        except zstandard.ZstdError as error:
+            raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+        rest = unpack.unused_data + rest
+        yield taken - len(unpack.unused_data), b"".join(parts)
+
+
+def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
+    most = 0
+    for path in paths:  # first, since an id that doesn't fit would be found only at its shard
+        for array in arrays_of(path):
+            most = max(most, int(array.tokens.max(initial=0)))
+    dtype: TokenDtype = "uint16" if most < 2**16 else "uint32"
+    number = 0
+    with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
+        for path in paths:
+            for array in arrays_of(path):
+                writer.add(f"{number:09d}", array.tokens, f"{path.name}/{array.key}", 0)
+                number += 1
+        return writer.finish({"indexed": "megatfm data index", "from": [path.name for path in paths]})
+
+
+def _rewrite_it(path: Path, reason: str) -> UsageError:
+    folder = path if path.is_dir() else path.parent
+    return UsageError(f"{path}: {reason}: write it again with `megatfm data index {folder} --to FOLDER`")
+
+
+def _file_hash(path: Path) -> str:
+    found = blake3()
+    with open_plain(path) as file:
+        while chunk := file.read(2**20):
+            found.update(chunk)
+    return found.hexdigest()

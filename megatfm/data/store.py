@@ -1,0 +1,236 @@
+"""Where the files of a corpus lie: in a folder, or behind a URL and for a while in a cache on this machine."""
+
+import errno
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from blake3 import blake3
+
+from megatfm.data.files import check_size, read_range
+from megatfm.errors import MegatfmError, UsageError
+
+ATTEMPTS = 3
+CHUNK = 2**20
+MAX_MANIFEST_BYTES = 2**30
+
+
+class Known(Protocol):
+    """What a manifest says of a file."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def blake3(self) -> str: ...
+
+
+class Store(Protocol):
+    """Reads the files of one corpus. `folder` is where they lie, or are kept while they are used."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def check(self, known: Known) -> None:
+        """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
+        ...
+
+    def read(self, known: Known, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalStore:
+    """A folder."""
+
+    folder: Path
+
+    def check(self, known: Known) -> None:
+        check_size(self.folder / known.file, known.bytes)
+
+    def read(self, known: Known, offset: int, size: int) -> bytes:
+        return read_range(self.folder / known.file, offset, size)
+
+
+class Cache(NamedTuple):
+    """A folder for files from URLs, shared by all processes of a machine, and the bytes that it may hold."""
+
+    folder: Path = Path("~/.cache/megatfm/shards")
+    limit: int = 2**36
+
+
+@dataclass(frozen=True)
+class RemoteStore:
+    """A URL that fsspec can read. A file is fetched as a whole when it is first read, by one process of a machine while
+    the others wait; it gets its name only when its BLAKE3 hash is the manifest's. Above the cache's limit, files that
+    were not read for longest go; one that is needed again is fetched again.
+    """
+
+    url: str
+    cache: Cache
+
+    @cached_property
+    def folder(self) -> Path:
+        name = re.sub(r"[^A-Za-z0-9.-]+", "_", self.url)[-80:]
+        return self.cache.folder.expanduser() / f"{name}-{blake3(self.url.encode()).hexdigest()[:12]}"
+
+    def check(self, known: Known) -> None:
+        if known.bytes > self.cache.limit:
+            raise UsageError(
+                f"{self.url}: {known.file} has {known.bytes:,} bytes, more than data.cache_bytes = "
+                f"{self.cache.limit:,}: raise it"
+            )
+
+    def read(self, known: Known, offset: int, size: int) -> bytes:
+        path = self.folder / known.file
+        for last in (False, False, True):
+            if not _is_whole(path, known):
+                self._fetch(path, known)
+            try:
+                data = read_range(path, offset, size)
+            except MegatfmError:
+                if last or path.exists():  # else another process needed its room in between
+                    raise
+            else:
+                with suppress(OSError):
+                    os.utime(path)
+                return data
+        raise AssertionError
+
+    def manifest(self, name: str) -> bytes:
+        """The manifest's bytes, which are never kept."""
+        return self._retried(name, lambda fs, root: _small(fs, f"{root}/{name}"))
+
+    def _fetch(self, path: Path, known: Known) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.with_name(f".{path.name}.lock")):
+                if not _is_whole(path, known):  # by another process, while this one waited
+                    self._make_room(known.bytes)
+                    self._download(path, known)
+        except OSError as error:
+            raise MegatfmError(
+                f"{path}: cannot be written ({error.strerror}): make room, or choose another folder as data.cache"
+            ) from error
+
+    def _download(self, path: Path, known: Known) -> None:
+        partial = path.with_name(f".{path.name}.partial")  # a killed download's is begun again
+
+        def fetch(fs: Any, root: str) -> str:
+            found, size = blake3(), 0
+            with fs.open(f"{root}/{known.file}", "rb") as source, open(partial, "wb") as file:
+                while size <= known.bytes and (chunk := source.read(CHUNK)):
+                    found.update(chunk)
+                    size += len(chunk)
+                    _write(file, chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            return found.hexdigest() if size == known.bytes else f"{size} bytes or more"
+
+        try:
+            for _ in range(2):
+                arrived = self._retried(known.file, fetch)
+                if arrived == known.blake3:
+                    partial.replace(path)
+                    return
+            raise MegatfmError(
+                f"{self.url}/{known.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
+                f"{known.blake3[:16]} of {known.bytes} bytes): upload the corpus again"
+            )
+        except _Disk as error:
+            raise error.cause from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        root = self.cache.folder.expanduser()
+        with _locked(root / ".lock"):
+            files = [(path.stat(), path) for path in root.glob("*/[!.]*") if path.is_file()]
+            files.sort(key=lambda found: found[0].st_mtime)
+            total = sum(found.st_size for found, _ in files)
+            for found, path in files:
+                if total + size <= self.cache.limit:
+                    break
+                path.unlink(missing_ok=True)
+                total -= found.st_size
+
+    def _retried(self, name: str, fetch: Callable[[Any, str], Any]) -> Any:
+        import fsspec  # by name, since it takes a while to import and most corpora are local
+
+        if "::" in self.url:
+            raise UsageError(f"{self.url}: chained URLs are not opened: give a plain one")
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                fs, root = fsspec.core.url_to_fs(self.url)
+                return fetch(fs, root)
+            except FileNotFoundError as error:
+                raise UsageError(f"{self.url}: there is no {name}: check the URL") from error
+            except (ImportError, ValueError) as error:
+                raise UsageError(f"{self.url}: can't be opened: {error}") from error
+            except (_Disk, MegatfmError):
+                raise
+            except Exception as error:  # every protocol has errors of its own
+                if attempt == ATTEMPTS:
+                    said = f"{type(error).__name__}: {error}".splitlines()[0]
+                    raise MegatfmError(f"{self.url}: {name} can't be read ({said})") from error
+                time.sleep(attempt)
+        raise AssertionError
+
+
+def open_store(place: str | Path, cache: Cache) -> LocalStore | RemoteStore:
+    """The store of a folder or URL. A UsageError for what is neither."""
+    if "://" in str(place):
+        return RemoteStore(str(place).rstrip("/"), cache)
+    if re.match(r"[a-z]+:", str(place)):
+        raise UsageError(
+            f"{place}: is neither a folder nor a URL that can be read: a corpus has no commands to run"
+        )
+    return LocalStore(Path(place))
+
+
+class _Disk(Exception):
+    """This machine's disk failed, not the network."""
+
+    def __init__(self, cause: OSError) -> None:
+        self.cause = cause
+
+
+def _write(file: Any, chunk: bytes) -> None:
+    try:
+        file.write(chunk)
+    except OSError as error:
+        raise _Disk(error) from error
+
+
+def _small(fs: Any, path: str) -> bytes:
+    with fs.open(path, "rb") as file:
+        data: bytes = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MegatfmError(f"{path}: is larger than any manifest")
+    return data
+
+
+def _is_whole(path: Path, known: Known) -> bool:
+    try:
+        return path.stat().st_size == known.bytes
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise MegatfmError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; the system frees it when a process dies."""
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

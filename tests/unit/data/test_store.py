@@ -1,0 +1,262 @@
+"""Corpora behind URLs: fetched once for a machine, verified on arrival, bounded on disk, never half there."""
+
+import functools
+import http.server
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from megatfm.data import Cache, Corpus, Loader, PackedRows, check
+from megatfm.data import store as module
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data.tamper import SHARD, assert_refused
+
+
+@pytest.fixture
+def memory(folder: Path) -> Iterator[str]:
+    """The corpus at memory://, and the URL."""
+    fs = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
+    yield "memory://bucket/corpus"
+    fs.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of downloaded files."""
+    names: list[str] = []
+    download = module.RemoteStore._download
+
+    def watched(self: Any, path: Path, known: Any) -> None:
+        names.append(known.file)
+        download(self, path, known)
+
+    monkeypatch.setattr(module.RemoteStore, "_download", watched)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    return names
+
+
+def kept(cache: Cache) -> int:
+    return sum(path.stat().st_size for path in cache.folder.glob("*/[!.]*") if path.is_file())
+
+
+def same(one: Corpus, other: Corpus) -> bool:
+    return all(
+        np.array_equal(a, b)
+        for number in range(one.n_blocks)
+        for (_, a), (_, b) in zip(one.block(number), other.block(number), strict=True)
+    )
+
+
+def test_a_url_gives_what_the_folder_gives(
+    memory: str, folder: Path, cache: Cache, fetched: list[str], causal: Any
+) -> None:
+    remote, local = Corpus.open(memory, cache), Corpus.open(folder)
+    assert not [name for name in fetched if name.endswith(".tar.zst")], "shards come when they are read"
+    assert remote.fingerprint == local.fingerprint
+    assert same(remote, local)
+    assert len(fetched) == len(set(fetched)) == 2 * len(local.manifest.shards)
+    assert same(Corpus.open(memory, cache), local)
+    assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
+    options: Any = {"sequence_length": 64, "seed": 1, "plan_name": "x"}
+    np.testing.assert_array_equal(
+        PackedRows(remote, causal, **options).row(5)["tokens"],
+        PackedRows(local, causal, **options).row(5)["tokens"],
+    )
+
+
+def test_over_http(folder: Path, cache: Cache) -> None:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert same(Corpus.open(url, cache), Corpus.open(folder))
+        with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
+            Corpus.open(f"{url}/elsewhere", cache)
+        server.shutdown()
+
+
+def test_the_cache_is_bounded_and_what_went_comes_again(
+    memory: str, folder: Path, cache: Cache, fetched: list[str]
+) -> None:
+    local = Corpus.open(folder)
+    sizes = [shard.bytes for shard in local.manifest.shards]
+    limit = max(sizes) + sum(shard.index.bytes for shard in local.manifest.shards) + 10
+    bounded = cache._replace(limit=limit)
+    remote = Corpus.open(memory, bounded)
+    assert same(remote, local)
+    assert same(remote, local)
+    assert kept(cache) <= limit
+    shards = [name for name in fetched if name.endswith(".tar.zst")]
+    assert len(shards) >= 2 * len(sizes)
+    with pytest.raises(UsageError, match=r"more than data\.cache_bytes = 100: raise it"):
+        Corpus.open(memory, cache._replace(limit=100))
+
+
+@pytest.mark.parametrize("change", ["flipped", "longer", "shorter"])
+def test_what_arrives_damaged_is_never_kept(
+    memory: str, cache: Cache, fetched: list[str], change: str
+) -> None:
+    fs, path = fsspec.filesystem("memory"), f"/bucket/corpus/{SHARD}"
+    data = bytearray(fs.cat(path))
+    data[100] ^= 1 if change == "flipped" else 0
+    changed = {"flipped": data, "longer": data + b"x", "shorter": data[:-1]}[change]
+    fs.pipe(path, bytes(changed))
+    corpus = Corpus.open(memory, cache)
+    bad = corpus.shard_blocks(1)[0]
+    assert_refused(lambda: corpus.block(bad), f"{memory}/{SHARD}: what arrives is not what the manifest says")
+    assert not (corpus.folder / SHARD).exists()
+    assert not list(corpus.folder.glob("*.partial"))
+    fs.pipe(path, bytes(data))
+    if change != "flipped":
+        corpus.block(bad)
+
+
+def test_a_network_that_fails_is_tried_again(
+    memory: str, cache: Cache, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, calls = Corpus.open(memory, cache), [0]
+    real = fsspec.core.url_to_fs
+
+    def failing(url: str, *, times: int) -> Any:
+        calls[0] += 1
+        if calls[0] <= times:
+            raise ConnectionResetError("the network is down")
+        return real(url)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", functools.partial(failing, times=2))
+    corpus.block(0)
+    assert calls == [3]
+    monkeypatch.setattr(fsspec.core, "url_to_fs", functools.partial(failing, times=99))
+    bad = corpus.shard_blocks(1)[0]
+    assert_refused(
+        lambda: corpus.block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
+    )
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    memory: str, cache: Cache, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = Corpus.open(memory, cache)
+
+    def full(file: Any, chunk: bytes) -> None:
+        raise module._Disk(OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(module, "_write", full)
+    assert_refused(lambda: corpus.block(0), "No space left on device", "data.cache")
+    left = [path.name for path in corpus.folder.iterdir()]
+    assert not [name for name in left if name.endswith((".tar.zst", ".partial"))]
+    monkeypatch.undo()
+    corpus.block(0)
+
+
+def read_all(url: str, cache: Cache, start: Any, out: Any) -> None:
+    start.wait()
+    corpus = Corpus.open(url, cache)
+    out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.block(number)))
+
+
+def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path, cache: Cache) -> None:
+    """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
+    asked: list[str] = []
+    slow = threading.Event()
+
+    class Counting(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if not slow.is_set() and self.path.endswith(".tar.zst"):
+                self.send_response(200)
+                self.send_header("Content-Length", "100000")
+                self.end_headers()
+                self.wfile.write(bytes(1000))
+                slow.wait(20)
+                return
+            super().do_GET()
+
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Counting, directory=folder)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        context = multiprocessing.get_context("spawn")
+        start, out = context.Event(), context.Queue()
+        start.set()
+        victim = context.Process(target=read_all, args=(url, cache, start, out))
+        victim.start()
+        for _ in range(2000):
+            if any(path.endswith(".tar.zst") for path in asked):
+                break
+            time.sleep(0.01)
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        victim.join()
+        slow.set()
+        asked.clear()
+        readers = [context.Process(target=read_all, args=(url, cache, start, out)) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        sums = [out.get(timeout=60) for _ in readers]
+        for reader in readers:
+            reader.join()
+        server.shutdown()
+    local = Corpus.open(folder)
+    expected = sum(int(t.sum()) for number in range(local.n_blocks) for _, t in local.block(number))
+    assert sums == [expected] * 3
+    shards = [path for path in asked if path.endswith(".tar.zst")]
+    assert len(shards) == len(set(shards)) == len(local.manifest.shards)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("pipe:cat /etc/passwd", "has no commands to run"),
+        ("pipe://cat", "can't be opened: Protocol not known: pipe"),
+        ("simplecache::memory://bucket/corpus", "chained URLs are not opened"),
+        ("nothing://x", "can't be opened: Protocol not known"),
+        ("memory://nowhere", "there is no manifest"),
+    ],
+)
+def test_what_is_no_place_of_a_corpus_is_refused(url: str, reason: str, cache: Cache) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Corpus.open(url, cache)
+
+
+def test_a_manifest_that_names_files_elsewhere_fetches_nothing(memory: str, cache: Cache) -> None:
+    fs = fsspec.filesystem("memory")
+    text = fs.cat("/bucket/corpus/manifest.json").decode().replace(SHARD, "../../secret.tar.zst")
+    fs.pipe("/bucket/corpus/manifest.json", text.encode())
+    with pytest.raises(MegatfmError, match=r"shards\.1\.file"):
+        Corpus.open(memory, cache)
+    assert not cache.folder.exists()
+
+
+def test_check_and_workers_read_urls(
+    memory: str, cache: Cache, causal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatfm.data.corpus.Cache", lambda: cache)
+    assert check(memory).samples == 100
+    rows = PackedRows(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
+    shutil.rmtree(cache.folder)  # even if all of it goes in between
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
