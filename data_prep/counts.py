@@ -1,6 +1,6 @@
 """What a step did to the documents that passed through it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -27,6 +27,11 @@ class Counts:
     documents_out: int = 0
     bytes_out: int = 0
     dropped: dict[str, Dropped] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    """How often it met what it looks for: languages, redactions, removed lines."""
+
+    def meet(self, what: str, times: int = 1) -> None:
+        self.found[what] = self.found.get(what, 0) + times
 
     def take(self, size: int) -> None:
         self.documents_in += 1
@@ -55,7 +60,22 @@ class Counts:
                 total.documents += dropped["documents"]
                 total.bytes += dropped["bytes"]
                 total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
+            for what, times in part.get("found", {}).items():
+                whole.meet(what, times)
         return whole
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        if not self.found:
+            del values["found"]
+        return values
+
+
+def why(counts: Iterable[Counts]) -> str:
+    """Why documents were dropped, in one line."""
+    reasons = [
+        f"{dropped.documents} dropped, as each {reason}"
+        for each in counts
+        for reason, dropped in each.dropped.items()
+    ]
+    return "; ".join(reasons) or "there were none"

@@ -17,15 +17,25 @@ BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part of a cut file."""
+    """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part or record of a file.
+
+    `url` and `language` are known of some only.
+    """
 
     source: str
     text: str
+    url: str = ""
+    language: str = ""
 
     @property
     def text_bytes(self) -> int:
         """Its length in UTF-8 bytes."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
+
+    def as_json(self) -> list[str]:
+        """What tells it from all others; the last two only if they are known."""
+        known = [self.source, self.text, self.url, self.language]
+        return known if self.url or self.language else known[:2]
 
     @property
     def file(self) -> str:
@@ -46,7 +56,7 @@ class DocumentWriter:
         self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True).compressobj()
 
     def add(self, document: Document) -> None:
-        line = json.dumps([document.source, document.text], ensure_ascii=False)
+        line = json.dumps(document.as_json(), ensure_ascii=False)
         self._file.write(self._zstd.compress(f"{line}\n".encode()))
 
     def commit(self) -> None:
@@ -116,11 +126,10 @@ def read_documents(path: Path) -> Iterator[Document]:
             while data := file.read(BLOCK_BYTES):
                 *lines, line_begun = (line_begun + decompressor.decompress(data)).split(b"\n")
                 for line in lines:
-                    source, text = json.loads(line)
-                    yield Document(source, text)
+                    yield Document(*json.loads(line))
         if not decompressor.eof:
             raise ValueError("it is truncated")
-    except (OSError, zstandard.ZstdError, ValueError) as error:
+    except (OSError, zstandard.ZstdError, ValueError, TypeError) as error:
         raise MegatfmError(
             f"{path}: can't be read back ({error}): delete {path.parent} and prepare again"
         ) from error

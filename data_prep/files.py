@@ -44,6 +44,7 @@ class Listing:
     """The files of a corpus folder, and what was left out: by name, or because it is no usable file."""
 
     def __init__(self, config: ReadConfig) -> None:
+        self.config = config
         self.root = _root(config)
         stdlib = config.folder is None
         self._include = config.include or (STDLIB_INCLUDE if stdlib else ("*",))

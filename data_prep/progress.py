@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from data_prep.documents import Document
+
 SECONDS_BETWEEN_LINES = 10.0
 
 Advance = Callable[[int], None]
@@ -51,3 +53,10 @@ class Reporter:
                 self.say(f"{title}: {100 * done // max(total, 1)} %")
 
         return advance
+
+
+def advancing(documents: Iterator[Document], advance: Advance) -> Iterator[Document]:
+    """The documents; `advance` is told of the bytes of each that is done."""
+    for document in documents:
+        yield document
+        advance(document.text_bytes)

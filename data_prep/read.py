@@ -1,11 +1,15 @@
-"""Read files as documents: strict UTF-8, long ones cut at blank lines."""
+"""Read the files of a listing as documents, whatever their format."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+
+from ftfy.fixes import fix_surrogates
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.files import BadFile, Listing, TextFile
+from data_prep.readers import Bad, BadFileError, format_of, reader
+from data_prep.readers.text import cut_text, texts
+from megatfm.config.prep import ReadConfig
 from megatfm.errors import MegatfmError
 
 
@@ -24,6 +28,7 @@ class Read:
     ) -> None:
         self.counts = Counts("read")
         self._listing = listing
+        self._config: ReadConfig = listing.config
         self._limit = limit
         self._files = listing.files if files is None else files
         self._bad = listing.bad if bad is None else bad
@@ -33,7 +38,8 @@ class Read:
         for bad in self._bad:
             self._drop(bad.reason, 0, str(bad.path))
         for file in self._files:
-            for document in self._read(file):
+            name = format_of(file.path, self._config)
+            for document in self._text(file) if name == "text" else self._records(file, name):
                 self.counts.take(document.text_bytes)
                 if document.text.strip():
                     self.counts.keep(document.text_bytes)
@@ -42,65 +48,54 @@ class Read:
                     self.counts.drop("is empty", document.text_bytes, document.source)
             advance(file.size)
 
-    def _read(self, file: TextFile) -> Iterator[Document]:
-        """The parts of a file, or none if it is bad. It is read twice: half of a file is never used, and a
+    def _text(self, file: TextFile) -> Iterator[Document]:
+        """The parts of a text file, or none if it is bad. It is read twice: half of a file is never used, and a
         large one is never held as a whole."""
         try:
-            parts = sum(1 for _ in _texts(file.path, self._limit))
-        except (OSError, _NotTextError) as error:
+            parts = sum(1 for _ in texts(file.path, self._limit))
+        except (OSError, BadFileError) as error:
             reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             self._listing.on_bad(file.path, reason)
             self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
             return
         self.counts.changed += parts > 1
         try:
-            for part, text in enumerate(_texts(file.path, self._limit)):
+            for part, text in enumerate(texts(file.path, self._limit)):
                 yield Document(f"{file.name}#{part}" if parts > 1 else file.name, text)
-        except (OSError, _NotTextError) as error:
+        except (OSError, BadFileError) as error:
             raise MegatfmError(
                 f"{file.path}: changed while it was read ({error}): run the same command again"
             ) from None
+
+    def _records(self, file: TextFile, name: str) -> Iterator[Document]:
+        """The records of a file; of those that can't be used the first is told of, and all are counted."""
+        told = False
+        try:
+            for record in reader(name)(file.path, self._config):
+                source = f"{file.name}#{record.key}"
+                if isinstance(record, Bad):
+                    if not told:
+                        self._listing.on_bad(file.path, f"record {record.key} {record.reason}")
+                    told = True
+                    self._drop(f"{record.reason.partition(':')[0]}", 0, source)
+                    continue
+                pieces = list(cut_text(_whole(record.text), self._limit))
+                self.counts.changed += len(pieces) > 1
+                for part, text in enumerate(pieces):
+                    yield Document(f"{source}.{part}" if len(pieces) > 1 else source, text, record.url)
+        except BadFileError as error:
+            self._listing.on_bad(file.path, str(error))
+            self._drop("breaks off", 0, f"{file.name}: {error}")
 
     def _drop(self, reason: str, size: int, example: str) -> None:
         self.counts.take(size)
         self.counts.drop(reason, size, example)
 
 
-class _NotTextError(Exception):
-    """The bytes of a file are no UTF-8 text."""
-
-
-def _texts(path: Path, limit: int) -> Iterator[str]:
-    offset = 0
-    for data in _pieces(path, limit):
-        if offset == 0 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise _NotTextError("is UTF-16, not UTF-8 (convert it with: iconv -f UTF-16 -t UTF-8)")
-        if (zero := data.find(b"\0")) >= 0:
-            raise _NotTextError(f"is a binary file, with a zero at byte {offset + zero}")
-        try:
-            yield data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _NotTextError(f"is not valid UTF-8 at byte {offset + error.start}") from None
-        offset += len(data)
-
-
-def _pieces(path: Path, limit: int) -> Iterator[bytes]:
-    """The bytes of a file in pieces of at most `limit`, cut after a blank line, else a line, else a character."""
-    with open(path, "rb") as file:
-        data = file.read(limit)
-        while more := file.read(limit):
-            data += more
-            while len(data) > limit:
-                cut = _cut(data, limit)
-                yield data[:cut]
-                data = data[cut:]
-        yield data
-
-
-def _cut(data: bytes, limit: int) -> int:
-    for end in (b"\n\n", b"\n"):
-        cut = data.rfind(end, limit // 2, limit)
-        if cut >= 0:
-            return cut + len(end)
-    # Bytes 10xxxxxx continue a character, which has at most three of them; longer runs are no UTF-8 anyway.
-    return next((cut for cut in range(limit, limit - 4, -1) if data[cut] & 0xC0 != 0x80), limit)
+def _whole(text: str) -> str:
+    """Without the halves of surrogate pairs that JSON can spell and UTF-8 can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return str(fix_surrogates(text))
+    return text

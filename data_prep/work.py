@@ -1,6 +1,7 @@
 """The output folder while it is being made: who works on it, for which config, and which stages are finished."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
@@ -24,17 +27,28 @@ SPLITS = ("train", "validation")
 MADE = (*tokenizers.NAMES, *SPLITS)
 
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
-LATER = {"tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
+LATER = {"read": ("format", "fields"), "tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
+LATER_SECTIONS = ("steps", "duplicates")
 
 
 def identity(config: PrepConfig) -> dict[str, Any]:
     """What of a config determines the result."""
-    values = config.model_dump(mode="json", exclude={"out", "overwrite", "workers", "part_bytes"})
+    values = config.model_dump(
+        mode="json", exclude={"out", "overwrite", "workers", "part_bytes", "memory_bytes"}
+    )
     for name, later in LATER.items():
         section = getattr(config, name)
         for key in later:
             if getattr(section, key) == type(section).model_fields[key].default:
                 del values[name][key]
+    for name in LATER_SECTIONS:
+        if not values[name]:
+            del values[name]
+    for step in values.get("steps", ()):  # a list is what it says, not where it lies
+        if "file" in step:
+            step["file"] = _content(step["file"])
+        if "against" in step:
+            step["against"] = [_content(path) for path in step["against"]]
     if config.tokenizer.file is not None:
         values["tokenizer"]["file"] = tokenizers.load(config.tokenizer.file).hash
     return {"version": VERSION, **values}
@@ -173,6 +187,17 @@ def _locked(descriptor: int, out: Path, shared: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def _content(path: str) -> str:
+    """The hash of a file."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: blake3()).hexdigest()  # type: ignore[arg-type,return-value]
+    except OSError as error:
+        raise UsageError(
+            f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

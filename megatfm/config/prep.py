@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.base import PathStr, Section
+from megatfm.config.prep_steps import DuplicatesConfig, FieldsConfig, StepConfig
 
 
 class ReadConfig(Section):
@@ -14,16 +15,21 @@ class ReadConfig(Section):
     """A corpus that every machine has: the sources of Python's standard library, without its tests. Used when
     no `folder` is given."""
     folder: PathStr | None = Field(None, examples=["my-texts"])
-    """A folder of UTF-8 text files, read with all its sub-folders. Hidden files and folders are left out."""
+    """A folder of UTF-8 text or of files in another `format`, read with all its sub-folders. Hidden files and folders
+    are left out."""
     include: tuple[str, ...] = Field((), examples=[["*.txt", "*.md"]])
     """File names to read, as patterns; left out, every file of a folder."""
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
+    format: Literal["text", "jsonl", "parquet", "arrow", "warc", "mediawiki", "webdataset"] | None = None
+    """The format of all files; left out, each file's own as the end of its name says, and text where it says
+    nothing."""
+    fields: FieldsConfig = FieldsConfig()
     on_bad: Literal["error", "skip"] = "error"
-    """What to do about a file that can't be used (no permission, binary, not UTF-8, a broken link): stop at the
-    first one, or skip it, count it and list it."""
+    """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
+    field): stop at the first one, or skip it, count it and list it."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
-    """A longer file is cut into several documents, at blank lines where there are any."""
+    """A longer file or record is cut into several documents, at blank lines where there are any."""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -104,7 +110,14 @@ class PrepConfig(Section):
     part_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
     """Text in a part of the work: what a process does at a time, and loses at most when it is killed. The result does
     not depend on it."""
+    memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
+    """What `duplicates` may hold in memory at a time of an index that lies on disk. The result does not depend on
+    it."""
     read: ReadConfig
+    steps: tuple[StepConfig, ...] = ()
+    """What is done with one document at a time, in this order."""
+    duplicates: tuple[DuplicatesConfig, ...] = ()
+    """What is looked for in the whole corpus, in this order, after the steps and the removal of identical texts."""
     split: SplitConfig = SplitConfig()
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

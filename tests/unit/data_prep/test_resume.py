@@ -54,11 +54,11 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.pipeline.ShardWriter.finish", fail)
+        patch.setattr("data_prep.encode.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
-    for done in ("Read", "plan_split", "tokenizer.make"):
-        monkeypatch.setattr(f"data_prep.pipeline.{done}", fail)
+    for done in ("clean.Read", "hold_out.plan_split", "encode.tokenizer.make"):
+        monkeypatch.setattr(f"data_prep.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()
     assert tree(out) == tree(data_prep.run(config("clean")).out)

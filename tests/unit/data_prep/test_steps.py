@@ -9,7 +9,8 @@ import ftfy
 import pytest
 
 from data_prep.documents import Document
-from data_prep.steps import REPAIR, ExactDuplicates, FixUnicode, pass_through
+from data_prep.steps import ExactDuplicates, FixUnicode, pass_through
+from data_prep.steps.unicode import REPAIR
 
 MENDED = {
     "mojibake": ("schÃ¶n â€“ voilÃ\xa0", "schön – voilà"),

@@ -1,0 +1,117 @@
+"""Lines and paragraphs that the corpus already had."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.duplicates.index import Rows
+from data_prep.steps.rule import example
+from data_prep.words import Hashes
+from megatfm.config.prep_steps import RepeatedLinesConfig, RepeatedParagraphsConfig
+from megatfm.data.files import write_whole
+
+ROW = ("<u8", 1)
+_DIGITS = str.maketrans("123456789", "000000000")
+_NOT_WORDS = re.compile(r"[\W_]+")
+
+
+class _Pieces:
+    """Keeps the first of equal pieces of the whole corpus. A row is the hash of a piece that is long enough."""
+
+    row = ROW
+
+    def __init__(self, title: str, cut: re.Pattern[str], between: str, least: int, loose: bool) -> None:
+        self.title = title
+        self._cut, self._between, self._least, self._loose = cut, between, least, loose
+
+    def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for document in documents:
+            hashes = [
+                xxhash.xxh3_64_intdigest(key) for key in map(self._key, self._split(document.text)) if key
+            ]
+            yield np.array(hashes, "<u8")
+
+    def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
+        decide_later_ones(rows, decision, memory_bytes)
+
+    def thin(
+        self, documents: Iterable[Document], first: int, decision: NDArray[Any], counts: Counts
+    ) -> Iterator[Document]:
+        at = 0
+        for document in documents:
+            size = document.text_bytes
+            counts.take(size)
+            pieces = self._split(document.text)
+            kept, gone = [], 0
+            for piece in pieces:
+                if self._key(piece):
+                    at += 1
+                    if decision[at - 1]:
+                        gone += 1
+                        continue
+                kept.append(piece)
+            if gone:
+                counts.meet(f"{self.title} removed", gone)
+            text = self._between.join(kept) if gone else document.text
+            if not text.strip():
+                counts.drop("has nothing left", size, example(document))
+                continue
+            counts.changed += gone > 0
+            result = replace(document, text=text) if gone else document
+            counts.keep(result.text_bytes)
+            yield result
+
+    def _split(self, text: str) -> list[str]:
+        return self._cut.split(text)
+
+    def _key(self, piece: str) -> bytes:
+        """What two pieces must have in common to count as equal; empty for one that always stays."""
+        if len(piece) < self._least:
+            return b""
+        if not self._loose:
+            return piece.strip().encode()
+        # CCNet: no accents, lower case, every digit a 0, no punctuation.
+        piece = piece.lower()
+        if not piece.isascii():
+            piece = "".join(c for c in unicodedata.normalize("NFD", piece) if unicodedata.category(c) != "Mn")
+        return _NOT_WORDS.sub("", piece).translate(_DIGITS).encode()
+
+
+class Lines(_Pieces):
+    """Keeps the first of equal lines."""
+
+    def __init__(self, config: RepeatedLinesConfig) -> None:
+        super().__init__("repeated lines", re.compile("\n"), "\n", config.min_characters, config.loose)
+
+
+class Paragraphs(_Pieces):
+    """Keeps the first of equal paragraphs."""
+
+    def __init__(self, config: RepeatedParagraphsConfig) -> None:
+        cut = re.compile(r"\n\s*\n")
+        super().__init__("repeated paragraphs", cut, "\n\n", config.min_characters, config.loose)
+
+
+def decide_later_ones(rows: Rows, decision: Path, memory_bytes: int) -> None:
+    """Mark every row whose hash an earlier row has."""
+    write_whole(decision, b"")  # so that an unwritable place is one clear error
+    marks = np.lib.format.open_memmap(decision, "w+", np.uint8, (len(rows),)) if len(rows) else None
+    if marks is None:
+        np.save(decision, np.empty(0, np.uint8))
+        return
+    for places in rows.equal(only_column, memory_bytes):
+        marks[places[places[:, 0] != places[:, 1], 0]] = 1
+    marks.flush()
+
+
+def only_column(rows: NDArray[Any]) -> Hashes:
+    return np.asarray(rows[:, 0], np.uint64)

@@ -1,0 +1,109 @@
+"""The last stages: the tokenizer, the ids of all documents, the shards."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from data_prep import tokenizer
+from data_prep.documents import Document, part_path, read_documents, read_parts
+from data_prep.progress import advancing
+from data_prep.stages import Facts, Stages
+from megatfm import tokenizers
+from megatfm.data import ShardWriter
+from megatfm.data.files import WholeFile
+from megatfm.data.manifest import MANIFEST
+
+BATCH_BYTES = 2**22
+
+
+class Encode:
+    """Makes the tokenizer out of the training documents, and ids out of all."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._config = stages.config
+        self._folder = stages.folder
+
+    def make_tokenizer(self, split: Facts) -> Facts:
+        config, total = self._config.tokenizer, split["train"]["bytes"]
+        share = min(1.0, config.train_bytes / total)
+        work = "train the tokenizer" if config.file is None else "copy the tokenizer"
+        with self._stages.reporter.stage(work, total) as advance:
+            documents = advancing(read_parts(self._folder, "train", split["train"]["parts"]), advance)
+            texts = (document.text for document in documents if _in_sample(document, share))
+            files = tokenizer.make(config, texts)
+        return tokenizer.write(self._stages.out, files).describe()
+
+    def run(self, name: str, documents: Facts, provenance: Facts, basis: Facts) -> Facts:
+        encoder = tokenizers.load(self._stages.out)
+        threads = self._config.workers or len(os.sched_getaffinity(0))
+        with self._stages.reporter.stage(f"tokenize {name}", documents["bytes"]) as advance:
+
+            def work(number: int) -> Facts:
+                found = []
+                file = WholeFile(self._tokens(name, number))
+                for batch in _batches(read_documents(part_path(self._folder, name, number))):
+                    texts = [each.text for each in batch]
+                    for document, ids in zip(batch, encoder.encode_batch(texts, threads), strict=True):
+                        file.write(np.asarray(ids, "<i4").tobytes())
+                        found.append([document.source, len(ids), document.text_bytes])
+                        advance(document.text_bytes)
+                file.commit()
+                return {"documents": found}
+
+            return self._stages.parts(
+                f"tokenize-{name}",
+                basis,
+                documents["parts"],
+                work,
+                lambda parts: self._write_shards(name, parts, encoder, provenance),
+            )
+
+    def _tokens(self, name: str, number: int) -> Path:
+        return self._folder / f"{name}.{number:05d}.tokens"
+
+    def _write_shards(
+        self, name: str, parts: list[Facts], encoder: tokenizers.Tokenizer, provenance: Facts
+    ) -> Facts:
+        folder = self._stages.out / name
+        # There can be a manifest only if a run was killed between writing it and committing this stage.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        with ShardWriter(folder, tokenizer_hash=encoder.hash, token_dtype=encoder.token_dtype) as writer:
+            number = text_bytes = 0
+            for part, facts in enumerate(parts):
+                ids, at = np.fromfile(self._tokens(name, part), "<i4"), 0
+                for source, count, size in facts["documents"]:
+                    writer.add(f"{number:09d}", ids[at : at + count], source, size)
+                    at, number, text_bytes = at + count, number + 1, text_bytes + size
+            manifest = writer.finish({**provenance, "split": name})
+        tokens = sum(shard.tokens for shard in manifest.shards)
+        return {
+            "documents": number,
+            "text_bytes": text_bytes,
+            "tokens": tokens,
+            "bytes_per_token": round(text_bytes / tokens, 4),
+            "shards": len(manifest.shards),
+            "bytes": sum(shard.bytes for shard in manifest.shards),
+            "fingerprint": manifest.fingerprint,
+        }
+
+
+def _in_sample(document: Document, share: float) -> bool:
+    """A fixed random choice of about `share` of all documents."""
+    return int.from_bytes(blake3(document.source.encode()).digest(8), "big") < share * 2**64
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.text_bytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

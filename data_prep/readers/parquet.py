@@ -1,0 +1,36 @@
+"""Parquet: a record in each row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from data_prep.readers.record import Bad, BadFileError, Record, from_fields
+from megatfm.config.prep import ReadConfig
+
+BATCH_ROWS = 256
+
+
+def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """The rows of a file, by their numbers from 0. Only the columns that are needed are read."""
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [name for name in _wanted(config) if name in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+                batch.validate(full=True)
+                for record in batch.to_pylist():
+                    yield from_fields(str(row), record, config.fields.text, config.fields.url)
+                    row += 1
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise BadFileError(f"is no whole Parquet file, at row {row} ({_line(error)})") from None
+
+
+def _wanted(config: ReadConfig) -> list[str]:
+    """The columns that hold the fields, outermost names."""
+    return [name.partition(".")[0] for name in (config.fields.text, config.fields.url)]
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,71 @@
+"""WARC: what a crawler was answered; text and HTML, with its address."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
+from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, opened
+from megatfm.config.prep import ReadConfig
+
+_TYPES = ("text/", "application/xhtml", "application/xml")
+_KINDS = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
+_MAX_HEADER_LINES = 200
+
+
+def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+    """The pages of an archive, by the numbers of their records from 0, as they were sent: `html` in `steps` takes
+    the text out of them. Text is decoded as it says, or as it looks. Requests and metadata are passed over."""
+    with opened(path) as file:
+        number = -1
+        for number, data in enumerate(_frames(file)):
+            try:
+                record = next(ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True), None)
+                found = None if record is None else _page(str(number), record)
+            except Exception as error:  # the library raises several kinds, some of its own
+                found = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
+            if found is not None:
+                yield found
+        if number < 0:
+            raise BadFileError("holds no record")
+
+
+def _page(key: str, record: WarcRecord) -> Record | Bad:
+    kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
+    if kind and not kind.startswith(_TYPES):
+        return Bad(key, f"is no text but {kind.partition(';')[0]}")
+    data = record.reader.read()
+    encoding = record.http_charset or detect_encoding(data) or "utf-8"
+    return Record(key, bytes_to_str(data, encoding), record.headers.get("WARC-Target-URI") or "")
+
+
+def _frames(file: IO[bytes]) -> Iterator[bytes]:
+    """The bytes of each record (ISO 28500, section 4). The library would pass over one that is cut off or whose
+    length is wrong, so the frames are checked here."""
+    number = 0
+    while line := file.readline(2**16):
+        if not line.strip():
+            continue  # two empty lines end a record
+        if not line.startswith(b"WARC/"):
+            raise BadFileError(f"is no WARC file, or is damaged before record {number}")
+        head, length = [line], -1
+        while (line := file.readline(2**16)).strip():
+            head.append(line)
+            name, _, value = line.partition(b":")
+            if name.strip().lower() == b"content-length" and value.strip().isdigit():
+                length = int(value)
+            if len(head) > _MAX_HEADER_LINES:
+                raise BadFileError(f"is damaged: record {number} has a header without an end")
+        if not line.endswith(b"\n") or length < 0:
+            raise BadFileError(f"is cut off or damaged in the header of record {number}")
+        if length > MAX_RECORD_BYTES:
+            raise BadFileError(f"record {number} is longer than {MAX_RECORD_BYTES:,} bytes")
+        content = file.read(length)
+        end = file.read(4)
+        if len(content) < length or end not in (b"\r\n\r\n", b""):
+            raise BadFileError(f"is cut off or damaged in record {number}")
+        yield b"".join([*head, line, content, b"\r\n\r\n"])
+        number += 1

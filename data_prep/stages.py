@@ -1,0 +1,58 @@
+"""Stages of the work: each leaves its result committed before the next begins, and is never done twice."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_prep.progress import Reporter
+from data_prep.team import Team
+from data_prep.work import Workspace
+from megatfm.config.prep import PrepConfig
+
+Facts = dict[str, Any]
+
+
+class Stages:
+    """Runs stages for a team, in the folder for work in progress. `basis` is all that a stage depends on."""
+
+    def __init__(self, config: PrepConfig, workspace: Workspace, reporter: Reporter, team: Team) -> None:
+        self.config = config
+        self.reporter = reporter
+        self.team = team
+        self.out: Path = workspace.out
+        self.folder: Path = workspace.folder
+        self._workspace = workspace
+
+    def once(self, name: str, basis: Facts, work: Callable[[], Facts]) -> Facts:
+        """The result of a stage that is done by one process, unless it is finished."""
+        basis = dict(basis)
+
+        def commit() -> Facts:
+            result = work()
+            self._workspace.commit(name, basis, result)
+            return result
+
+        return self.team.once(name, lambda: self._workspace.stage(name, basis), commit)
+
+    def parts(
+        self,
+        name: str,
+        basis: Facts,
+        count: int,
+        work: Callable[[int], Facts],
+        join: Callable[[list[Facts]], Facts],
+    ) -> Facts:
+        """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished."""
+        basis = dict(basis)
+        if (found := self.team.agreed(lambda: self._workspace.stage(name, basis))) is not None:
+            self.reporter.say(f"{name}: finished by an earlier run")
+            return found
+
+        def part(number: int) -> Facts | None:
+            return self._workspace.stage(f"{name}.{number:05d}", basis)
+
+        def do(number: int) -> None:
+            self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
+
+        self.team.share(name, count, lambda number: part(number) is not None, do)
+        return self.once(name, basis, lambda: join([part(number) or {} for number in range(count)]))

@@ -1,0 +1,56 @@
+"""Steps that documents pass through one at a time: one in a file, found by the name in `[[steps]]`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from data_prep.documents import Document
+from data_prep.steps.blocked import BlockedUrls, BlockedWords
+from data_prep.steps.c4 import C4
+from data_prep.steps.decontaminate import Decontaminate
+from data_prep.steps.exact import ExactDuplicates
+from data_prep.steps.fineweb import FineWeb
+from data_prep.steps.gopher import GopherQuality
+from data_prep.steps.html import Html
+from data_prep.steps.language import Language
+from data_prep.steps.normalize import Normalize
+from data_prep.steps.redact import Redact
+from data_prep.steps.repetition import GopherRepetition
+from data_prep.steps.rule import Counted, Rule, Step
+from data_prep.steps.sample import Sample
+from data_prep.steps.unicode import FixUnicode
+from megatfm.config.base import Section
+from megatfm.config.prep_steps import StepConfig
+
+__all__ = ["RULES", "Counted", "ExactDuplicates", "FixUnicode", "Rule", "Step", "make", "pass_through"]
+
+RULES: dict[str, type[Rule]] = {
+    "normalize": Normalize,
+    "html": Html,
+    "language": Language,
+    "gopher_quality": GopherQuality,
+    "gopher_repetition": GopherRepetition,
+    "c4": C4,
+    "fineweb": FineWeb,
+    "blocked_urls": BlockedUrls,
+    "blocked_words": BlockedWords,
+    "redact": Redact,
+    "decontaminate": Decontaminate,
+    "sample": Sample,
+}
+
+
+def make(config: StepConfig) -> Counted:
+    """The step that a table of `[[steps]]` asks for. Raises UsageError for a list or file that can't be used."""
+    rule: type[Rule] = RULES[config.name]
+    section: Section = config
+    return Counted(rule(section))
+
+
+def pass_through(steps: Sequence[Step], documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents that all steps keep, as the steps leave them."""
+    for document in documents:
+        passed: Document | None = document
+        for step in steps:
+            if passed is not None:
+                passed = step(passed)
+        if passed is not None:
+            yield passed

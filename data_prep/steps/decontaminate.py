@@ -1,0 +1,82 @@
+"""Keep evaluation sets out of the training data."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.readers.jsonl import records
+from data_prep.words import Hashes, one_run, run_hashes, word_hashes
+from megatfm.config.prep_steps import DecontaminateConfig
+from megatfm.errors import MegatfmError, UsageError
+
+
+class Decontaminate:
+    """Drops documents that share a run of words with an evaluation text (Brown et al. 2020, appendix C).
+
+    Unlike there the whole document goes, not its surroundings alone. Runs are compared by 64-bit hashes of words
+    without case and punctuation.
+    """
+
+    title = "decontamination"
+
+    def __init__(self, config: DecontaminateConfig) -> None:
+        runs: dict[int, set[int]] = {}
+        too_short = texts = 0
+        for text in (text for path in config.against for text in _texts(Path(path))):
+            texts += 1
+            words, _ = word_hashes([text])
+            if len(words) < min(config.min_words, config.words):
+                too_short += 1
+            elif len(words) < config.words:
+                runs.setdefault(len(words), set()).add(int(one_run(words)))
+            else:
+                found, _ = run_hashes(words, np.array([0, len(words)]), config.words)
+                runs.setdefault(config.words, set()).update(found.tolist())
+        if not runs:
+            raise UsageError(
+                f"{', '.join(config.against)}: none of {texts} texts has {config.min_words} words or more: give "
+                "other files, or lower min_words of decontaminate"
+            )
+        self.notes = (
+            [f"{too_short} of {texts} evaluation texts are too short to be looked for"] if too_short else []
+        )
+        self._runs: dict[int, Hashes] = {
+            length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(runs.items())
+        }
+
+    def apply(self, document: Document, counts: Counts) -> Document | str:
+        words, offsets = word_hashes([document.text])
+        for length, known in self._runs.items():
+            if len(words) < length:
+                break
+            found, _ = run_hashes(words, offsets, length)
+            places = np.minimum(np.searchsorted(known, found), len(known) - 1)
+            if (known[places] == found).any():
+                return "shares a run of words with an evaluation set"
+        return document
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The texts of an evaluation set."""
+    try:
+        if ".jsonl" in path.suffixes:
+            for _, record in records(path):
+                yield from _strings(record)
+        else:
+            yield path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read ({error}): give the files of evaluation sets") from None
+    except MegatfmError as error:
+        raise UsageError(str(error)) from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)

@@ -1,0 +1,37 @@
+"""The text of HTML, by resiliparse."""
+
+import re
+from dataclasses import replace
+
+from resiliparse.extract.html2text import extract_plain_text
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from megatfm.config.prep_steps import HtmlConfig
+
+_TAG = re.compile(
+    r"<(?:!doctype|html|head|body|div|p|br|h[1-6]|ul|ol|table|span|a)\b[^<>]{0,2000}>", re.IGNORECASE
+)
+
+
+class Html:
+    """Takes the text out of documents that have any of the usual tags."""
+
+    title = "HTML"
+
+    def __init__(self, config: HtmlConfig) -> None:
+        self._main_content = config.main_content
+
+    def apply(self, document: Document, counts: Counts) -> Document | str:
+        if "<" not in document.text or not _TAG.search(document.text):
+            counts.meet("without tags")
+            return document
+        text = extract_plain_text(
+            document.text,
+            main_content=self._main_content,
+            alt_texts=False,
+            links=False,
+            form_fields=False,
+            noscript=False,
+        )
+        return replace(document, text=text) if text.strip() else "has no content"

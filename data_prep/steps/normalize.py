@@ -1,0 +1,22 @@
+"""Unicode normal forms."""
+
+import unicodedata
+from dataclasses import replace
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from megatfm.config.prep_steps import NormalizeConfig
+
+
+class Normalize:
+    """Text in a normal form (Unicode Standard Annex 15), by the tables of this Python."""
+
+    title = "normal form"
+
+    def __init__(self, config: NormalizeConfig) -> None:
+        self._form = config.form
+
+    def apply(self, document: Document, counts: Counts) -> Document | str:
+        if document.text.isascii() or unicodedata.is_normalized(self._form, document.text):
+            return document
+        return replace(document, text=unicodedata.normalize(self._form, document.text))

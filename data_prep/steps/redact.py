@@ -1,0 +1,85 @@
+"""What may point to a person: e-mail addresses, IP addresses, telephone numbers."""
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from megatfm.config.prep_steps import RedactConfig
+
+# Each pattern begins only where no such character stands before, so a long run is tried once and not at every place.
+_LOCAL, _LABEL = r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]", r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_EMAIL = re.compile(
+    rf"(?<!{_LOCAL})(?=[A-Za-z0-9]){_LOCAL}{{1,64}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])"
+)
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:)[0-9A-Fa-f:]{3,39}(?![\w:.])")
+# Digits and their separators are bounded on both sides, so that parts of longer numbers are left alone.
+_PHONE = re.compile(
+    r"(?<![\w+.-])(?:\+[1-9]\d{0,2}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d{2,5}){2,5}"
+    r"|(?:\+?1[ .-])?\(\d{3}\) ?\d{3}[ .-]\d{4}"
+    r"|(?:\+?1[ .-])?[2-9]\d{2}([ .-])[2-9]\d{2}\1\d{4})(?![\w-]|\.\d)"
+)
+
+
+class Redact:
+    """Replaces e-mail addresses (the characters of RFC 5322's dot-atom), public IP addresses, and telephone numbers
+    with a country code (E.164: up to 15 digits) or in the forms of North America.
+
+    It goes by form alone: an IP address in an example and a version number of four parts look the same.
+    """
+
+    title = "redaction"
+
+    def __init__(self, config: RedactConfig) -> None:
+        self._by: list[tuple[str, str, re.Pattern[str], str, Callable[[str], bool]]] = [
+            (kind, needs, pattern, stands, really)
+            for kind, needs, pattern, stands, really in (
+                ("e-mail addresses", "@", _EMAIL, config.email, _always),
+                ("IP addresses", ".", _IPV4, config.ip, _is_public),
+                ("IP addresses", ":", _IPV6, config.ip, _is_public),
+                ("telephone numbers", "", _PHONE, config.phone, _is_phone),
+            )
+            if stands
+        ]
+
+    def apply(self, document: Document, counts: Counts) -> Document | str:
+        text = document.text
+        for kind, needs, pattern, stands, really in self._by:
+            if needs in text:
+                text = self._replace(text, pattern, stands, really, lambda kind=kind: counts.meet(kind))  # type: ignore[misc]
+        return replace(document, text=text) if text is not document.text else document
+
+    def _replace(
+        self,
+        text: str,
+        pattern: re.Pattern[str],
+        stands: str,
+        really: Callable[[str], bool],
+        met: Callable[[], None],
+    ) -> str:
+        def swap(match: re.Match[str]) -> str:
+            if not really(match[0]):
+                return match[0]
+            met()
+            return stands
+
+        return pattern.sub(swap, text)
+
+
+def _always(found: str) -> bool:
+    return True
+
+
+def _is_public(found: str) -> bool:
+    """Whether it is an address that anyone can be reached at: not private, not an example, no time of day."""
+    try:
+        return ipaddress.ip_address(found).is_global
+    except ValueError:
+        return False
+
+
+def _is_phone(found: str) -> bool:
+    return 8 <= sum(map(str.isdigit, found)) <= 15

@@ -1,0 +1,237 @@
+"""The steps of `megatfm prep` that a config asks for: `[[steps]]` see one document, `[[duplicates]]` the corpus."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from megatfm.config.base import PathStr, Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class NormalizeConfig(Section):
+    """Brings text into a Unicode normal form."""
+
+    name: Literal["normalize"]
+    form: Literal["NFC", "NFD", "NFKC", "NFKD"] = "NFC"
+    """The form (Unicode Standard Annex 15). The K forms also fold ligatures, widths and superscripts."""
+
+
+class HtmlConfig(Section):
+    """Takes the text out of HTML; a document that has no tag in it is left as it is."""
+
+    name: Literal["html"]
+    main_content: bool = True
+    """Only the main content: no navigation, footers, forms and advertisements."""
+
+
+class LanguageConfig(Section):
+    """Finds each document's language, and keeps those that are asked for."""
+
+    name: Literal["language"]
+    keep: tuple[str, ...] = Field((), examples=[["en", "de"]])
+    """ISO 639-1 codes of the languages to keep; left out, all, only to be counted."""
+    min_probability: Share = 0.0
+    """Drop a document whose language is less probable than this."""
+    characters: PositiveInt = 1000
+    """How much of a document is looked at, from its middle."""
+
+
+class GopherQualityConfig(Section):
+    """The quality rules of MassiveText (Rae et al. 2021, Gopher, appendix A.1.1), for English."""
+
+    name: Literal["gopher_quality"]
+    min_words: NonNegativeInt = 50
+    """A word is what stands between white space."""
+    max_words: PositiveInt = 100_000
+    min_mean_word: float = 3.0
+    """Characters in a word, on the average."""
+    max_mean_word: float = 10.0
+    max_symbols: float = 0.1
+    """Hash signs for a word, and ellipses for a word."""
+    max_bullet_lines: Share = 0.9
+    """Share of the lines that begin with a bullet."""
+    max_ellipsis_lines: Share = 0.3
+    """Share of the lines that end with an ellipsis."""
+    min_alphabetic: Share = 0.8
+    """Share of the words that have a letter."""
+    min_stop_words: NonNegativeInt = 2
+    """How many of `stop_words` must occur."""
+    stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
+
+
+class GopherRepetitionConfig(Section):
+    """The repetition rules of MassiveText (Rae et al. 2021, Gopher, table A1)."""
+
+    name: Literal["gopher_repetition"]
+    lines: Share = 0.3
+    """Share of the lines, from which on repeated lines are too many."""
+    paragraphs: Share = 0.3
+    line_characters: Share = 0.2
+    """Share of the characters that lie in repeated lines."""
+    paragraph_characters: Share = 0.2
+    top_ngrams: tuple[Share, ...] = (0.2, 0.18, 0.16)
+    """Share of the characters that lie in the most frequent run of 2, 3, 4 words."""
+    repeated_ngrams: tuple[Share, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
+    """Share of the characters that lie in repeated runs of 5, 6, 7, 8, 9, 10 words."""
+
+
+class C4Config(Section):
+    """The rules of C4 (Raffel et al. 2020, section 2.2), line by line, but for its word list: see blocked_words."""
+
+    name: Literal["c4"]
+    terminal_punctuation: bool = True
+    """Remove lines that don't end like a sentence."""
+    min_line_words: NonNegativeInt = 5
+    """Remove lines of fewer words."""
+    max_word_characters: PositiveInt = 1000
+    """Remove lines with a longer word."""
+    min_sentences: NonNegativeInt = 3
+    """Drop documents that have fewer left."""
+    curly_brackets: bool = False
+    """Whether a document may have them; C4 drops those that do."""
+
+
+class FineWebConfig(Section):
+    """The rules that FineWeb adds to those of C4 and Gopher (Penedo et al. 2024, section 3.6)."""
+
+    name: Literal["fineweb"]
+    min_punctuated_lines: Share = 0.12
+    """Share of the lines that must end with a punctuation mark."""
+    max_repeated_characters: Share = 0.1
+    """Share of the characters that lie in repeated lines; the code of datatrove has 0.01."""
+    max_short_lines: Share = 0.67
+    """Share of the lines that are short."""
+    short_line: PositiveInt = 30
+    """Characters up to which a line is short."""
+    max_lines_per_word: float = 0.3
+    """Line breaks for a word; a list has many."""
+
+
+class BlockedUrlsConfig(Section):
+    """Drops documents by where they come from, as far as their format says so (a WARC file, a `url` field)."""
+
+    name: Literal["blocked_urls"]
+    file: PathStr = Field(examples=["blocked.txt"])
+    """A domain (with all below it) or the beginning of a URL in each line; `#` begins a remark."""
+
+
+class BlockedWordsConfig(Section):
+    """Drops documents that hold a word of a list."""
+
+    name: Literal["blocked_words"]
+    file: PathStr = Field(examples=["words.txt"])
+    """A word or phrase in each line, in any case; found only between characters that are no part of a word."""
+    whole_words: bool = True
+    """Set it to false for languages that put no space between words."""
+
+
+class RedactConfig(Section):
+    """Replaces what may point to a person."""
+
+    name: Literal["redact"]
+    email: str = "<EMAIL>"
+    """What stands for an e-mail address; with an empty text they stay, here and below."""
+    ip: str = "<IP>"
+    """What stands for a public IP address, v4 or v6."""
+    phone: str = "<PHONE>"
+    """What stands for a telephone number: an international one (+44 …) or a North American one."""
+
+
+class DecontaminateConfig(Section):
+    """Drops documents that share a run of words with an evaluation set (Brown et al. 2020, appendix C)."""
+
+    name: Literal["decontaminate"]
+    against: tuple[PathStr, ...] = Field(examples=[["evaluation/questions.jsonl"]], min_length=1)
+    """Files of the evaluation sets: `.jsonl` (every text in a record), also as `.gz` or `.zst`, or plain text."""
+    words: Annotated[int, Field(ge=2, le=100)] = 13
+    """Words in a run, without case and punctuation."""
+    min_words: PositiveInt = 8
+    """An evaluation text shorter than `words` is looked for as a whole if it has at least so many."""
+
+
+class SampleConfig(Section):
+    """Keeps a fixed random part of the documents: the way to mix sources in given shares."""
+
+    name: Literal["sample"]
+    keep: Share = 1.0
+    """The part to keep of what no pattern of `by_path` fits."""
+    by_path: dict[str, Share] = Field({}, examples=[{"web/*": 0.2}])
+    """Path patterns, below the corpus folder, and the part to keep of each; the first that fits counts."""
+    seed: NonNegativeInt = 0
+
+
+StepConfig = Annotated[
+    NormalizeConfig
+    | HtmlConfig
+    | LanguageConfig
+    | GopherQualityConfig
+    | GopherRepetitionConfig
+    | C4Config
+    | FineWebConfig
+    | BlockedUrlsConfig
+    | BlockedWordsConfig
+    | RedactConfig
+    | DecontaminateConfig
+    | SampleConfig,
+    Field(discriminator="name"),
+]
+
+
+class RepeatedLinesConfig(Section):
+    """Removes lines that an earlier document, or an earlier place of the same one, already had."""
+
+    name: Literal["lines"]
+    min_characters: NonNegativeInt = 20
+    """Shorter lines stay, however often they come."""
+    loose: bool = True
+    """Compare without case, digits, punctuation and space, as CCNet (Wenzek et al. 2020, section 3.1)."""
+
+
+class RepeatedParagraphsConfig(Section):
+    """Removes paragraphs (what stands between blank lines) that the corpus already had."""
+
+    name: Literal["paragraphs"]
+    min_characters: NonNegativeInt = 50
+    """Shorter paragraphs stay, however often they come."""
+    loose: bool = True
+    """Compare without case, digits, punctuation and space."""
+
+
+class AlikeConfig(Section):
+    """Of documents that are nearly the same keeps the first: MinHash and locality-sensitive hashing (Broder 1997)."""
+
+    name: Literal["near"]
+    similarity: Annotated[float, Field(ge=0.5, le=1.0)] = 0.75
+    """Share of common shingles (Jaccard similarity, estimated by MinHash) from which two documents are near."""
+    shingle_words: PositiveInt = 5
+    """Words in a shingle."""
+    bands: Annotated[int, Field(ge=1, le=64)] = 14
+    """Bands of the signature; documents that agree in all rows of a band are compared. 14 bands of 8 rows are those
+    of FineWeb: similarity 0.75 meets with probability 0.77, 0.8 with 0.92, 0.85 with 0.99."""
+    rows: PositiveInt = 8
+    """Hashes in a band."""
+
+
+class RepeatedSubstringsConfig(Section):
+    """Removes runs of bytes that the corpus already had, by a suffix array (Lee et al. 2022, section 4.1). It holds
+    the text in memory, 13 times: for corpora of a few GB at most."""
+
+    name: Literal["substrings"]
+    min_bytes: Annotated[int, Field(ge=20)] = 200
+    """Bytes from which on a run counts; 50 tokens of English are about 200."""
+
+
+DuplicatesConfig = Annotated[
+    RepeatedLinesConfig | RepeatedParagraphsConfig | AlikeConfig | RepeatedSubstringsConfig,
+    Field(discriminator="name"),
+]
+
+
+class FieldsConfig(Section):
+    """Where a record (JSON, Parquet, Arrow) holds what; `a.b` is field `b` inside `a`."""
+
+    text: Annotated[str, Field(min_length=1)] = "text"
+    """The text."""
+    url: str = "url"
+    """The address that it comes from, if there is one."""

@@ -1,0 +1,245 @@
+"""`[[duplicates]]`: each search against its definition by brute force, however the corpus is cut and however little
+memory there is."""
+
+import itertools
+import random
+import re
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from data_prep import duplicates
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.duplicates.index import Rows, RowsWriter
+from data_prep.minhash import signatures
+from data_prep.words import run_hashes, word_hashes
+from megatfm.config.prep_steps import DuplicatesConfig
+
+MANY = 2**30
+WORDS = [
+    f"{first}{second}" for first in string.ascii_lowercase for second in ("a", "lpha", "é", "ongerthaneight")
+]
+
+
+def search(name: str, **settings: Any) -> duplicates.Search:
+    return duplicates.make(TypeAdapter(DuplicatesConfig).validate_python({"name": name, **settings}))
+
+
+def thinned(
+    each: duplicates.Search, folder: Path, parts: Sequence[Sequence[Document]], memory: int = MANY
+) -> tuple[dict[str, str], Counts]:
+    """Source → text of what is left, and the counts: the three stages as prep runs them."""
+    folder.mkdir(exist_ok=True)
+    files = [folder / str(number) for number in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        RowsWriter(file).write(each.scan(part))
+    rows = Rows(files, *each.row)
+    each.decide(rows, folder / "decision.npy", memory)
+    decision = duplicates.load_decision(folder / "decision.npy")
+    assert len(decision) == len(rows)
+    counts, left = Counts(each.title), {}
+    for part, first, end in zip(parts, rows.begins, rows.begins[1:], strict=False):
+        left |= {
+            document.source: document.text
+            for document in each.thin(part, int(first), decision[first:end], counts)
+        }
+    return left, counts
+
+
+def cut(texts: Sequence[str], *sizes: int) -> list[list[Document]]:
+    """The texts as documents, in parts of these sizes and the rest."""
+    documents = [Document(str(number), text) for number, text in enumerate(texts)]
+    edges = [0, *np.cumsum(sizes).tolist(), len(texts)]
+    return [documents[begin:end] for begin, end in itertools.pairwise(edges)]
+
+
+CUTS: list[tuple[int, ...]] = [(), (1, 0, 7), (20, 20, 20)]
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("memory", [MANY, 3000])
+def test_lines(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 9))) for _ in range(150)]
+    lines += [line.upper() + "!" for line in lines[:40]] + ["", "  "]
+    texts = ["\n".join(rng.choices(lines, k=rng.randrange(1, 9))) for _ in range(80)]
+    left, counts = thinned(search("lines", min_characters=12), tmp_path, cut(texts, *sizes), memory)
+    seen: set[str] = set()
+    expected = {}
+    for number, text in enumerate(texts):
+        kept = []
+        for line in text.split("\n"):
+            key = re.sub(r"[^a-z]", "", line.lower().replace("é", "e"))
+            if len(line) < 12 or key not in seen:
+                kept.append(line)
+            if len(line) >= 12:
+                seen.add(key)
+        if "\n".join(kept).strip():
+            expected[str(number)] = "\n".join(kept)
+    assert left == expected
+    assert counts.documents_in == 80
+    assert counts.documents_out == len(expected)
+    assert counts.dropped["has nothing left"].documents == 80 - len(expected) > 0
+    removed = sum(text.count("\n") + 1 for text in texts) - sum(
+        text.count("\n") + 1 for text in expected.values()
+    )
+    assert counts.found["repeated lines removed"] >= removed - counts.dropped["has nothing left"].documents
+
+
+def test_paragraphs_strictly(tmp_path: Path) -> None:
+    texts = [
+        "One paragraph of text.\n\nAnother one here.\n  \nthird",
+        "another one here.\n\nOne paragraph of text.\n\nnew",
+        "third\n\nthird",
+    ]
+    left, counts = thinned(search("paragraphs", min_characters=6, loose=False), tmp_path, cut(texts, 1))
+    assert left == {"0": texts[0], "1": "another one here.\n\nnew", "2": texts[2]}
+    assert counts.found == {"repeated paragraphs removed": 1}
+    loose, _ = thinned(search("paragraphs", min_characters=6), tmp_path, cut(texts, 1))
+    assert loose["1"] == "new"
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("memory", [MANY, 20_000])
+def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
+    """Against a dictionary of all runs of bytes."""
+    rng = random.Random(0)
+    stock = ["".join(rng.choices("abcdeé ü\n", k=60)) for _ in range(12)] + ["é" * 70, "a" * 45, "ab" * 40]
+    texts = []
+    for _ in range(70):
+        pieces = []
+        for _ in range(rng.randrange(1, 4)):
+            piece = rng.choice(stock)
+            at = rng.randrange(len(piece))
+            pieces += [piece[at : at + rng.randrange(60)], "".join(rng.choices("xyzé", k=rng.randrange(30)))]
+        texts.append("".join(pieces) or "x")
+    left, counts = thinned(search("substrings", min_bytes=24), tmp_path, cut(texts, *sizes), memory)
+    seen: set[bytes] = set()
+    expected = {}
+    for number, text in enumerate(texts):
+        data = text.encode()
+        gone = [False] * len(data)
+        for at in range(len(data) - 23):
+            run = data[at : at + 24]
+            if run in seen:
+                gone[at : at + 24] = [True] * 24
+            seen.add(run)
+        kept, at = "", 0
+        for character in text:
+            size = len(character.encode())
+            kept += "" if all(gone[at : at + size]) else character
+            at += size
+        if kept.strip():
+            expected[str(number)] = kept
+    assert left == expected
+    assert counts.found["bytes removed"] > 0
+    assert counts.bytes_out == sum(len(text.encode()) for text in expected.values())
+
+
+def components(texts: Sequence[str], least: float, words: int) -> list[set[int]]:
+    """Groups of texts whose exact Jaccard similarity is at least so much, through others too."""
+    sets = []
+    for text in texts:
+        found = re.findall(r"\w+", text.lower())
+        sets.append({tuple(found[at : at + words]) for at in range(max(1, len(found) - words + 1))})
+    groups = [{number} for number in range(len(texts))]
+    for a in range(len(texts)):
+        for b in range(a):
+            if len(sets[a] & sets[b]) >= least * len(sets[a] | sets[b]):
+                joined = groups[a] | groups[b]
+                for number in joined:
+                    groups[number] = joined
+    return groups
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("memory", [MANY, 5000])
+def test_near_duplicates_are_those_of_exact_similarity(
+    tmp_path: Path, sizes: tuple[int, ...], memory: int
+) -> None:
+    rng = random.Random(0)
+    texts: list[str] = []
+    for _ in range(25):
+        words = rng.choices(WORDS, k=rng.choice((1, 3, 60, 150)))
+        for _ in range(rng.randrange(1, 6)):
+            copy = list(words)
+            # Copies are nearly the same, or far away: an estimate from 112 hashes blurs what lies between.
+            for _ in range(rng.choice((0, 0, 1, len(words) // 3 + 1)) if len(words) > 50 else 0):
+                copy[rng.randrange(len(copy))] = rng.choice(WORDS)
+            texts.append(", ".join(copy).title() if rng.random() < 0.3 else " ".join(copy))
+    rng.shuffle(texts)
+    left, counts = thinned(search("near", shingle_words=3), tmp_path, cut(texts, *sizes), memory)
+    groups = components(texts, 0.75, 3)
+    assert left == {str(number): text for number, text in enumerate(texts) if number == min(groups[number])}
+    assert 10 < counts.dropped["near an earlier document"].documents < len(texts)
+
+
+def test_large_buckets(tmp_path: Path) -> None:
+    """Hundreds of documents that all agree in some band: copies of a few texts."""
+    rng = random.Random(1)
+    stock = [" ".join(rng.choices(WORDS, k=40)) for _ in range(3)]
+    texts = [rng.choice(stock) for _ in range(300)]
+    left, _ = thinned(search("near", bands=4, rows=1), tmp_path, cut(texts, 100))
+    assert sorted(left, key=int) == [str(texts.index(text)) for text in sorted(stock, key=texts.index)]
+
+
+def test_similarities_are_estimated_without_bias() -> None:
+    """Of signatures of 2,048 hashes, whose standard error is at most 0.011."""
+    rng = random.Random(0)
+    words = [f"w{number}" for number in range(3000)]
+    base = rng.choices(words, k=300)
+    for changed in (0, 10, 40, 100, 300):
+        other = list(base)
+        for at in rng.sample(range(300), changed):
+            other[at] = f"x{at}"
+        a, b = signatures([" ".join(base), " ".join(other)], 5, 2048)
+        x, y = ({tuple(each[at : at + 5]) for at in range(296)} for each in (base, other))
+        assert abs((a == b).mean() - len(x & y) / len(x | y)) < 0.05
+
+
+def test_words_and_runs_by_definition() -> None:
+    """Equal hashes for equal words and runs, and only for those; texts apart from one another."""
+    rng = random.Random(0)
+    alphabet = [*"aZ9_ .,-\n\t", "é", "Ж", "東", "—", "’", "İ", "😀", "x" * 9, "y" * 17, " "]
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(300)]
+    hashes, offsets = word_hashes(texts)
+    words = [re.findall(r"\w+", text.lower()) for text in texts]
+    assert np.diff(offsets).tolist() == list(map(len, words))
+    flat = [word for each in words for word in each]
+    assert len(set(zip(flat, hashes.tolist(), strict=True))) == len(set(flat)) == len(set(hashes.tolist()))
+    for length in (1, 2, 5):
+        runs, begins = run_hashes(hashes, offsets, length)
+        expected = [
+            [tuple(each[at : at + length]) for at in range(max(1, len(each) - length + 1))] if each else []
+            for each in words
+        ]
+        assert np.diff(begins).tolist() == list(map(len, expected))
+        flat_runs = [run for each in expected for run in each]
+        assert (
+            len(set(zip(flat_runs, runs.tolist(), strict=True)))
+            == len(set(flat_runs))
+            == len(set(runs.tolist()))
+        )
+
+
+def test_a_text_alone_and_among_others_has_one_signature() -> None:
+    texts = ["one two three four five six", "", "!!", "東京 é", "!!", "one two"]
+    together = signatures(texts, 5, 16)
+    assert np.array_equal(together, np.concatenate([signatures([text], 5, 16) for text in texts]))
+    assert np.array_equal(together[2], together[4])
+    assert len(np.unique(together, axis=0)) == 5
+
+
+def test_signatures_are_pinned() -> None:
+    """Another version of a library, or of the code, must not silently drop other documents."""
+    (signature,) = signatures(["The quick brown fox jumps over the lazy dog — naïvely, as ever."], 5, 4)
+    assert signature.tolist() == PINNED
+
+
+PINNED = [203992131, 360701526, 994858452, 351382410]

@@ -1,0 +1,323 @@
+"""Readers: each format written by a library that no one here wrote; damage and hostile content are named."""
+
+import bz2
+import contextlib
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import webdataset
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.documents import Document
+from data_prep.files import Listing
+from data_prep.read import Read
+from data_prep.readers import FORMATS, Bad, BadFileError, format_of, reader
+from data_prep.readers.mediawiki import plain
+from megatfm.config.prep import ReadConfig
+from megatfm.errors import MegatfmError
+
+TEXTS = ["The first text.\n", "second: é 東京 \U0001f600\nwith lines\n\nand more", "x" * 3000, "fourth"]
+URLS = [f"https://example.org/{number}" for number in range(len(TEXTS))]
+
+
+def jsonl() -> bytes:
+    rows = zip(TEXTS, URLS, strict=True)
+    return "".join(json.dumps({"text": text, "url": url, "id": 1}) + "\n" for text, url in rows).encode()
+
+
+def zstd_frames(data: bytes) -> bytes:
+    half = len(data) // 2
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+
+
+def table() -> pyarrow.Table:
+    return pyarrow.table({"text": TEXTS, "url": URLS, "other": list(range(len(TEXTS)))})
+
+
+def parquet() -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(table(), sink, row_group_size=2)
+    return sink.getvalue()
+
+
+def arrow(kind: Callable[..., Any]) -> bytes:
+    sink = io.BytesIO()
+    with kind(sink, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=3)
+    return sink.getvalue()
+
+
+def tar(json_: bool = False) -> bytes:
+    sink = io.BytesIO()
+    with webdataset.TarWriter(sink) as writer:
+        for number, text in enumerate(TEXTS):
+            sample = {"json": {"text": text, "url": URLS[number]}} if json_ else {"txt": text}
+            writer.write({"__key__": f"{number:04d}", "jpg": b"\xff\xd8not looked at", **sample})
+    return sink.getvalue()
+
+
+def warc() -> bytes:
+    parts = []
+    for text, url in zip(TEXTS, URLS, strict=True):
+        body = text.encode("utf-16-le") if text == "fourth" else text.encode()
+        charset = "utf-16-le" if text == "fourth" else "utf-8"
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset={charset}\r\nContent-Length: {len(body)}\r\n\r\n"
+        parts.append(warc_record("response", head.encode() + body, url, "application/http; msgtype=response"))
+    return b"".join(parts)
+
+
+def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
+    head = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2024-01-01T00:00:00Z\r\n"
+        f"WARC-Record-ID: <urn:uuid:00000000-0000-0000-0000-000000000000>\r\nContent-Type: {type_}\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content + b"\r\n\r\n"
+
+
+def wiki() -> bytes:
+    pages = []
+    for number, text in enumerate(TEXTS):
+        pages.append(page(f"Page {number}", 0, number, text))
+    pages += [
+        page("Talk:x", 1, 90, "no article"),
+        page("Old", 0, 91, "#REDIRECT [[Page 1]]", "<redirect title='Page 1'/>"),
+    ]
+    return (
+        '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10" xml:lang="en"><siteinfo>'
+        "<sitename>W</sitename><dbname>w</dbname><base>b</base><generator>g</generator><case>first-letter</case>"
+        f'<namespaces><namespace key="0" case="first-letter" /></namespaces></siteinfo>{"".join(pages)}</mediawiki>'
+    ).encode()
+
+
+def page(title: str, space: int, number: int, text: str, extra: str = "") -> str:
+    return (
+        f"<page><title>{title}</title><ns>{space}</ns><id>{number}</id>{extra}<revision><id>{number}</id>"
+        "<timestamp>2024-01-01T00:00:00Z</timestamp><contributor><username>u</username><id>1</id></contributor>"
+        f'<model>wikitext</model><format>text/x-wiki</format><text xml:space="preserve">{text}</text>'
+        "<sha1>x</sha1></revision></page>"
+    )
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "a.jsonl": jsonl,
+    "a.jsonl.gz": lambda: gzip.compress(jsonl()),
+    "a.jsonl.bz2": lambda: bz2.compress(jsonl()),
+    "a.jsonl.zst": lambda: zstd_frames(jsonl()),
+    "a.parquet": parquet,
+    "stream.arrow": lambda: arrow(pyarrow.ipc.new_stream),
+    "file.arrow": lambda: arrow(pyarrow.ipc.new_file),
+    "a.tar": tar,
+    "json.tar.zst": lambda: zstd_frames(tar(json_=True)),
+    "a.warc": warc,
+    "a.warc.gz": lambda: b"".join(gzip.compress(each) for each in warc_records()),
+    "a.xml": wiki,
+    "a.xml.bz2": lambda: bz2.compress(wiki()),
+}
+WITHOUT_URL = ("a.tar", "a.xml", "a.xml.bz2")
+
+
+def warc_records() -> list[bytes]:
+    return [b"WARC/1.0" + each for each in warc().split(b"WARC/1.0")[1:]]
+
+
+def documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], Read]:
+    read = Read(Listing(ReadConfig(folder=str(path.parent), **settings)), limit)
+    return list(read.documents(lambda _: None)), read
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(FILES[name]())
+    found, read = documents(path)
+    texts = (
+        [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
+    )
+    assert [document.text for document in found] == texts
+    assert [document.url for document in found] == ([""] * 4 if name in WITHOUT_URL else URLS)
+    assert len({document.source for document in found}) == 4
+    assert {document.file for document in found} == {name}
+    assert read.counts.documents_out == 4
+    # What is too long is cut, without losing a byte.
+    cut, _ = documents(path, limit=1024)
+    assert "".join(document.text for document in cut) == "".join(texts)
+    assert len(cut) > 4
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("a.jsonl", "a.xml")])
+@pytest.mark.parametrize("damage", ["cut", "cut late", "flip", "rubbish", "empty"])
+def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, name: str, damage: str) -> None:
+    data = bytearray(FILES[name]())
+    if damage.startswith("cut"):
+        # A tar may lack its last blocks of zeros, and archives end where they will; half of a record is missing here.
+        del data[len(data) // 2 if damage == "cut" else len(data) * 7 // 8 :]
+    elif damage == "flip":
+        data[len(data) // 2] ^= 0x55
+    else:
+        data = bytearray(b"\x00rubbish " * 20 if damage == "rubbish" else b"")
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(data)
+    some, read = documents(path, on_bad="skip")
+    if bad := read._listing.bad:
+        assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
+        with pytest.raises(MegatfmError, match=r"read\.on_bad=skip") as caught:
+            documents(path)
+        assert str(caught.value).startswith(f"{path}: {bad[0].reason}")
+        assert "\n" not in str(caught.value)
+    else:
+        # Formats without checksums can't know of a changed byte; nothing else may pass, but an empty file.
+        assert damage == "empty" or (damage == "flip" and len(some) >= 3), (name, damage, len(some))
+
+
+def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    lines = [
+        '{"text": "good"}',
+        "{",
+        '{"text": 5}',
+        '{"other": "x"}',
+        '"text"',
+        "",
+        "[" * 10**5,
+        '{"text": "\\ud83d!"}',
+    ]
+    path.write_text("\n".join(lines))
+    with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
+        documents(path)
+    found, read = documents(path, on_bad="skip")
+    assert [(document.source, document.text) for document in found] == [
+        ("a.jsonl#1", "good"),
+        ("a.jsonl#8", "\ufffd!"),
+    ]
+    assert {reason: dropped.documents for reason, dropped in read.counts.dropped.items()} == {
+        "is not JSON": 2,
+        "has int, not text, as field 'text'": 1,
+        "has no field 'text'": 2,
+    }
+
+
+def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"page": {"body": "inside", "at": "u"}}')
+    found, _ = documents(path, fields={"text": "page.body", "url": "page.at"})
+    assert [(each.text, each.url) for each in found] == [("inside", "u")]
+    nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
+    pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
+    path.unlink()
+    assert [each.text for each in documents(path, fields={"text": "page.body"})[0]] == ["inside"]
+
+
+FOUND_BY_FUZZING = {
+    "stream.arrow": (b"text", b"\xdcext"),  # a name of a column that is no UTF-8
+    "file.arrow": (b"url", b"\xf5rl"),
+    "a.xml": (b"<page><title>", b"<page><title/><title>"),
+    "b.xml": (b"<ns>0</ns>", b"<ns>x</ns>"),
+    "c.xml": (b"2024-01-01T00:00:00Z", b"yesterday"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_BY_FUZZING)
+def test_what_fuzzing_found(tmp_path: Path, name: str) -> None:
+    good, bad = FOUND_BY_FUZZING[name]
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(FILES[name if name in FILES else "a.xml"]().replace(good, bad))
+    with pytest.raises(MegatfmError, match="is no whole"):
+        documents(path)
+
+
+def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a.tar"
+    path.parent.mkdir()
+    with tarfile.open(path, "w") as archive:
+        for name, kind in (
+            ("../out.txt", tarfile.SYMTYPE),
+            ("dev.txt", tarfile.CHRTYPE),
+            ("dir", tarfile.DIRTYPE),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            archive.addfile(member)
+        for name, data in (("b.txt", b"good"), ("c.txt", b"\xff"), ("d.jpg", b"x"), ("e.json", b"{")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    found = list(reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
+    assert [each.text for each in found if not isinstance(each, Bad)] == ["good"]
+    assert {each.key: each.reason for each in found if isinstance(each, Bad)} == {
+        "../out": "has a link or device: ../out.txt",
+        "dev": "has a link or device: dev.txt",
+        "c": "has a member that is not valid UTF-8 at byte 0: c.txt",
+        "d": "has no .txt and no .json with a field 'text'",
+        "e": "has a member that is not JSON: e.json",
+    }
+
+
+def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
+    for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadFileError, match="line 1 is longer than 10,000 bytes"):
+            list(reader("jsonl")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+
+
+def test_formats_by_name(tmp_path: Path) -> None:
+    config = ReadConfig(folder=str(tmp_path))
+    (tmp_path / "page.xml").write_text("<html/>")
+    for name, format_ in {
+        "A.JSONL": "jsonl",
+        "x.py": "text",
+        "page.xml": "text",
+        "b.tgz": "webdataset",
+    }.items():
+        assert format_of(tmp_path / name, config) == format_
+    assert format_of(tmp_path / "x.py", ReadConfig(folder=str(tmp_path), format="jsonl")) == "jsonl"
+    assert {format_of(tmp_path / f"x{end}", config) for ends in FORMATS.values() for end in ends} == set(
+        FORMATS
+    )
+
+
+def test_wikitext() -> None:
+    text = (
+        "'''Bold''' [[link|shown]] and [[plain]].<ref>{{cite|x}}</ref>\n[[File:a.jpg|thumb|A [[caption]]]]\n"
+        "{{Infobox|name=x}}\n== Title ==\n{| class=x\n|a cell\n|}\n* item &amp; more\n[[Category:Cats]]"
+    )
+    got = plain(text)
+    assert got.startswith("Bold shown and plain.")
+    assert "Title" in got
+    assert "item & more" in got
+    for gone in ("cite", "thumb", "caption", "Infobox", "a cell", "Category", "[[", "{{", "'''"):
+        assert gone not in got
+
+
+@settings(max_examples=60)
+@given(
+    data=st.binary(max_size=400),
+    name=st.sampled_from([name for name in FILES if name != "a.xml"]),
+    at=st.integers(0, 10**6),
+)
+def test_no_bytes_bring_a_reader_down(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, at: int
+) -> None:
+    """Rubbish in the place of a part of a good file: records, or an error that is meant."""
+    path = tmp_path_factory.mktemp("fuzz") / name
+    whole = FILES[name]()
+    cut = at % (len(whole) + 1)
+    path.write_bytes(whole[:cut] + data + whole[cut + len(data) :])
+    with contextlib.suppress(BadFileError):
+        list(reader(format_of(path, ReadConfig(folder="x")))(path, ReadConfig(folder="x")))

@@ -1,0 +1,378 @@
+"""The steps of `[[steps]]`: each rule against its definition, or against datatrove, which no one here wrote."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datatrove.pipeline.filters.c4_filters as their_c4
+import datatrove.pipeline.filters.fineweb_quality_filter as their_fineweb
+import datatrove.pipeline.filters.gopher_quality_filter as their_quality
+import datatrove.pipeline.filters.gopher_repetition_filter as their_repetition
+import pytest
+from datatrove.data import Document as TheirDocument
+from pydantic import TypeAdapter
+
+from data_prep.documents import Document
+from data_prep.steps import RULES, make
+from data_prep.steps.rule import Step
+from megatfm.config.prep_steps import StepConfig
+from megatfm.errors import UsageError
+
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "a",
+    "cat",
+    "sat",
+    "on",
+    "mat",
+    "with",
+    "that",
+    "have",
+    "be",
+    "to",
+    "it's",
+    "über",
+    "naïve",
+    "3",
+    "14",
+    "x9",
+    "#tag",
+    "wait…",
+    "so...",
+    "quick",
+    "brown",
+]
+ENDS = (".", "!", "?", '"', "'", "", "", "...", "…", ",")
+
+
+@pytest.fixture(autouse=True)
+def same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datatrove cuts words by spaCy; the rules are compared, so both cut at white space."""
+    for module in (their_quality, their_repetition, their_fineweb):
+        monkeypatch.setattr(module, "split_into_words", lambda text, language: text.split())
+    # Sentences by their marks, as here.
+    monkeypatch.setattr(
+        their_c4, "split_into_sentences", lambda text, language: re.findall(r"[.!?]+[\"')\]]*(?=\s|$)", text)
+    )
+
+
+def step(name: str, **settings: Any) -> Step:
+    return make(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
+
+
+def outcome(each: Step, text: str, url: str = "") -> tuple[str | None, str]:
+    """What is left of a text, and why nothing is."""
+    result = each(Document("x", text, url))
+    return (result.text if result else None), next(iter(each.counts.dropped), "")
+
+
+def pages(count: int, seed: int = 0) -> Iterator[str]:
+    """Texts of all kinds of bad: repeated words, lines and paragraphs, bullets, fragments, mixed with good ones."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        words = rng.sample(WORDS, rng.randrange(3, len(WORDS)))
+        lines: list[str] = []
+        for _ in range(rng.randrange(1, 25)):
+            if lines and rng.random() < rng.choice((0, 0.2, 0.5)):
+                lines.append(rng.choice(lines))
+                continue
+            line = " ".join(rng.choices(words, k=rng.choice((1, 3, 8, 20))))
+            bullet = rng.choice(("", "", "", "• ", "- "))
+            lines.append(bullet + line + rng.choice(ENDS))
+        yield "".join(line + rng.choice(("\n", "\n\n")) for line in lines).strip()
+
+
+def blank_free(count: int) -> Iterator[str]:
+    return (re.sub(r"\n+", "\n", text) for text in pages(count, seed=1))
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[str, Any]]] = {
+    "gopher_repetition": (their_repetition.GopherRepetitionFilter, pages, {}),
+    # Lines between blank lines, and words of nothing but punctuation, count differently there.
+    "gopher_quality": (
+        lambda: their_quality.GopherQualityFilter(min_doc_words=20),
+        lambda count: (re.sub(r"(?<!\S)[•-](?!\S)", "•the", text) for text in blank_free(count)),
+        {"min_words": 20},
+    ),
+    "fineweb": (
+        lambda: their_fineweb.FineWebQualityFilter(None, char_duplicates_ratio=0.1),
+        pages,
+        {},
+    ),
+    "c4": (
+        lambda: their_c4.C4QualityFilter(min_num_sentences=3, min_words_per_line=5),
+        pages,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_theirs, texts, settings = CASES[name]
+    theirs = make_theirs()
+    if name == "fineweb":
+        theirs.stop_chars = (".", "?", "!", '"', "'")
+    monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # the paper has no apostrophe
+    kept, reasons = 0, set()
+    for text in texts(400):
+        document = TheirDocument(text, "x")
+        verdict = theirs.filter(document)
+        ours, why = outcome(step(name, **settings), text)
+        assert (ours is not None) == (verdict is True), (text, verdict, why)
+        kept += ours is not None
+        if verdict is True:
+            assert ours is not None
+            if name == "c4":
+                assert ours == document.text
+        else:
+            reasons.add((verdict[1], why))
+    # Each of their reasons is one of ours, and there are both kinds of pages.
+    assert len({theirs for theirs, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
+    assert 20 < kept < 390
+
+
+SHORT = "It is so. "
+DROPPED = {
+    "c4": [
+        ("has lorem ipsum", f"Some LOREM ipsum text is here.\n{SHORT * 9}"),
+        ("has a curly bracket", f"function is a word here {{}}.\n{SHORT * 9}"),
+        ("has too few sentences", "This line has five words indeed.\n"),
+    ],
+    "gopher_quality": [
+        ("has too few words", "the and " * 24),
+        ("has short words", "a b c " * 30),
+        ("has long words", "incomprehensibilities " * 60),
+        ("has many hash signs", "the and #tag " * 40),
+        ("has many ellipses", "the and wait... " * 40),
+        ("has many words without a letter", "the and with 1234 5678 " * 20),
+        ("has too few common words", "cats like their warm milk " * 20),
+        ("is a list of bullets", "• the and with that have\n" * 20),
+        (
+            "has many lines that end in an ellipsis",
+            "the and with that have been here all along for a very long time...\n" * 20,
+        ),
+    ],
+    "fineweb": [
+        (
+            "has few lines that end with punctuation",
+            "some words that are long enough to be a line here\n" * 10,
+        ),
+        ("has many short lines", "".join(f"short {n}.\n" for n in range(9))),
+        ("is a list", "".join(f"{n:x>40}.\n" for n in range(9))),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases]
+)
+def test_each_reason(name: str, why: str, text: str) -> None:
+    each = step(name)
+    assert outcome(each, text) == (None, why)
+    (example,) = each.counts.dropped[why].examples
+    assert example.startswith("x: ")
+    assert example[3:8] in text
+
+
+def test_ngrams_by_definition() -> None:
+    """Against counters over joined words, for texts with many repeats."""
+    from collections import Counter
+
+    from data_prep.steps.repetition import _Runs
+
+    rng = random.Random(0)
+    for _ in range(60):
+        words = rng.choices(WORDS[: rng.randrange(2, 12)], k=rng.randrange(1, 60))
+        runs = _Runs(words)
+        for n in range(2, 11):
+            runs.grow()
+            grams = [" ".join(words[at : at + n]) for at in range(len(words) - n + 1)]
+            top, times = Counter(grams).most_common(1)[0] if grams else ("", 0)
+            assert runs.top_characters() == len(top) * times
+            assert runs.repeated_characters() == their_repetition.find_all_duplicate(words, n)
+
+
+REDACTED = {
+    "mail a.b+c@mail.example.co.uk, or <x@y.org>.": "mail <EMAIL>, or <<EMAIL>>.",
+    "no@mail and @handle and a@b": "no@mail and @handle and a@b",
+    "at 8.8.8.8 or 192.168.1.1 or 127.0.0.1 or 300.1.1.1": "at <IP> or 192.168.1.1 or 127.0.0.1 or 300.1.1.1",
+    "version 1.2.3.4.5, 2001:4860:4860::8888, 12:30:45, fe80::1": "version 1.2.3.4.5, <IP>, 12:30:45, fe80::1",
+    "call +44 20 7946 0958 or (555) 123-4567 or 555-234-5678!": "call <PHONE> or <PHONE> or <PHONE>!",
+    "ISBN 978-3-16-148410-0, 2024-01-15, 1234567890, 555-123-45678, id 12-555-123-4567-8": "ISBN 978-3-16-148410-0, "
+    "2024-01-15, 1234567890, 555-123-45678, id 12-555-123-4567-8",
+    "a+b=c and 3+4": "a+b=c and 3+4",
+}
+
+
+@pytest.mark.parametrize("text", REDACTED)
+def test_redaction(text: str) -> None:
+    each = step("redact")
+    assert outcome(each, text)[0] == REDACTED[text]
+    assert sum(each.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
+    assert outcome(step("redact", email="", ip="", phone=""), text)[0] == text
+
+
+def test_redaction_takes_no_time_on_long_runs() -> None:
+    """Patterns that try each place anew would take hours."""
+    for text in (
+        "a" * 10**6,
+        "1" * 10**6,
+        "1." * 5 * 10**5,
+        "a:" * 5 * 10**5,
+        "+1 " * 3 * 10**5,
+        "a.b@" * 2 * 10**5,
+    ):
+        step("redact")(Document("x", text))
+
+
+def test_html() -> None:
+    nav, main = "<nav><a href='/'>Home</a></nav>", "<main><h1>Title</h1><p>A &amp; B are here.</p></main>"
+    page = f"<html><body>{nav}{main}</body></html>"
+    text, _ = outcome(step("html"), page)
+    assert text is not None
+    assert "A & B are here." in text
+    assert "Home" not in text
+    assert "Home" in (outcome(step("html", main_content=False), page)[0] or "")
+    for plain in ("a < b and c > d", "#include <stdio.h>\nint x;", "List<String> a"):
+        assert outcome(step("html"), plain)[0] == plain
+    assert outcome(step("html"), "<html><head></head><body><p></p></body></html>") == (None, "has no content")
+
+
+def test_languages() -> None:
+    texts = {
+        "en": "The quick brown fox jumps over the lazy dog, and nobody knows why it would do so.",
+        "de": "Der schnelle braune Fuchs springt über den faulen Hund, und niemand weiß, warum er das tut.",
+        "fr": "Le rapide renard brun saute par-dessus le chien paresseux, et personne ne sait pourquoi.",
+        "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
+    }
+    each = step("language", keep=["en", "ru"])
+    kept = [each(Document(name, text)) for name, text in texts.items()]
+    assert [document.language for document in kept if document] == ["en", "ru"]
+    assert each.counts.found == dict.fromkeys(texts, 1)
+    assert set(each.counts.dropped) == {"is in another language (de)", "is in another language (fr)"}
+    assert outcome(step("language", min_probability=1.0), "ok")[1] == "is in no certain language"
+
+
+def test_normal_forms() -> None:
+    assert outcome(step("normalize"), "e\u0301")[0] == "é"
+    assert outcome(step("normalize", form="NFKC"), "ﬁ ＡＢ")[0] == "fi AB"
+
+
+def test_blocked_urls(tmp_path: Path) -> None:
+    path = tmp_path / "urls.txt"
+    path.write_text("# no\nbad.com\nhttps://www.mixed.org/bad/  # only this\n")
+    for url, why in {
+        "http://bad.com/": "comes from a blocked domain",
+        "https://www.sub.BAD.com:8080/x": "comes from a blocked domain",
+        "https://notbad.com/": "",
+        "https://mixed.org/good": "",
+        "http://mixed.org/bad/page": "has a blocked address",
+        "http://[broken/": "",
+        "": "",
+    }.items():
+        assert outcome(step("blocked_urls", file=str(path)), "text", url)[1] == why, url
+
+
+def test_blocked_words(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_text("darn\nFoo bar\nc++\n")
+    each = lambda **settings: step("blocked_words", file=str(path), **settings)  # noqa: E731
+    for text, found in {
+        "Darn!": True,
+        "darned": False,
+        "a FOO BAR": True,
+        "foobar": False,
+        "in C++.": True,
+    }.items():
+        assert (outcome(each(), text)[0] is None) == found, text
+    assert outcome(each(whole_words=False), "darned")[1] == "has a blocked word"
+    with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
+        step("blocked_words", file=str(tmp_path / "none.txt"))
+    path.write_text("\n\n")
+    with pytest.raises(UsageError, match="this list is empty"):
+        each()
+
+
+def test_decontamination_by_definition(tmp_path: Path) -> None:
+    """Against sets of tuples of words."""
+    rng = random.Random(0)
+    sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
+    (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
+    each = step("decontaminate", against=[str(tmp_path / "set.jsonl")], words=9, min_words=5)
+
+    def grams(text: str) -> list[str]:
+        return re.findall(r"\w+", text.lower())
+
+    dropped = 0
+    for _ in range(300):
+        if rng.random() < 0.5:
+            piece = rng.choice(sentences).upper().split()
+            cut = rng.randrange(len(piece))
+            words = [
+                *rng.choices(WORDS, k=9),
+                *piece[cut : cut + rng.randrange(1, 14)],
+                *rng.choices(WORDS, k=9),
+            ]
+        else:
+            words = rng.choices(WORDS, k=30)
+        text = " — ".join(words)
+        mine = grams(text)
+        hit = False
+        for sentence in map(grams, sentences):
+            length = min(9, len(sentence)) if len(sentence) >= 5 else 0
+            runs = (
+                {tuple(sentence[at : at + length]) for at in range(len(sentence) - length + 1)}
+                if length
+                else set()
+            )
+            hit |= any(tuple(mine[at : at + length]) in runs for at in range(len(mine) - length + 1))
+        assert (each(Document("x", text)) is None) == hit
+        dropped += hit
+    assert 20 < dropped < 270
+
+
+def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
+    path = tmp_path / "set.txt"
+    path.write_text("three short words")
+    with pytest.raises(UsageError, match="none of 1 texts has 8 words or more"):
+        step("decontaminate", against=[str(path)])
+    (tmp_path / "bad.jsonl").write_text("{}\n{")
+    with pytest.raises(UsageError, match=r"bad\.jsonl: line 2 is not JSON"):
+        step("decontaminate", against=[str(tmp_path / "bad.jsonl")])
+    (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
+    each = step("decontaminate", against=[str(tmp_path / "some.jsonl")])
+    assert each.notes == ["decontamination: 1 of 2 evaluation texts are too short to be looked for"]
+
+
+def test_samples_are_fixed_and_grow() -> None:
+    def kept(**settings: Any) -> set[str]:
+        each = step("sample", **settings)
+        names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
+        return {name for name in names if each(Document(name, "x"))}
+
+    some, more = kept(keep=0.3), kept(keep=0.5)
+    assert 230 < len(some) < 370
+    assert some < more
+    assert kept(keep=0.3, seed=1) != some
+    mixed = kept(by_path={"web/*": 0.1})
+    assert sum(name.startswith("books") for name in mixed) == 500
+    assert 25 < sum(name.startswith("web") for name in mixed) < 80
+
+
+def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("cat sat on mat with that have\n")
+    for name in RULES:
+        listed = {"file": str(tmp_path / "list")} if name.startswith("blocked") else {}
+        against = {"against": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
+        each = step(name, **listed, **against)
+        left = [document for text in pages(40) if (document := each(Document("x", text)))]
+        counts = each.counts
+        assert counts.documents_in == 40
+        assert counts.documents_out == len(left) == 40 - sum(d.documents for d in counts.dropped.values())
+        assert counts.bytes_out == sum(document.text_bytes for document in left)
+        assert counts.bytes_in == sum(len(text.encode()) for text in pages(40))
