@@ -20,12 +20,12 @@ class Ties:
 
     def __init__(self, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self._rank, self._holders = mesh.rank("pp"), pipeline.holders if pipeline else {}
-        names = defaultdict(list)
+        self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, holders in sorted(self._holders.items()):
-            if len(holders) > 1 and self._rank in holders:
-                names[holders].append(name)
-        self._names: Mapping[tuple[int, ...], list[str]] = names
-        self._groups = {holders: _group(holders, mesh) for holders in sorted(names)}
+            if len(holders) > 1:
+                self._names[holders].append(name)
+        groups = {holders: _group(holders, mesh) for holders in sorted(self._names)}
+        self._groups = {holders: group for holders, group in groups.items() if self._rank in holders}
 
     def sum(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the gradients of all holders up, in place."""
@@ -42,10 +42,9 @@ class Ties:
 
 
 def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
-    ranks = mesh.device_mesh["pp"].mesh.tolist()
+    """These ranks of this rank's pipeline; called by all ranks, which make the groups of all pipelines together."""
+    ranks = mesh.device_mesh.mesh.flatten(1)
     if len(holders) == len(ranks):
         return mesh.group("pp")
-    # Only these ranks call it: others may hold nothing in common.
-    group = dist.new_group([ranks[holder] for holder in holders], use_local_synchronization=True)
-    assert isinstance(group, ProcessGroup)
+    group, _ = dist.new_subgroups_by_enumeration(ranks[list(holders)].T.tolist())
     return group

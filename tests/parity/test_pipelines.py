@@ -1,5 +1,7 @@
 """Every model family cut into pipeline stages: the gradients of one device, with dropout on, under every schedule."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,7 +60,7 @@ def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[st
     mine = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
     bounds = [*range(0, rows - 1, 2), rows - 1, rows]
     return [
-        {key: value[a:b] for key, value in mine.items()} for a, b in zip(bounds, bounds[1:], strict=False)
+        {key: value[a:b] for key, value in mine.items()} for a, b in pairwise(bounds)
     ]
 
 
