@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     console.print(_gradients(verdict, len(shown)))
     console.print(_traffic(verdict))
     console.print(_conclusion(verdict), markup=False)
-    return 1 if verdict.wrong else 0
+    return 1 if verdict.wrong or verdict.misses else 0
 
 
 def _heading(verdict: "Verdict") -> str:
@@ -81,10 +81,16 @@ def _traffic(verdict: "Verdict") -> "Table":
     from rich.table import Table
 
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
-    for heading in ("axis", "collective", "calls", "bytes sent"):
-        table.add_column(heading, justify="right" if heading in ("calls", "bytes sent") else "left")
-    for flow in verdict.flows:
-        table.add_row(flow.axis, flow.collective, f"{flow.calls:,}", f"{flow.sent_bytes:,}")
+    for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
+        table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
+    counted = {(flow.axis, flow.collective): flow for flow in verdict.flows}
+    for key in sorted(counted.keys() | (verdict.expected or {}).keys()):
+        flow = counted.get(key)
+        _, wanted = (verdict.expected or {}).get(key, (0, None))
+        sent = flow.sent_bytes if flow else 0
+        wrong = verdict.expected is not None and wanted is not None and sent != wanted
+        row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", "–" if wanted is None else f"{wanted:,}"
+        table.add_row(*row, style="bold red" if wrong else None)
     return table
 
 
@@ -92,6 +98,10 @@ def _conclusion(verdict: "Verdict") -> str:
     from megatfm.verify.verify import BOUND
 
     everything = len(verdict.gradients)
+    if not verdict.wrong and verdict.misses:
+        more = f" (and {len(verdict.misses) - 1} more)" if len(verdict.misses) > 1 else ""
+        same = f"loss, norm and {everything} gradients agree within {BOUND:g}"
+        return f"DIFFERENT TRAFFIC: {same}, but {verdict.misses[0]}{more}"
     if not verdict.wrong:
         return f"Same computation: loss, norm and {everything} gradients agree within {BOUND:g}."
     worst = max(verdict.wrong, key=lambda one: (one.error != one.error, one.error))

@@ -24,8 +24,8 @@ from megatfm.verify.batch import Arrays, objective_of
 from megatfm.verify.reference import perturbation
 from megatfm.verify.traffic import Flow, Traffic
 
-OPTIMIZER_AXES = ("dp_shard", "tp")
-"""Over which whole-tensor optimizers gather."""
+FLAT_AXES = (("dp_shard", "tp"), ("dp_replicate", "dp_shard"))
+"""Axes that are one group for some collectives: whole-tensor optimizers gather, ZeRO 0 reduces over them."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     for name, block in engine.local.items():
         block.add_(perturbation(config.train.seed, name, engine.layout[name].shape, *engine.boxes[name]))
     engine.weights_changed()
-    axes = {str(mesh.flat_group(OPTIMIZER_AXES).group_name): " × ".join(OPTIMIZER_AXES)}
+    axes = {str(mesh.flat_group(several).group_name): " × ".join(several) for several in FLAT_AXES}
     axes |= {
         str(mesh.group(axis).group_name): axis for axis in AXES
     }  # may be the same group: then the axis names it

@@ -10,6 +10,7 @@ from megatfm.config import Config
 from megatfm.parallel.layout import Box
 from megatfm.registry import import_plugins
 from megatfm.verify.batch import random_batch
+from megatfm.verify.expected import UNPREDICTED, Flows, expected_flows, unpredicted
 from megatfm.verify.rank import Answer
 from megatfm.verify.ranks import run_ranks
 from megatfm.verify.reference import Step, reference_step
@@ -47,6 +48,10 @@ class Verdict:
     loss: Difference
     grad_norm: Difference
     flows: list[Flow]
+    expected: dict[tuple[str, str], tuple[int, int]] | None = None
+    """Axis and collective → calls and bytes by the closed forms, for the rank of `flows`; None: there are none."""
+    misses: Sequence[str] = ()
+    """Flows that are not as expected, on any rank."""
 
     @property
     def wrong(self) -> list[Difference]:
@@ -63,6 +68,7 @@ def verify(config: Config) -> Verdict:
     batch = random_batch(small)
     step = reference_step(small, batch)
     answers = run_ranks(small, batch)
+    by_rank = None if unpredicted(small) else expected_flows(small, batch)
     return Verdict(
         config=small,
         shrunk=shrunk,
@@ -70,7 +76,32 @@ def verify(config: Config) -> Verdict:
         loss=_worst("loss", [answer.loss for answer in answers], step.loss),
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm),
         flows=_busiest(answers),
+        expected=None if by_rank is None else _most(by_rank),
+        misses=[] if by_rank is None else traffic_misses(answers, by_rank),
     )
+
+
+def traffic_misses(answers: Sequence[Answer], by_rank: Sequence[Flows]) -> list[str]:
+    """A line for each flow of a rank that is not what it should be."""
+    found = []
+    for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
+        counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
+        for axis, collective in sorted(counted.keys() | expected.keys()):
+            has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
+            if has != should and collective not in UNPREDICTED:
+                found.append(
+                    f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
+                    f"{should[1]:,} in {should[0]}"
+                )
+    return found
+
+
+def _most(by_rank: Sequence[Flows]) -> Flows:
+    most: Flows = {}
+    for flows in by_rank:
+        for key, flow in flows.items():
+            most[key] = max(flow, most.get(key, flow), key=lambda one: one[1])
+    return most
 
 
 def gradient_differences(expected: Mapping[str, Tensor], answers: Sequence[Answer]) -> list[Difference]:

@@ -25,6 +25,7 @@ CONFIG = {
 PLUGIN = """
 import multiprocessing, os, time
 from dataclasses import replace
+import megatfm.engines.fully_sharded as fully_sharded
 import megatfm.engines.native as native
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
@@ -36,6 +37,10 @@ def norm_row_not_partial():
 
 def adjoint_dropped():
     collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+def needless_reduction():
+    real = fully_sharded.FullySharded.begin
+    fully_sharded.FullySharded.begin = lambda data, last: real(data, True)
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
@@ -138,6 +143,16 @@ def test_a_planted_fault_is_found(tmp_path: Path, plant, verdicts, capsys, fault
         assert {one.name for one in verdict.gradients if one.is_wrong} == {
             one.name for one in verdict.gradients if "norm" in one.name
         }
+
+
+def test_needless_traffic_is_found_though_gradients_are_right(
+    tmp_path: Path, plant, verdicts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(tmp_path, plant("needless_reduction"), "parallel.dp_shard=2") == 1
+    [verdict] = verdicts
+    assert not verdict.wrong
+    assert "DIFFERENT TRAFFIC" in (printed := capsys.readouterr().out)
+    assert "rank 0, reduce_scatter over dp_shard" in printed
 
 
 def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:
