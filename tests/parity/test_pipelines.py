@@ -1,14 +1,22 @@
-"""Every model family cut into pipeline stages: the gradients of one device, with dropout on, under every schedule."""
+"""Every model family cut into pipeline stages: the gradients of one device, with dropout on, under every schedule.
+
+One call of the workers compares several models, so that a layout costs one set of process groups.
+"""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatfm import checkpoint
+from megatfm.checkpoint import Box
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.pipelined import StagePasses, Step
+from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.ops.initial import initialise
 from megatfm.parallel.mesh import build_mesh
@@ -16,10 +24,16 @@ from megatfm.parallel.pipeline_cut import cut, keep
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
+from megatfm.verify.traffic import Traffic
+from tests.parity import test_layouts
 from tests.parity.test_families import MODELS, PassOn, batch_for
-from tests.parity.test_layouts import ADAMW, LENGTH, ROWS, block
+from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, MUON, ROWS, TIED, block
 from tests.workers import Workers
 
+PREFIX = "prefix language model"
+FAMILIES = ("llama", "gpt", "bert", "t5", "electra", PREFIX)
+OTHERS = ("albert", "deberta", "deberta v3", "latent attention", "shaw, deepnorm", "alibi, sandwich norm")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}
 
 
@@ -59,9 +73,7 @@ def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[st
     rows = ROWS // engine.mesh.data_ranks
     mine = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
     bounds = [*range(0, rows - 1, 2), rows - 1, rows]
-    return [
-        {key: value[a:b] for key, value in mine.items()} for a, b in pairwise(bounds)
-    ]
+    return [{key: value[a:b] for key, value in mine.items()} for a, b in pairwise(bounds)]
 
 
 def reference(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, PassOn, float]:
@@ -89,33 +101,249 @@ def errors(engine: NativeEngine, model: nn.Module) -> dict[str, float]:
     return {name: error for name, error in found.items() if not error <= 1e-9}
 
 
-def compare(name: str, parallel: ParallelConfig) -> set[str]:
-    config = MODELS[name]
+def case(name: str, deep: bool) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A model, of seven blocks rather than two if eight stages are to be made of it, and a batch."""
+    config = MODELS["llama" if name == PREFIX else name]
     batch = batch_for(config)
-    model, objective, loss = reference(config, batch)
-    engine = make_engine(config, parallel)
-    for n, parameter in model.named_parameters():
-        if n in engine.local:
-            assert torch.equal(block(engine, n, parameter.detach()), engine.local[n]), f"initial {n} differs"
-    for _ in range(2):  # a second step finds nothing left of the first
-        stats = engine.forward_backward(microbatches(engine, batch), objective)
-        assert stats.loss == pytest.approx(loss, rel=1e-12)
-        assert errors(engine, model) == {}
-        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-        assert engine.step(0.0, clip=0.0) == pytest.approx(float(norm), rel=1e-12)
-    return set(engine.local)
+    if name == PREFIX:
+        batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
+    return (config.model_copy(update={"n_layers": 7}) if deep else config), batch
 
 
-SCHEDULES = {
-    "pp2": (2, ParallelConfig(pp=2)),
-    "pp2 gpipe": (2, ParallelConfig(pp=2, schedule="gpipe")),
+def compare(names: list[str], parallel: ParallelConfig) -> list[set[str]]:
+    """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
+    held = []
+    for name in names:
+        config, batch = case(name, parallel.pp * parallel.stages_per_rank > 4)
+        model, objective, loss = reference(config, batch)
+        engine = make_engine(config, parallel)
+        for n, parameter in model.named_parameters():
+            if n in engine.local:
+                assert torch.equal(block(engine, n, parameter.detach()), engine.local[n]), (
+                    f"{name}: {n} starts otherwise"
+                )
+        mine = microbatches(engine, batch)
+        for _ in range(2):  # the second step finds nothing left of the first
+            stats = engine.forward_backward(mine, objective)
+            assert stats.loss == pytest.approx(loss, rel=1e-12), name
+            assert errors(engine, model) == {}, name
+            norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+            assert engine.step(0.0, clip=0.0) == pytest.approx(float(norm), rel=1e-12), name
+        with torch.no_grad():
+            terms = objective(model.eval(), batch)
+        counts = objective.counts(batch)
+        evaluated = sum(objective.weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
+        assert engine.evaluate(mine, objective).loss == pytest.approx(evaluated, rel=1e-12), name
+        held.append(set(engine.local))
+    return held
+
+
+def check(workers: Workers, ranks: int, names: tuple[str, ...], parallel: ParallelConfig) -> None:
+    held = workers.run(compare, ranks, list(names), parallel, timeout=180.0)
+    for i, name in enumerate(names):
+        config, _ = case(name, parallel.pp * parallel.stages_per_rank > 4)
+        with torch.device("meta"):
+            model = build(config)
+        everything = {n for n, _ in model.named_parameters()}
+        assert set().union(*(rank[i] for rank in held)) == everything
+        assert min(len(rank[i]) for rank in held) < len(everything)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(workers: Workers, schedule: str) -> None:
+    check(workers, 2, FAMILIES, ParallelConfig(pp=2, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_ranks(workers: Workers, schedule: str) -> None:
+    check(workers, 4, FAMILIES, ParallelConfig(pp=4, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_other_parts(workers: Workers, schedule: str) -> None:
+    check(workers, 2, OTHERS, ParallelConfig(pp=2, schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (4, ParallelConfig(pp=2, tp=2)),
+        (4, ParallelConfig(pp=2, dp_shard=2)),
+        (8, ParallelConfig(pp=2, tp=2, dp_shard=2)),
+    ],
+    ids=["tp2 × pp2", "pp2 × zero3", "tp2 × pp2 × zero3"],
+)
+def test_with_other_axes(workers: Workers, ranks: int, parallel: ParallelConfig) -> None:
+    check(workers, ranks, FAMILIES, parallel)
+
+
+MIXED = {
+    "zbv × tp2": (4, ParallelConfig(pp=2, schedule="zbv", tp=2)),
+    "1f1b × tp2 without sequence parallel": (4, ParallelConfig(pp=2, tp=2, sequence_parallel=False)),
+    "zbv × zero3": (4, ParallelConfig(pp=2, schedule="zbv", dp_shard=2)),
+    "interleaved × zero2": (4, ParallelConfig(pp=2, schedule="interleaved", dp_shard=2, zero=2)),
+    "1f1b × zero1": (4, ParallelConfig(pp=2, dp_shard=2, zero=1)),
+    "zbv × replicas": (4, ParallelConfig(pp=2, schedule="zbv", dp_shard=2, zero=0)),
+    "three stages a rank": (2, ParallelConfig(pp=2, schedule="interleaved", virtual_stages=3)),
 }
 
 
-@pytest.mark.parametrize("layout", SCHEDULES)
-@pytest.mark.parametrize("name", ["llama"])
-def test_gradients_equal_one_device(workers: Workers, name: str, layout: str) -> None:
-    ranks, parallel = SCHEDULES[layout]
-    held = workers.run(compare, ranks, name, parallel)
-    with torch.device("meta"):
-        assert set().union(*held) == {n for n, _ in build(MODELS[name]).named_parameters()}
+@pytest.mark.parametrize("layout", MIXED)
+def test_schedules_with_other_axes(workers: Workers, layout: str) -> None:
+    check(workers, MIXED[layout][0], ("t5", "electra"), MIXED[layout][1])
+
+
+def train_ten_steps(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
+    """Largest difference of a weight from the same optimizer on one device's gradients."""
+    model = test_layouts.one_device(TIED)
+    named = dict(model.named_parameters())
+    engine = make_engine(TIED, parallel, optimizer)
+    matrices = [n for n, p in named.items() if p.dim() == 2 and optimizer.name == "muon" and "layers" in n]
+    groups = [
+        {"params": [p for n, p in named.items() if p.dim() == 2 and n not in matrices]},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    plain: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=ADAMW.eps, weight_decay=0.1)
+    ]
+    if matrices:
+        plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
+    assert ADAMW.betas == (0.9, 0.95)
+    for step in range(10):
+        batch = test_layouts.global_batch(seed=step)
+        test_layouts.one_device_gradients(model, batch)
+        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
+        for one in plain:
+            one.step()
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        assert engine.step(optimizer.lr, optimizer.clip) == pytest.approx(float(norm), rel=1e-6)
+    return max(float((block(engine, n, named[n].detach()) - t).abs().max()) for n, t in engine.local.items())
+
+
+TEN_STEPS = {
+    "1f1b": (2, ParallelConfig(pp=2), ADAMW),
+    "zbv": (2, ParallelConfig(pp=2, schedule="zbv"), ADAMW),
+    "tp2 × pp2": (4, ParallelConfig(pp=2, tp=2), ADAMW),
+    "pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2), ADAMW),
+    "muon, pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2), MUON),
+}
+
+
+@pytest.mark.parametrize("layout", TEN_STEPS)
+def test_ten_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
+    ranks, parallel, optimizer = TEN_STEPS[layout]
+    assert max(workers.run(train_ten_steps, ranks, parallel, optimizer)) <= 1e-7
+
+
+def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int:
+    """A checkpoint of one layout, through another, and back: the same bits."""
+
+    def engine(parallel: ParallelConfig) -> NativeEngine:
+        if parallel.pp > 1:
+            return make_engine(TIED, parallel)
+        return test_layouts.make_engine(TIED, parallel, ADAMW)
+
+    def carried_over(one: NativeEngine, step: int, parallel: ParallelConfig) -> NativeEngine:
+        path = checkpoint.save(folder, step, one.state_dict(), {}, keep=3)
+        other = engine(parallel)
+        stored = other.empty_state_dict(checkpoint.names(path))
+        checkpoint.load(path, stored)
+        other.load_state_dict(stored)
+        return other
+
+    first = engine(there)
+    batch = test_layouts.global_batch(seed=1)
+    for _ in range(2):
+        first.forward_backward(microbatches(first, batch), CAUSAL)
+        first.step(1e-2, 0.3)
+    last = carried_over(carried_over(first, 1, between), 2, there)
+    before, after = first.state_dict(), last.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        other = after[name]
+        if isinstance(value, Box):
+            assert isinstance(other, Box)
+            value, other = value.tensor, other.tensor
+        assert torch.equal(value, other), name
+    return len(before)
+
+
+def test_checkpoints_pass_between_layouts(workers: Workers, tmp_path: Path) -> None:
+    there, between = ParallelConfig(pp=2, schedule="zbv"), ParallelConfig(dp_shard=2)
+    assert sum(workers.run(reshard, 2, tmp_path, there, between)) > 70  # weights and two moments
+
+
+def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
+    """Bytes sent between pipeline ranks in a step."""
+    engine = make_engine(MODEL, parallel)
+    batch = test_layouts.global_batch(seed=3)
+    with Traffic({str(engine.mesh.group("pp").group_name): "pp"}) as traffic:
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    return {flow.collective: flow.sent_bytes for flow in traffic.flows() if flow.axis == "pp"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "boundaries"),
+    [
+        (ParallelConfig(pp=2), 1),
+        (ParallelConfig(pp=2, schedule="interleaved"), 3),
+        (ParallelConfig(pp=2, schedule="zbv"), 2),
+    ],
+    ids=["1f1b", "interleaved", "zbv"],
+)
+def test_traffic_is_the_hidden_vectors(workers: Workers, parallel: ParallelConfig, boundaries: int) -> None:
+    """b·s·h elements of each boundary between stages of two ranks, in each direction; the loss is one number more."""
+    found = workers.run(count_traffic, 2, parallel)
+    assert sum(rank["send"] for rank in found) == 2 * boundaries * ROWS * LENGTH * MODEL.d_model * 8
+    assert [rank["all_reduce"] for rank in found] == [8, 8]
+
+
+def most_in_flight(parallel: ParallelConfig) -> int:
+    engine, most = make_engine(MODEL, parallel), [0]
+    real = StagePasses._run_forward
+
+    def run_forward(self: StagePasses, step: Step, *args: object) -> None:
+        real(self, step, *args)  # type: ignore[arg-type]
+        most.append(len(step.passing) + len(step.inputs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagePasses, "_run_forward", run_forward)
+        engine.forward_backward(microbatches(engine, test_layouts.global_batch(seed=3)), CAUSAL)
+    return max(most)
+
+
+def test_1f1b_holds_few_micro_batches(workers: Workers) -> None:
+    assert workers.run(most_in_flight, 2, ParallelConfig(pp=2, schedule="gpipe")) == [5, 5]
+    held = workers.run(most_in_flight, 2, ParallelConfig(pp=2))
+    assert held[0] == 2
+    assert held[1] <= 2  # one, and perhaps one that has just arrived
+
+
+def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_engine(MODELS[name], parallel)
+
+
+def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
+    workers.run(
+        refuse, 2, "xlnet", ParallelConfig(pp=2), r"parallel\.pp = 2: .* not cut into pipeline stages: set"
+    )
+    many = ParallelConfig(pp=2, schedule="interleaved", virtual_stages=5)
+    workers.run(refuse, 2, "llama", many, r"10 pipeline stages .* can be cut into 4 at most: choose fewer")
+    wrong = ParallelConfig(pp=2, cuts=["decoder.layers.9"])
+    workers.run(
+        refuse, 2, "llama", wrong, r"parallel\.cuts: no step is called 'decoder\.layers\.9' after the first"
+    )
+    early = ParallelConfig(pp=2, cuts=["decoder.layers.1", "head"])
+    workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")
+
+
+def where_cut(parallel: ParallelConfig) -> set[str]:
+    return set(make_engine(MODEL, parallel).local)
+
+
+def test_cuts_that_are_asked_for(workers: Workers) -> None:
+    first, second = workers.run(where_cut, 2, ParallelConfig(pp=2, cuts=["decoder.layers.1"]))
+    assert first & second == set()
+    assert {n for n in first if "layers.1" in n} == set()
+    assert "head.weight" in second
