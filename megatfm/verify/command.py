@@ -44,6 +44,8 @@ def _heading(verdict: "Verdict") -> str:
     parallel = verdict.config.parallel
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     layout = " × ".join(f"{axis} {size}" for axis, size in axes.items())
+    if parallel.pp > 1:
+        layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"
     if parallel.tp > 1 and not parallel.sequence_parallel:
         layout += " without sequence parallelism"
     shrunk = "\n".join(f"  {change}" for change in verdict.shrunk)

@@ -17,12 +17,13 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
 
     Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
     feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
-    beside tensor parallelism.
+    beside other axes. There are as many layers as pipeline stages, whose cuts are where they are by themselves.
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
-        parallel = parallel.model_copy(update={"dp_shard": 2 if parallel.tp == 1 else 1})
-    world_size = parallel.dp_replicate * parallel.dp_shard * parallel.tp
+        parallel = parallel.model_copy(update={"dp_shard": 2 if parallel.tp * parallel.pp == 1 else 1})
+    parallel = parallel.model_copy(update={"cuts": []})
+    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
     if world_size > MAX_RANKS:
         raise UsageError(
             f"this layout has {world_size} processes, and verify starts them all on this machine, at most "
@@ -35,13 +36,15 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     }
     small = config.model_copy(
         update={
-            "model": _model(config.model, parallel.tp, parallel.tp * parallel.dp_shard),
+            "model": _model(
+                config.model, parallel.tp, parallel.tp * parallel.dp_shard, parallel.pp * parallel.stages_per_rank
+            ),
             "parallel": parallel,
             "data": config.data.model_copy(update=lengths),
             "train": config.train.model_copy(
                 update={
                     "micro_batch": MICRO_BATCH,
-                    "global_batch": MICRO_BATCH * MICROBATCHES * data_ranks,
+                    "global_batch": MICRO_BATCH * (MICROBATCHES + parallel.pp - 1) * data_ranks,
                     "precision": "fp64",
                     "device": "cpu",
                     "compile": False,
@@ -52,14 +55,14 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     return small, _changes(config, small)
 
 
-def _model(model: ModelConfig, tp: int, shards: int) -> ModelConfig:
+def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig:
     kv_heads = min(model.kv_heads, 2 * tp)  # two a rank, so that their order shows
     heads = kv_heads * (model.n_heads // model.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
     joined = model.d_model == model.n_heads * model.head_width
     changes = {
         "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
-        "n_layers": min(model.n_layers, LAYERS),
+        "n_layers": min(model.n_layers, max(LAYERS, stages)),
         "n_heads": heads,
         "n_kv_heads": model.n_kv_heads and kv_heads,
         "head_dim": model.head_dim and head_dim,

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACES = ("c10d", "_c10d_functional")
-WAITS = ("wait_tensor", "barrier", "monitored_barrier_")
+WAITS = ("wait_tensor", "barrier", "monitored_barrier_", "recv_")
 
 
 @dataclass(frozen=True)
