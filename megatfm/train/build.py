@@ -24,7 +24,10 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     layout = lay(
         model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
     )
-    pipeline = cut_into_stages(config, model, mesh) if mesh.size("pp") > 1 else None
+    pipeline = None
+    if mesh.size("pp") > 1:
+        pipeline = cut_into_stages(config, model, mesh)
+        layout.table += f"\n{pipeline.table()}"
     return NativeEngine(
         model,
         layout,
