@@ -11,6 +11,7 @@ from data_prep import tokenizer
 from data_prep.documents import Document, part_path, read_documents, read_parts
 from data_prep.progress import advancing
 from data_prep.stages import Facts, Stages
+from data_prep.statistics import Statistics
 from megatfm import tokenizers
 from megatfm.data import ShardWriter
 from megatfm.data.files import WholeFile
@@ -73,8 +74,10 @@ class Encode:
         (folder / MANIFEST).unlink(missing_ok=True)
         with ShardWriter(folder, tokenizer_hash=encoder.hash, token_dtype=encoder.token_dtype) as writer:
             number = text_bytes = 0
+            statistics = Statistics(encoder)
             for part, facts in enumerate(parts):
                 ids, at = np.fromfile(self._tokens(name, part), "<i4"), 0
+                statistics.add(ids, facts["documents"])
                 for source, count, size in facts["documents"]:
                     writer.add(f"{number:09d}", ids[at : at + count], source, size)
                     at, number, text_bytes = at + count, number + 1, text_bytes + size
@@ -88,6 +91,7 @@ class Encode:
             "shards": len(manifest.shards),
             "bytes": sum(shard.bytes for shard in manifest.shards),
             "fingerprint": manifest.fingerprint,
+            **statistics.as_json(),
         }
 
 

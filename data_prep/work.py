@@ -13,6 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from data_prep.report import render
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
@@ -24,7 +25,8 @@ VERSION = 1
 RESULT = "prep.json"
 WORK = ".work"
 SPLITS = ("train", "validation")
-MADE = (*tokenizers.NAMES, *SPLITS)
+REPORT = "report.html"
+MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
 LATER = {"read": ("format", "fields"), "tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
@@ -110,6 +112,7 @@ class Workspace:
 
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the whole and remove what only the stages needed, unless others may still look at it."""
+        write_whole(self.out / REPORT, render(result).encode())
         _write(self.out / RESULT, result)
         if clean:
             shutil.rmtree(self.folder)

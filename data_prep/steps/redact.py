@@ -15,7 +15,8 @@ _EMAIL = re.compile(
     rf"(?<!{_LOCAL})(?=[A-Za-z0-9]){_LOCAL}{{1,64}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])"
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
-_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:)[0-9A-Fa-f:]{3,39}(?![\w:.])")
+# All that is reached from elsewhere lies in 2000::/3 (RFC 4291, section 2.4); `::2` is more often code.
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{3,34}(?![\w:.])")
 # Digits and their separators are bounded on both sides, so that parts of longer numbers are left alone.
 _PHONE = re.compile(
     r"(?<![\w+.-])(?:\+[1-9]\d{0,2}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d{2,5}){2,5}"

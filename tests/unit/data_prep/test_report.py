@@ -1,0 +1,89 @@
+"""The corpus report: its numbers are those of the shards, it needs nothing from outside, and names can't break it."""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+
+import data_prep
+from data_prep.report import render
+from data_prep.report.page import bars, number, size
+from megatfm import tokenizers
+from megatfm.config.prep import PrepConfig
+from megatfm.data import Corpus
+from tests.unit.data_prep.conftest import write
+
+Make = Callable[..., PrepConfig]
+
+
+def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
+    summary = data_prep.run(config(steps=[{"name": "language"}]))
+    tokenizer = tokenizers.load(summary.out)
+    for name in ("train", "validation"):
+        corpus, made = Corpus.open(summary.out / name), summary.result[name]
+        ids = [np.asarray(sample.tokens) for sample in map(corpus.sample, range(corpus.n_samples))]
+        uses = Counter(np.concatenate(ids).tolist())
+        assert made["vocabulary"]["used"] == len(uses)
+        assert made["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())
+        assert made["vocabulary"]["size"] == tokenizer.vocab_size
+        assert [times for _, times in made["vocabulary"]["common"]] == [
+            times for _, times in uses.most_common(12)
+        ]
+        lengths = Counter(2 ** int(np.ceil(np.log2(max(1, len(each))))) for each in ids)
+        assert dict(made["lengths"]) == lengths
+        assert sum(documents for _, documents, _, _ in made["sources"]) <= corpus.n_samples
+        if not made["more_sources"]:
+            assert sum(tokens for *_, tokens in made["sources"]) == corpus.n_tokens
+
+
+def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
+    write(corpus / "<script>alert(1)</script>.txt", b"<script>alert(2)</script> is empty? \n")
+    write(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
+    summary = data_prep.run(config())
+    page = (summary.out / "report.html").read_text()
+    assert page == render(summary.result)
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+    assert "default-src 'none'" in page
+    check = _Balanced()
+    check.feed(page)
+    assert check.open == []
+    for step in summary.result["steps"]:
+        assert step["step"] in page
+        for reason, dropped in step["dropped"].items():
+            assert f"{dropped['documents']:,} {reason}" in page
+
+
+def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
+    result = copy.deepcopy(data_prep.run(config()).result)
+    for name in ("train", "validation"):
+        for key in ("lengths", "sources", "more_sources", "vocabulary"):
+            del result[name][key]
+    assert "Training split" in render(result)
+
+
+def test_numbers() -> None:
+    assert [number(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
+    assert [size(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
+    assert [bar.percent for bar in bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
+    assert bars([("a", 0)])[0].percent == 0
+
+
+class _Balanced(HTMLParser):
+    """Elements that were opened and not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
