@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import queue
 import shutil
@@ -22,8 +24,12 @@ from megatfm.errors import MegatfmError
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """Handed to the disk and to the hash at once, so that neither waits long for the other."""
+BLOCK_BYTES = 4096
+"""What direct writes are made of: the largest block of the disks that there are."""
+QUEUED = 4
+"""Chunks that the hash may be behind."""
 LAG_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine what another one made."""
 
@@ -63,49 +69,161 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
-def write_file(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:
     """Write a new file and fsync it; return its bytes and the BLAKE3 of what was handed to the disk.
 
-    The hash is taken from memory on the way, so that a disk that garbles the bytes can't vouch for itself.
+    The hash is taken from memory on the way, so that a disk that garbles the bytes can't vouch for itself. direct:
+    past the page cache where the filesystem can, which is faster for large files and takes no memory from others.
     """
     size = 0
     with naming("write", path), _Hash() as digest:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = _create(path, direct)
         try:
+            out = _DirectOutput(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else _Output(fd)
             for part in parts:
                 for start in range(0, part.nbytes, CHUNK_BYTES):
                     chunk = part[start : start + CHUNK_BYTES]
                     digest.update(chunk)
                     size += chunk.nbytes
-                    while chunk.nbytes:
-                        chunk = chunk[os.write(fd, chunk) :]
+                    out.write(chunk)
+            out.flush()
             os.fsync(fd)
         finally:
             os.close(fd)
         return size, digest.hexdigest()
 
 
-def read_file(path: Path) -> memoryview:
-    """Read a regular file whole. A link, a pipe, a missing or an unreadable file is refused by name."""
-    return read_hashed(path)[0]
-
-
-def read_hashed(path: Path) -> tuple[memoryview, str]:
-    """The same, with the BLAKE3 of what was read."""
-    with naming("read", path), _Hash() as digest:
-        fd = os.open(path, _READ_FLAGS)
+def _create(path: Path, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
         try:
-            size = _regular_size(path, os.fstat(fd))
-            content = memoryview(np.empty(size, np.uint8))  # a bytearray would be filled with zeros first
-            done = 0
-            while done < size and (got := os.readv(fd, [content[done : done + CHUNK_BYTES]])):
-                digest.update(content[done : done + got])
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            with contextlib.suppress(FileNotFoundError):  # some filesystems make it before they refuse
+                path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+class _Output:
+    """Bytes on their way to a file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, chunk: memoryview) -> None:
+        while chunk.nbytes:
+            chunk = chunk[os.write(self._fd, chunk) :]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+class _DirectOutput(_Output):
+    """The same past the page cache: whole blocks, out of memory that begins at a page; the rest the usual way."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)
+        self._held = 0
+
+    def write(self, chunk: memoryview) -> None:
+        data = np.frombuffer(chunk, np.uint8)
+        while len(data):
+            taken = min(len(data), CHUNK_BYTES - self._held)
+            self._buffer[self._held : self._held + taken] = data[:taken]
+            self._held += taken
+            data = data[taken:]
+            if self._held == CHUNK_BYTES:
+                self._put(CHUNK_BYTES)
+
+    def flush(self) -> None:
+        whole = self._held // BLOCK_BYTES * BLOCK_BYTES
+        if whole:
+            self._put(whole)
+        self._as_usual()
+        super().write(self._buffer[: self._held].data)
+
+    def _put(self, size: int) -> None:
+        """Write the first bytes of the buffer, and move the others to its front."""
+        done = os.write(self._fd, self._buffer[:size].data)
+        if done < size:  # what is left may not be whole blocks
+            self._as_usual()
+            super().write(self._buffer[done:size].data)
+        self._buffer[: self._held - size] = self._buffer[size : self._held].copy()
+        self._held -= size
+
+    def _as_usual(self) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file whole. A link, a pipe, a missing or an unreadable file is refused by name."""
+    with HashedFile(path) as file:
+        return bytes(file.take(file.size))
+
+
+class HashedFile:
+    """A regular file that is read from its start to its end, hashed on the way; what is read into must not change
+    until `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._hash = path, _Hash()
+        self._spare: list[memoryview] = []
+        with naming("read", path):
+            self._file = os.open(path, _READ_FLAGS)
+        try:
+            with naming("read", path):
+                self.size = self.left = _regular_size(path, os.fstat(self._file))
+        except MegatfmError:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hash.hexdigest()
+        os.close(self._file)
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes, of which there must be enough."""
+        done = 0
+        with naming("read", self._path):
+            while done < target.nbytes:
+                got = os.readv(self._file, [target[done : done + CHUNK_BYTES]])
+                if not got:
+                    at = self.size - self.left + done
+                    raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")
+                self._hash.update(target[done : done + got])
                 done += got
-        finally:
-            os.close(fd)
-        if done < size:
-            raise MegatfmError(f"cannot read {path}: it shrank to {done} bytes while it was read")
-        return content, digest.hexdigest()
+        self.left -= done
+
+    def take(self, size: int) -> memoryview:
+        """The next bytes, in memory of their own."""
+        content = memoryview(np.empty(size, np.uint8))  # a bytearray would be filled with zeros first
+        self.read_into(content)
+        return content
+
+    def skip(self, size: int) -> None:
+        """Hash the next bytes only."""
+        while size > 0:
+            # As many chunks as the hash may be behind: fresh memory costs more than reading does.
+            chunk = (
+                self._spare.pop(0) if len(self._spare) > QUEUED + 1 else memoryview(bytearray(CHUNK_BYTES))
+            )
+            self._spare.append(chunk)
+            self.read_into(chunk[: min(size, CHUNK_BYTES)])
+            size -= CHUNK_BYTES
+
+    def hexdigest(self) -> str:
+        """The BLAKE3 of the whole file, the rest of which is skipped."""
+        self.skip(self.left)
+        return self._hash.hexdigest()
 
 
 def file_size(path: Path) -> int:
@@ -183,7 +301,7 @@ class _Hash:
 
     def __init__(self) -> None:
         self._digest = blake3()
-        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
+        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=QUEUED)
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:

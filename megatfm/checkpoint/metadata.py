@@ -176,7 +176,7 @@ def explain(error: ValidationError) -> str:
 
 def read(folder: Path) -> Metadata:
     """Read and check a checkpoint's metadata; raises MegatfmError that names the file and what is wrong."""
-    return parse(folder, bytes(disk.read_file(folder / FILENAME)))
+    return parse(folder, disk.read_file(folder / FILENAME))
 
 
 def parse(folder: Path, raw: bytes) -> Metadata:

@@ -45,9 +45,19 @@ class Reader:
         deadline = time.monotonic() + patience
         for file, items in sorted(by_file.items()):
             disk.await_name(self.folder / file, deadline)
-            tensors = shard.read(self.folder / file, self.content.files[file])
+            places: dict[str, Tensor | None] = {}
+            for item in items:
+                places.setdefault(self.pieces[item.storage_index].key, self._place(item, planner))
+            tensors = shard.read(self.folder / file, self.content.files[file], places)
             for item in items:
                 self._copy(item, tensors, planner)
+
+    def _place(self, item: ReadItem, planner: LoadPlanner) -> Tensor | None:
+        """Where a piece that is wanted whole goes, if it can be read right into there."""
+        tensor, piece = self.content.tensors[item.storage_index.fqn], self.pieces[item.storage_index]
+        target = planner.resolve_tensor(item).detach()
+        whole = tuple(item.lengths) == piece.sizes
+        return target if whole and shard.fits(target, tensor.torch_dtype, piece.sizes) else None
 
     def _plan_metadata(self) -> PlanMetadata:
         """The metadata as torch's planners read it."""
@@ -70,9 +80,9 @@ class Reader:
         source = find_piece(self.folder, self.content.tensors[item.storage_index.fqn], piece, tensors)
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             source = source.narrow(dim, offset, length)
-        target = planner.resolve_tensor(item)
-        target.copy_(source)
-        planner.commit_tensor(item, target)
+        target = planner.resolve_tensor(item).detach()
+        if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read there
+            target.copy_(source)
 
 
 def check_sizes(folder: Path, content: Metadata) -> None:
@@ -92,7 +102,7 @@ def verify(folder: Path) -> Metadata:
         for piece in tensor.pieces:
             by_file[piece.file].append((tensor, piece))
     for file, entry in content.files.items():
-        tensors = shard.read(folder / file, entry)
+        tensors = shard.read(folder / file, entry, {})
         for tensor, piece in by_file[file]:
             find_piece(folder, tensor, piece, tensors)
     return content

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 from megatfm.checkpoint import disk
 from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, Count, DType, FileEntry, Part, Shape, explain
 from megatfm.errors import MegatfmError
+
+DIRECT_BYTES = 32 * 2**20
+"""Files from here on are written past the page cache."""
 
 
 class _Entry(Part):
@@ -33,7 +37,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write the tensors (of any device and stride) into a new file. Equal tensors give equal bytes."""
     # Wide types first, so that every tensor is aligned to its type, as the library orders them.
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
-    size, digest = disk.write_file(path, _parts({key: tensors[key] for key in order}))
+    direct = sum(tensor.nbytes for tensor in tensors.values()) >= DIRECT_BYTES
+    size, digest = disk.write_file(path, _parts({key: tensors[key] for key in order}), direct)
     return FileEntry(bytes=size, blake3=digest)
 
 
@@ -47,38 +52,68 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     header += b" " * (-len(header) % 8)
     yield memoryview(struct.pack("<Q", len(header)) + header)
     for tensor in tensors.values():
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield _bytes(tensor.detach().cpu().contiguous())
 
 
-def read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
-    """Return the file's tensors, views of one buffer; raises MegatfmError unless the content has its hash."""
-    size = disk.file_size(path)
-    if size != entry.bytes:
-        raise MegatfmError(f"{path} is damaged: it has {size} bytes instead of {entry.bytes}")
-    content, digest = disk.read_hashed(path)
-    if digest != entry.blake3:
-        raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
-    try:
-        return _views(content)
-    except ValidationError as error:
-        raise MegatfmError(f"{path} is not a safetensors file: {explain(error)}") from error
-    except (ValueError, struct.error) as error:
-        raise MegatfmError(f"{path} is not a safetensors file: {error}") from error
+def read(path: Path, entry: FileEntry, places: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the file's tensors; raises MegatfmError unless the content has its hash.
+
+    Those that have a place are read right into it (it must fit), those that have None into memory of their own; of
+    the others, which are only hashed, a meta tensor tells type and shape. After an error a place may hold anything.
+    """
+    with disk.HashedFile(path) as file:
+        if file.size != entry.bytes:
+            raise MegatfmError(f"{path} is damaged: it has {file.size} bytes instead of {entry.bytes}")
+        problem = None
+        try:
+            tensors = _read(file, places)
+        except ValidationError as error:
+            problem = explain(error)
+        except (ValueError, struct.error) as error:
+            problem = str(error)
+        if file.hexdigest() != entry.blake3:
+            raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
+    if problem is not None:
+        raise MegatfmError(f"{path} is not a safetensors file: {problem}")
+    return tensors
 
 
-def _views(content: memoryview) -> dict[str, Tensor]:
-    (length,) = struct.unpack_from("<Q", content)
-    data = 8 + length
-    if data > len(content):
+def fits(place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a file's tensor can be read right into a place."""
+    return (
+        place.dtype == dtype and tuple(place.shape) == shape and place.device.type == "cpu"
+    ) and place.is_contiguous()
+
+
+def _read(file: disk.HashedFile, places: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    if file.size < 8:
+        raise ValueError(f"it has only {file.size} bytes")
+    (length,) = struct.unpack("<Q", file.take(8))
+    if length > file.left:
         raise ValueError(f"its header claims {length} bytes")
-    views = {}
-    for key, entry in _HEADER.validate_json(bytes(content[8:data])).items():
+    entries = _HEADER.validate_json(bytes(file.take(length)))
+    tensors, at = {}, 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
-        if end > len(content) - data or end - start != prod(entry.shape) * dtype.itemsize:
+        if start != at or end - start > file.left or end - start != prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"tensor {key} of shape {entry.shape} is said to lie at {start} to {end}")
-        if start == end:  # frombuffer refuses to make an empty one
-            views[key] = torch.empty(entry.shape, dtype=dtype)
-        else:
-            flat = torch.frombuffer(content, dtype=dtype, count=prod(entry.shape), offset=data + start)
-            views[key] = flat.reshape(entry.shape)
-    return views
+        at = end
+        if key not in places:
+            tensors[key] = torch.empty(entry.shape, dtype=dtype, device="meta")
+            file.skip(end - start)
+            continue
+        place = places[key]
+        direct = place is not None and fits(place, dtype, entry.shape)
+        tensors[key] = place if place is not None and direct else _fresh(entry.shape, dtype)
+        file.read_into(_bytes(tensors[key]))
+    return tensors
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor: NumPy asks the kernel for huge pages, torch doesn't."""
+    return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

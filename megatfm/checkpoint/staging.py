@@ -2,7 +2,9 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,6 +17,11 @@ log = logging.getLogger("megatfm")
 
 ALIGNMENT = 64
 """Bytes, of each piece in the buffer: a processor's cache line."""
+
+
+PARALLEL_BYTES = 64 * 2**20
+"""From here on several threads copy: one alone doesn't use up the memory's bandwidth."""
+MOST_THREADS = 4
 
 
 class Staging:
@@ -37,7 +44,12 @@ class Staging:
         for index, piece in pieces.items():
             flat = self._buffer[places[index] : places[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
-            copies[index].copy_(piece.detach(), non_blocking=self._pinned)
+        if on_gpu or end < PARALLEL_BYTES:
+            for index, piece in pieces.items():
+                copies[index].copy_(piece.detach(), non_blocking=self._pinned)
+        else:
+            with ThreadPoolExecutor(_cores()) as pool:
+                list(pool.map(lambda index: copies[index].copy_(pieces[index].detach()), pieces))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
@@ -62,3 +74,9 @@ class Staging:
 
     def __del__(self) -> None:
         self._release()
+
+
+def _cores() -> int:
+    """This rank's share of the processor."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))

@@ -57,7 +57,7 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
     what = f"checkpoint {path} not loaded"
 
     # Rank 0 sees what is there and tells the others, whose machines may see it later.
-    raw = ranks.by_rank_0(what, lambda: bytes(disk.read_file(path / metadata.FILENAME)))
+    raw = ranks.by_rank_0(what, lambda: disk.read_file(path / metadata.FILENAME))
 
     def fill() -> dict[str, JsonValue]:
         content, boxes = metadata.parse(path, raw), boxes_of(tensors)

@@ -1,7 +1,9 @@
 """What goes in comes out: one process, every dtype and shape, and the errors of a request that doesn't fit."""
 
+import fcntl
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatfm.checkpoint import Box, box, load, names, read_state, read_tensors, save, shard, verify, writer
+from megatfm.checkpoint import (
+    Box,
+    box,
+    disk,
+    load,
+    names,
+    read_state,
+    read_tensors,
+    save,
+    shard,
+    verify,
+    writer,
+)
 from megatfm.checkpoint.metadata import DTYPES, plain_state
 from megatfm.errors import MegatfmError, UsageError
 
@@ -105,9 +119,32 @@ def test_each_file_is_read_once_and_only_if_needed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(writer, "FILE_BYTES", 100)
     path = save(tmp_path, 1, {"a": torch.zeros(20), "b": torch.zeros(20), "c": torch.zeros(20)}, {})
     read, opened = shard.read, []
-    monkeypatch.setattr(shard, "read", lambda file, entry: opened.append(file.name) or read(file, entry))
+    monkeypatch.setattr(shard, "read", lambda file, *rest: opened.append(file.name) or read(file, *rest))
     load(path, {"a": torch.ones(20), "c": torch.ones(20)})
     assert opened == ["rank-00000-000.safetensors", "rank-00000-002.safetensors"]
+
+
+@pytest.mark.parametrize("bytes_of_rows", [1, 4096, 8191])
+@pytest.mark.parametrize("short", [False, True])
+def test_files_written_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_of_rows: int, short: bool
+) -> None:
+    monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 16384)
+    flags, real = [], os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        flags.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return real(fd, data[: len(data) // 8192 * 4096] if short and len(data) > 8192 else data)
+
+    monkeypatch.setattr(os, "write", write)
+    tensors = {name: torch.randint(0, 255, (23, bytes_of_rows), dtype=torch.uint8) for name in ("a", "b")}
+    path = save(tmp_path, 1, {**tensors, "c": torch.tensor(1.0)}, {})
+    assert not flags[-1], "the last part block"
+    if 23 * bytes_of_rows > 8192 and not short:
+        assert any(flags) or tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev
+    verify(path)
+    assert all(torch.equal(read_tensors(path)[name], tensor) for name, tensor in tensors.items())
 
 
 def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:
