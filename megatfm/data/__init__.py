@@ -11,6 +11,7 @@ from megatfm.data.order import Order, Place
 from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Objective
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.rows import PackedRows, Rows
+from megatfm.data.samples import ShuffledSamples
 from megatfm.data.steps import Stage, Steps, Streams, streams_for
 from megatfm.data.store import Cache
 from megatfm.data.writer import ShardWriter
@@ -34,6 +35,7 @@ __all__ = [
     "Rows",
     "Sample",
     "ShardWriter",
+    "ShuffledSamples",
     "Stage",
     "Steps",
     "Streams",

@@ -1,5 +1,6 @@
 """A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -177,7 +178,7 @@ class Corpus:
             # Compared before anything is allocated for it.
             if found != said:
                 raise self._damage(shard, frame, f"holds {found} bytes, the index says {said}")
-            data = zstandard.ZstdDecompressor().decompress(compressed, allow_extra_data=False)
+            data = _decompressor().decompress(compressed, allow_extra_data=False)
             return shard, frame, self._hashed(shard, frame, data)
         except zstandard.ZstdError as error:
             raise self._damage(shard, frame, str(error)) from error
@@ -215,6 +216,17 @@ class Corpus:
             f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )
+
+
+_local = threading.local()
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One for each thread, since making one takes as long as unpacking a small frame."""
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _local.decompressor
+    return found
 
 
 class Indexes(Sequence[ShardIndex]):

@@ -37,9 +37,11 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     try:
         # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        try:
             # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
-            data = os.pread(file.fileno(), size, offset)
+            data = os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise MegatfmError(
             f"{path}: cannot be read at byte {offset} ({error.strerror}): {RESTORE}"

@@ -86,8 +86,15 @@ class Order:
             row = int(self._rows.get((epoch, block), partial(self._in_block, epoch, block))[row])
         return Place(epoch, block, row)
 
+    def block_order(self, epoch: int, block: int) -> list[int]:
+        """The rows of a block as they come in an epoch."""
+        rows: list[int] = self._rows.get((epoch, block), partial(self._in_block, epoch, block)).tolist()
+        return rows if self.shuffle else sorted(rows)
+
     def _in_turns(self, position: int, epoch: int) -> int:
         """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
+        if self.turn == 1:
+            return position
         length = self.streams * self.turn
         begin = max(position - position % length, epoch * len(self))
         end = min(position - position % length + length, (epoch + 1) * len(self))
@@ -140,7 +147,7 @@ class _Slices:
 
 
 def _find(table: _Table, row: int) -> tuple[int, int]:
-    at = int(np.searchsorted(table.first_rows, row, side="right")) - 1
+    at = int(table.first_rows.searchsorted(row, side="right")) - 1
     return int(table.numbers[at]), row - int(table.first_rows[at])
 
 

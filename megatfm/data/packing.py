@@ -149,28 +149,42 @@ class CutBlock:
 
     @property
     def nbytes(self) -> int:
-        return self.starts.nbytes + sum(field.nbytes for field in self.fields.values())
+        own = sum(field.nbytes for field in self.fields.values())
+        return own + 8 * len(self.fields["tokens"]) + self.starts.nbytes
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int32]:
+        """Which document each token is of, in the block [total]."""
+        lengths = np.diff(self.starts, append=len(self.fields["tokens"]))
+        return np.repeat(np.arange(len(self.starts), dtype=np.int32), lengths)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int32]:
+        """Where in its document each token is [total]."""
+        return (np.arange(len(self._numbers)) - self.starts[self._numbers]).astype(np.int32)
 
     def row(self, number: int, as_one_document: bool = False) -> Fields:
         """Row `number`: its slice of every field, with "documents" (0, 1, … in the row) and "positions"
         (from 0 in each piece of a document); past the end of the block there is padding."""
         total, length = len(self.fields["tokens"]), self.length
-        begin, end = (min(n * length, total) for n in (number, number + 1))
-        row = {
-            name: padded(field[begin:end], length, self.fills[name]) for name, field in self.fields.items()
-        }
-        where = np.arange(begin, end)
-        numbers = np.searchsorted(self.starts, where, side="right") - 1
+        part = slice(min(number * length, total), min((number + 1) * length, total))
+        row = {name: padded(field[part], length, self.fills[name]) for name, field in self.fields.items()}
+        numbers = self._numbers[part]
+        positions = np.arange(len(numbers), dtype=np.int32)
         if as_one_document:
-            documents, positions = np.zeros_like(where), where - begin
+            documents = np.zeros_like(numbers)
         else:
-            documents, positions = numbers - numbers[:1], where - np.maximum(self.starts[numbers], begin)
-        if self.blank.any():
+            documents, positions = numbers - numbers[:1], np.minimum(positions, self._places[part])
+        if self.has_blank:
             blank = self.blank[numbers]
             documents, positions = np.where(blank, NO_DOCUMENT, documents), np.where(blank, 0, positions)
         row["documents"] = padded(documents, length, NO_DOCUMENT)
         row["positions"] = padded(positions, length, 0)
         return row
+
+    @cached_property
+    def has_blank(self) -> bool:
+        return bool(self.blank.any())
 
 
 def cut_rows(
@@ -199,6 +213,9 @@ def joined(pieces: Sequence[NDArray[np.integer]], name: str) -> NDArray[np.int32
 
 def padded(values: NDArray[np.integer], length: int, fill: int) -> NDArray[np.int64]:
     """`values` and then `fill`, [length]."""
-    row = np.full(length, fill, np.int64)
+    if len(values) == length:
+        return values.astype(np.int64)
+    row = np.empty(length, np.int64)
     row[: len(values)] = values
+    row[len(values) :] = fill
     return row
