@@ -4,9 +4,10 @@
     python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1
 
 Every round takes each measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios
-within a round are what counts. `dd` writes as many bytes in blocks of 8 MB and syncs (conv=fsync); it reads them back
-after their pages were dropped, as a load's are. A stall is the time that `save` keeps the training thread, of a save
-in the background, against a save that is waited for; its first use also takes the memory, and isn't counted.
+within a round are what counts. `dd` writes as many bytes in blocks of 8 MB and syncs (conv=fsync); it reads the very
+files that the load reads, each after their pages were dropped from memory, and who goes first alternates. The stall is
+what a step (about a second of matrix products on one core) takes longer with a save that begins before it, until the
+weights may change; the write then goes on. The first save also takes its memory, and isn't counted.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint import disk
 
 BLOCK = 8 * 2**20
+PRODUCTS = 40
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
             r["dd write"] / r["async"] for r in rounds
         ),
         "load, of dd's speed": statistics.median(r["dd read"] / r["load"] for r in rounds),
-        "stall, of a save": statistics.median(r["stall"] / r["save"] for r in rounds),
+        "stall, of a save": statistics.median((r["step that saves"] - r["step"]) / r["save"] for r in rounds),
     }
     print(f"{world} rank{'s' * (world > 1)}")
     for name, value in seconds.items():
@@ -123,27 +125,48 @@ def one_round(
         start = time.perf_counter()
         if by_all or rank == 0:
             work()
-        if name != "stall":  # which is each rank's own
-            dist.barrier()
+        dist.barrier()
         seconds[name] = time.perf_counter() - start
 
     timed("dd write", lambda: dd("/dev/zero", file, size, "conv=fsync"), by_all=False)
-    timed("save", lambda: plain.save(number + 1, tensors, {}))
-    start = time.perf_counter()
-    timed("stall", lambda: background.save(number + 2, tensors, {}))
-    background.finish()
-    dist.barrier()
-    seconds["async"] = time.perf_counter() - start
-    if rank == 0:
-        for path in (file, *target.glob("step-*/*")):
-            disk.forget(path)
-    timed("dd read", lambda: dd(file, Path("/dev/null"), size), by_all=False)
-    newest = target / f"step-{number + 2:08d}"
-    timed("load", lambda: checkpoint.load(newest, tensors))
     if rank == 0:
         file.unlink()
+    timed("save", lambda: plain.save(number + 1, tensors, {}))
+    timed("step", step)
+    start = time.perf_counter()
+
+    def step_that_saves() -> None:
+        background.save(number + 2, tensors, {}, copied=False)
+        step()
+        background.settle()
+
+    timed("step that saves", step_that_saves)
+    background.finish()
     dist.barrier()
+    seconds["save beside a step"] = time.perf_counter() - start
+    newest = target / f"step-{number + 2:08d}"
+
+    def read_by_dd() -> None:
+        for path in sorted(newest.glob("*.safetensors")):
+            dd(path, Path("/dev/null"), path.stat().st_size)
+
+    reads: list[tuple[str, Callable[[], object], bool]] = [
+        ("dd read", read_by_dd, False),
+        ("load", lambda: checkpoint.load(newest, tensors), True),
+    ]
+    for name, work, by_all in reads if number % 4 else reversed(reads):
+        if rank == 0:
+            for path in newest.iterdir():
+                disk.forget(path)
+        timed(name, work, by_all)
     return seconds
+
+
+def step() -> None:
+    """What a training step does meanwhile."""
+    values = torch.ones(1024, 1024)
+    for _ in range(PRODUCTS):
+        values @ values
 
 
 def dd(source: str | Path, target: Path, size: int, *words: str) -> None:

@@ -177,6 +177,7 @@ class HashedFile:
         try:
             with naming("read", path):
                 self.size = self.left = _regular_size(path, os.fstat(self._file))
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
         except MegatfmError:
             os.close(self._file)
             raise

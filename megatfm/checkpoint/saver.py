@@ -58,6 +58,8 @@ class Saver:
         """The newest checkpoint of which every byte was read and compared: retention leaves it."""
         self._group = dist.new_group(backend="gloo", timeout=LONGEST) if ranks.in_group() else None
         self._staging = Staging()
+        self._copied = threading.Event()
+        self._copied.set()
         self._thread: threading.Thread | None = None
         self._step = 0
         self._path: Path | None = None
@@ -65,11 +67,19 @@ class Saver:
         self._known: Mapping[str, object] = {}
         self._share: Share | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Box | Tensor], state: Mapping[str, JsonValue]) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Box | Tensor],
+        state: Mapping[str, JsonValue],
+        *,
+        copied: bool = True,
+    ) -> None:
         """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
 
-        Waits for a save that still runs. Raises MegatfmError on every rank for its failure, or for a failure of
-        this one before it goes on in the background; a later one is `finish`'s to raise.
+        Waits for a save that still runs. copied: return only once the tensors may change; otherwise `settle` must be
+        called before they do. Raises MegatfmError on every rank for the failure of the save before, or of this one
+        before it goes on in the background; a later one is `finish`'s to raise.
         """
         if (running := self.running) is not None:
             log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
@@ -81,14 +91,20 @@ class Saver:
         share = self._agreed_share(what, boxes)
         self._step = step
         if self.mode == "async":
-            staged = ranks.together(what, lambda: self._staging.copy(share.pieces(boxes)), self._group)
+            self._copied.clear()
             self._thread = threading.Thread(
-                target=self._write, args=(plain, share, lambda: staged), name="megatfm-save", daemon=True
+                target=self._copy_and_write, args=(plain, share, boxes), name="megatfm-save", daemon=True
             )
             self._thread.start()
+            if copied:
+                self.settle()
         else:
             self._write(plain, share, lambda: share.pieces(boxes))
             self.finish()
+
+    def settle(self) -> None:
+        """Wait until what is being saved is copied, and so may change. Local, and short."""
+        self._copied.wait()
 
     @property
     def running(self) -> int | None:
@@ -138,6 +154,22 @@ class Saver:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def _copy_and_write(self, state: dict[str, JsonValue], share: Share, boxes: Mapping[str, Box]) -> None:
+        failure: Exception | None = None
+        try:
+            copies = self._staging.copy(share.pieces(boxes))
+        except Exception as error:
+            failure = error
+        finally:
+            self._copied.set()
+
+        def pieces() -> Mapping[MetadataIndex, Tensor]:
+            if failure is not None:  # raised where all ranks hear of it
+                raise failure
+            return copies
+
+        self._write(state, share, pieces)
 
     def _write(
         self, state: dict[str, JsonValue], share: Share, pieces: Callable[[], Mapping[MetadataIndex, Tensor]]

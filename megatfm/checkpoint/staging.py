@@ -37,21 +37,21 @@ class Staging:
         for index, piece in pieces.items():
             places[index] = end
             end += math.ceil(piece.nbytes / ALIGNMENT) * ALIGNMENT
-        on_gpu = any(piece.is_cuda for piece in pieces.values())
+        gpu = next((piece.device for piece in pieces.values() if piece.is_cuda), None)
         if end > len(self._buffer):
-            self._allocate(end, on_gpu)
+            self._allocate(end, gpu is not None)
         copies = {}
         for index, piece in pieces.items():
             flat = self._buffer[places[index] : places[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
-        if on_gpu or end < PARALLEL_BYTES:
+        if gpu or end < PARALLEL_BYTES:
             for index, piece in pieces.items():
                 copies[index].copy_(piece.detach(), non_blocking=self._pinned)
         else:
             with ThreadPoolExecutor(_cores()) as pool:
                 list(pool.map(lambda index: copies[index].copy_(pieces[index].detach()), pieces))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        if gpu:  # the thread's own device may be another
+            torch.cuda.current_stream(gpu).synchronize()
         return copies
 
     def _allocate(self, size: int, pin: bool) -> None:

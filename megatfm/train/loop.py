@@ -173,6 +173,7 @@ class Trainer:
         stats = forward_backward(self.engine, next(loader), objective, at.step + 1, checks.replay_every)
         at.step, at.position = at.step + 1, loader.position
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
+        at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
         grad_norm, skipped = at.trouble.careful_step(self.engine, at.step, stats.loss, lr)
         if skipped:
             self._event("skipped", skipped)

@@ -97,9 +97,9 @@ class State:
         return True
 
     def save(self, loader: Loader) -> None:
-        """Write a checkpoint, or begin to. A collective."""
+        """Write a checkpoint, or begin to: nothing of it may change before `saver.settle`. A collective."""
         drawn = generators.state(self.run.rank, self.engine.device)
-        self.saver.save(self.step, {**self.engine.state_dict(), **drawn}, self._facts(loader))
+        self.saver.save(self.step, {**self.engine.state_dict(), **drawn}, self._facts(loader), copied=False)
 
     def _facts(self, loader: Loader) -> dict[str, Any]:
         return resume.run_state(

@@ -87,6 +87,25 @@ def test_what_changes_after_the_save_returned_is_not_in_it(
     assert all(bool((tensor == 1).all()) for tensor in read.values())
 
 
+def test_a_save_returns_before_its_copy_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, held = threading.Event(), tensors(1)
+    with Saver(tmp_path) as saving:
+        copy = saving._staging.copy
+        monkeypatch.setattr(saving._staging, "copy", lambda pieces: release.wait(30) and copy(pieces))
+        saving.save(1, held, {}, copied=False)
+        threading.Timer(0.1, release.set).start()
+        saving.settle()
+        assert release.is_set()
+        for tensor in held.values():
+            Box.of(tensor).tensor.add_(100)
+        saving.finish()
+        saving.settle()
+    read = read_tensors(tmp_path / "step-00000001")
+    assert all(bool((tensor == 1).all()) for tensor in read.values())
+
+
 def test_the_copy_is_one_buffer_used_again(tmp_path: Path) -> None:
     with Saver(tmp_path) as saving:
         saving.save(1, tensors(1), {})
@@ -262,7 +281,8 @@ def test_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     with Saver(tmp_path) as saving:
         monkeypatch.setattr("megatfm.checkpoint.staging.np.empty", refuse)
+        saving.save(1, tensors(1), {})
         with pytest.raises(MegatfmError, match=r"step 1 not saved: .*set checkpoint\.mode = \"sync\""):
-            saving.save(1, tensors(1), {})
+            saving.finish()
     assert not tmp_path.joinpath("step-00000001").exists()
     assert disk.LAG_SECONDS > 0
