@@ -165,35 +165,3 @@ def test_gradients_equal_one_device(workers, layout, config):
     ranks = WORLD.get(layout, 2)
     compared = workers.run(compare_gradients, ranks, config, LAYOUTS[layout])
     assert compared == [len(list(build(config).parameters()))] * ranks
-
-
-def train_ten_steps(parallel: ParallelConfig, optimizer: AdamWConfig) -> float:
-    """Largest difference of a weight from plain torch optimizers with plain clipping."""
-    engine, reference = make_engine(MODEL, parallel, optimizer), one_device(MODEL)
-    named = dict(reference.named_parameters())
-    matrices = [n for n, p in named.items() if p.dim() == 2 and (optimizer.name == "muon" and "layers" in n)]
-    decayed = [p for n, p in named.items() if p.dim() == 2 and n not in matrices]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed}, {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0}],
-        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay,
-    )  # fmt: skip
-    plain = [adamw]
-    if matrices:
-        plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
-    for step in range(10):
-        batch = global_batch(seed=step)
-        one_device_gradients(reference, batch)
-        expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
-        for torch_optimizer in plain:
-            torch_optimizer.step()
-        engine.forward_backward(microbatches(engine, batch), CAUSAL)
-        assert engine.step(optimizer.lr, optimizer.clip) == pytest.approx(float(expected_norm), rel=1e-6)
-    return max(float((block(engine, n, p.detach()) - engine.local[n]).abs().max()) for n, p in named.items())
-
-
-@pytest.mark.parametrize("layout", ["zero3 on 2", "tp2", "zero3 2 × tp2"])
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_ten_steps_equal_plain_torch(workers, layout, optimizer):
-    ranks = WORLD.get(layout, 2)
-    differences = workers.run(train_ten_steps, ranks, LAYOUTS[layout], optimizer)
-    assert max(differences) <= 1e-7

@@ -126,8 +126,10 @@ def ranks_of(parallel: ParallelConfig) -> int:
         (ParallelConfig(dp_shard=2), ParallelConfig()),
         (ParallelConfig(tp=2), ParallelConfig(dp_shard=2)),
         (ParallelConfig(), ParallelConfig(tp=2)),
+        (ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2, zero=0)),
+        (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=2)),
     ],
-    ids=["shards to one", "tp to shards", "one to tp"],
+    ids=["shards to one", "tp to shards", "one to tp", "zero 1 to 0", "zero 0 to 2"],
 )
 def test_state_goes_through_the_store_bit_for_bit(
     workers: Workers, tmp_path: Path, optimizer: AdamWConfig, saved: ParallelConfig, loaded: ParallelConfig
@@ -150,7 +152,7 @@ def test_state_goes_through_the_store_bit_for_bit(
 def test_training_goes_on_after_a_load_as_without(
     workers: Workers, tmp_path: Path, optimizer: AdamWConfig
 ) -> None:
-    layout = ParallelConfig(dp_shard=2)
+    layout = ParallelConfig(dp_shard=2, zero=1)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]
     resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "b")

@@ -86,7 +86,7 @@ def distance(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_do_what_one_does(workers: Workers, name: str) -> None:
     (wanted,) = workers.run(train_ten_steps, 1, ParallelConfig(), OPTIMIZERS[name])
-    for layout in (ParallelConfig(dp_shard=2), ParallelConfig(tp=2)):
+    for layout in (ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=2, zero=1), ParallelConfig(tp=2)):
         for difference, moved in workers.run(distance, 2, layout, OPTIMIZERS[name], wanted):
             assert difference <= 1e-7
             assert moved > 1e-4
