@@ -111,6 +111,27 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pipeline_goes_with_the_rest(self) -> Self:
+        parallel, train = self.parallel, self.train
+        if parallel.pp == 1:
+            return self
+        if parallel.splits_backward:
+            for key, value, other in (
+                ("train.compile", train.compile, False),
+                ("train.recompute", train.recompute, "none"),
+            ):
+                if value != other:
+                    raise ValueError(
+                        f"parallel.schedule = {parallel.schedule!r} takes backward passes in two parts, which {key} = "
+                        f"{value!r} would repeat: use parallel.schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+                    )
+        if parallel.accumulate == "shards":
+            raise ValueError(
+                "parallel.accumulate = 'shards': under pipeline stages gradients are reduced once a step: leave it out"
+            )
+        return self
+
 
 def names(field: FieldInfo) -> list[str]:
     """The names among which a field's section is chosen, without a plugin's."""

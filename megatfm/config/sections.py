@@ -56,12 +56,18 @@ class ParallelConfig(Section):
             return 1
         return self.virtual_stages or 2
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+
     @model_validator(mode="after")
     def _reserved(self) -> Self:
         for axis in ("cp", "ep"):
             if getattr(self, axis) != 1:
                 raise ValueError(
-                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp, pp or dp_shard"
+                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp, pp or "
+                    "dp_shard"
                 )
         if self.accumulate == "shards" and self.zero < 2:
             raise ValueError(
@@ -91,7 +97,9 @@ class TrainConfig(Section):
     """auto: cuda where there is one."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    recompute: str = Field(default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B)$", examples=["2 GB"])
+    recompute: str = Field(
+        default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B)$", examples=["2 GB"]
+    )
     """Activations that the backward pass computes again: "full": all of a block but its input; "selective": what is
     cheap; a size: whole blocks, once those before them in a forward pass keep so much; "none"."""
     init_from: PathStr | None = None

@@ -38,7 +38,12 @@ LENGTHS = {"tokens": LENGTH, "encoder_tokens": LENGTH}
 
 
 def make_engine(
-    config: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerSection = ADAMW
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerSection = ADAMW,
+    *,
+    recomputed: str = "none",
+    compiled: bool = False,
 ) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
@@ -65,6 +70,8 @@ def make_engine(
         optimizers=optimizers,
         sharing=Sharing(parallel.zero, parallel.accumulate),
         pipeline=pipeline,
+        recomputed=recomputed,
+        compile_blocks=compiled,
     )
 
 
@@ -110,13 +117,15 @@ def case(name: str, deep: bool) -> tuple[ModelConfig, dict[str, Tensor]]:
     return (config.model_copy(update={"n_layers": 7}) if deep else config), batch
 
 
-def compare(names: list[str], parallel: ParallelConfig) -> list[set[str]]:
+def compare(
+    names: list[str], parallel: ParallelConfig, recomputed: str = "none", compiled: bool = False
+) -> list[set[str]]:
     """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
     held = []
     for name in names:
         config, batch = case(name, parallel.pp * parallel.stages_per_rank > 4)
         model, objective, loss = reference(config, batch)
-        engine = make_engine(config, parallel)
+        engine = make_engine(config, parallel, recomputed=recomputed, compiled=compiled)
         for n, parameter in model.named_parameters():
             if n in engine.local:
                 assert torch.equal(block(engine, n, parameter.detach()), engine.local[n]), (

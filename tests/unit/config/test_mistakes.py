@@ -48,7 +48,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("optimizer.lr=inf", "optimizer.lr = inf: input should be a finite number; for example 0.0003"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: input should be less than 1; the default"),
         ("schedule.final_ratio=1.1", "schedule.final_ratio = 1.1: input should be less than or equal to 1"),
-        ("train.precision=fp8", "train.precision = 'fp8': input should be 'auto', 'fp32', 'bf16' or 'fp64'; the"),
+        ("train.precision=fp8", "train.precision = 'fp8': input should be 'auto', 'fp32', 'bf16', 'fp16' or"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("log.profile=5", "log.profile = 5: input should be a valid string; for example '10:13'"),
         ("run_dir=", "run_dir: an empty path: give a path, or leave the key out"),
@@ -76,7 +76,9 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
         ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
         ("parallel.tp=4", "parallel.tp = 4 does not divide model.n_heads = 2: choose a tp that divides it, e.g. 2"),
-        ("parallel.pp=2", "parallel: pp = 2: this axis is not there yet: use pp = 1 with tp or dp_shard"),
+        ("parallel.cp=2", "parallel: cp = 2: this axis is not there yet: use cp = 1 with tp, pp or dp_shard"),
+        ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it"),
+        ('parallel.cuts=["head"]', "parallel: cuts are for pipeline stages, and pp = 1: leave them out"),
         ("parallel.dp_shard=0", "parallel: dp_shard = 0: choose -1 (all ranks that are left) or a positive number"),
     ],
 )  # fmt: skip
@@ -92,6 +94,30 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
     )
     load("parallel.tp=2", "data.sequence_length=9", "parallel.sequence_parallel=false")
     load("parallel.tp=2", "data.sequence_length=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["parallel.schedule=zbv", "train.compile=true"],
+            "parallel.schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat",
+        ),
+        (
+            ["parallel.schedule=dualpipev", "train.recompute=full"],
+            "parallel.schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = 'full' would",
+        ),
+        (
+            ["parallel.accumulate=shards"],
+            "parallel.accumulate = 'shards': under pipeline stages gradients are reduced once a step: leave it out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_pipeline(
+    load: Callable[..., Config], file: Path, overrides: list[str], line: str
+) -> None:
+    load(*overrides)  # without stages it does
+    assert mistake(load, "parallel.pp=2", *overrides).startswith(f"{file}: {line}")
 
 
 def test_a_generator_s_heads_that_the_ranks_cannot_share() -> None:
