@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint docs wheel-test system-deps deepspeed moe clean
+.PHONY: help quickstart test soak lint docs wheel-test system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +28,9 @@ quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume
 test: $(VENV)/.installed-test ## the whole suite on the CPU
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
 	$(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
+
+soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -70,9 +70,6 @@ def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     ratios = {
         "save, of dd's speed": statistics.median(r["dd write"] / r["save"] for r in rounds),
-        "save in the background, of dd's speed": statistics.median(
-            r["dd write"] / r["async"] for r in rounds
-        ),
         "load, of dd's speed": statistics.median(r["dd read"] / r["load"] for r in rounds),
         "stall, of a save": statistics.median((r["step that saves"] - r["step"]) / r["save"] for r in rounds),
     }

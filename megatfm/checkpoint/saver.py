@@ -4,7 +4,9 @@ What the background threads of the ranks agree on goes over a process group of t
 with training's collectives.
 """
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +33,8 @@ log = logging.getLogger("megatfm")
 
 LONGEST = timedelta(hours=2)
 """How long the other ranks wait for the slowest one's files."""
+NICE = 10
+"""Of a thread that writes, and of the one that hashes for it: it leaves busy cores to training."""
 LAST_WAIT_SECONDS = 30.0
 """After an error elsewhere: how long a save that still runs may take."""
 
@@ -163,6 +167,8 @@ class Saver:
             failure = error
         finally:
             self._copied.set()
+        with contextlib.suppress(OSError):  # from here on training goes first; on Linux each thread has its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
         def pieces() -> Mapping[MetadataIndex, Tensor]:
             if failure is not None:  # raised where all ranks hear of it

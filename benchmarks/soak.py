@@ -1,0 +1,172 @@
+"""Training under fire: a hundred kills at seeded moments, then a run whose ranks are killed every ~20 seconds.
+
+    python benchmarks/soak.py                              # 100 kills, then 30 minutes
+    python benchmarks/soak.py --kills 12 --minutes 3
+
+The first part compares every curve and every stored bit with runs that nobody killed (`tests/e2e/crashes.py`). The
+second counts effective training: the seconds of steps that are part of the final record (each step once), over the
+wall time less what processes take from their start to their first step. No step before the last save may be lost.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import data_prep
+from megatfm.config import load
+from megatfm.config.prep import PrepConfig
+from megatfm.train import loop
+from tests.e2e import crashes
+
+PREP = """
+out = "{out}"
+[read]
+folder = "{texts}"
+[split]
+validation = 0.2
+[tokenizer]
+vocab_size = 512
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.empty(1, device="meta").to(torch.float64)  # slow the first time
+    with tempfile.TemporaryDirectory(prefix="megatfm-soak-") as name:
+        folder = Path(name)
+        corpus = prepare(folder)
+        with contextlib.redirect_stdout(sys.stderr):
+            kills = crashes.run_series(corpus, folder / "kills", crashes.shares(given.kills), given.seed)
+        print("kills:", json.dumps(kills), flush=True)
+        fire = under_fire(corpus, folder / "fire", given.minutes * 60, given.between, given.ranks, given.seed)
+        print("under fire:", json.dumps(fire))
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+        "kills": kills,
+        "under fire": fire,
+    }
+    if given.out:
+        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def prepare(folder: Path) -> Path:
+    """A small corpus of the standard library's sources, made in a process of its own: making it may start threads."""
+    corpus = folder / "corpus"
+
+    def make() -> None:
+        texts = folder / "texts"
+        texts.mkdir()
+        for file in sorted(Path(json.__file__).parents[1].glob("*.py")):
+            (texts / file.name).write_bytes(file.read_bytes())
+        config = folder / "prep.toml"
+        config.write_text(PREP.format(out=corpus, texts=texts))
+        data_prep.run(load(PrepConfig, config))
+        os._exit(0)
+
+    pid = crashes.fork(make)
+    assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
+    return corpus
+
+
+def under_fire(
+    corpus: Path, folder: Path, seconds: float, between: float, world: int, seed: int
+) -> dict[str, Any]:
+    """Train for so long; every now and then one rank is killed, and all start again once all have ended."""
+    folder.mkdir()
+    config = folder / "crashes.toml"
+    config.write_text(crashes.CONFIG.replace("CORPUS", str(corpus)))
+    run, draw = folder / "run", random.Random(seed)
+    words = [
+        "train", str(config), f"run_dir={run}", f"parallel.dp_shard={world}", "train.steps=100000000",
+        "model.d_model=64", "checkpoint.every=10", "checkpoint.keep=2", "log.every=1000",
+    ]  # fmt: skip
+    begin, starting, starts, lost = time.monotonic(), 0.0, 0, Counter[str]()
+    while time.monotonic() < begin + seconds:
+        start = time.time()
+        pids = start_ranks(words, world, folder)
+        starts += 1
+        while (last := last_line(run))["time"] < start and time.time() < start + crashes.PATIENCE_SECONDS:
+            time.sleep(0.01)
+        assert last["time"] > start, (folder / "said-0").read_text()
+        starting += last["time"] - last["step_seconds"] - start
+        due = min(time.monotonic() + draw.uniform(0.5, 1.5) * between, begin + seconds)
+        time.sleep(max(0.0, due - time.monotonic()))
+        reached = last_line(run)["step"]
+        os.kill(draw.choice(pids), signal.SIGKILL)
+        for pid in pids:  # the others end by themselves
+            ended, _ = crashes.wait([pid], time.monotonic() + crashes.PATIENCE_SECONDS)
+            assert ended, "a rank didn't end after another was killed"
+        saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+        lost["steps done again"] += max(0, reached - saved)
+        # One interval that was begun, and one whose save was still being written.
+        assert reached - saved <= 3 * 10, f"at step {reached}, but the newest checkpoint is of {saved}"
+    wall = time.monotonic() - begin
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    numbers = [line["step"] for line in lines]
+    assert numbers == list(range(1, len(numbers) + 1)), "every step once"
+    useful = sum(line["step_seconds"] for line in lines if line["step"] <= saved)
+    return {
+        "seconds": round(wall, 1),
+        "starting seconds": round(starting, 1),
+        "kills": starts,
+        "ranks": world,
+        "steps": saved,
+        **lost,
+        "effective": round(useful / (wall - starting), 4),
+    }
+
+
+def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
+    """Fork all ranks of a run."""
+    port = crashes.free_port()
+    pids = []
+    for rank in range(world):
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        said = folder / f"said-{rank}"
+        pids.append(crashes.fork(lambda: crashes.live(words, variables, said)))  # noqa: B023
+    return pids
+
+
+def last_line(run: Path) -> dict[str, Any]:
+    """The last step in the record."""
+    path = run / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            for line in reversed(file.read().split(b"\n")[:-1]):
+                with contextlib.suppress(ValueError):
+                    return dict(json.loads(line))
+    return {"step": 0, "time": 0.0}
+
+
+if __name__ == "__main__":
+    assert loop  # imported before the fork
+    main()
