@@ -42,6 +42,8 @@ def page(title: str, kind: type[BaseModel]) -> str:
             # Every key each time: a key that one section has and another has not would else look alike.
             parts.append(f"## `[{name}]`{variant(section) if len(sections(field)) > 1 else ''}")
             parts += [str(section.__doc__), table(section.model_fields.items())]
+            for key, inner in parts_of(section):
+                parts += [f"### `{name}.{key}`", str(inner.__doc__), table(inner.model_fields.items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,6 +57,15 @@ def sections(field: FieldInfo) -> list[type[BaseModel]]:
     """The section classes that a field may hold."""
     kinds = [field.annotation, *get_args(field.annotation)]
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def parts_of(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The keys of a section that hold lists or tables of sections, and those."""
+    for key, field in section.model_fields.items():
+        if get_origin(field.annotation) in (list, dict):
+            kind = get_args(field.annotation)[-1]
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield f"{key}.NAME" if get_origin(field.annotation) is dict else f"{key}[]", kind
 
 
 def table(fields: Any) -> str:

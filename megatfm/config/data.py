@@ -1,6 +1,6 @@
 """The `[data]` section: which corpora are read, and in what order."""
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -42,7 +42,7 @@ class DataConfig(Section):
     """Corpora made by `megatfm prep`, and the order in which their text is read."""
 
     train: PathStr | None = Field(default=None, examples=["corpora/quickstart/train"])
-    """Folder or URL of the training corpus (shards and manifest.json), unless there is a mixture."""
+    """Folder or URL of the training corpus (shards and manifest.json). "": none, since there is a mixture."""
     mixture: dict[str, MixtureSource] = Field(default_factory=dict)
     """Training corpora by name, e.g. `[data.mixture.web]` with `path = "corpora/web"` and `weight = 0.7`."""
     mixture_changes: list[MixtureChange] = Field(default_factory=list)
@@ -74,6 +74,14 @@ class DataConfig(Section):
     """Folder for shards from URLs; left out, `~/.cache/megatfm/shards`. Ranks on one machine share it."""
     cache_bytes: PositiveInt = 2**36
     """Size above which it forgets what was not read for longest. It should hold a shard for each stream."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_empty(cls, values: Any) -> Any:
+        """A preset's corpus can't be left out by whoever wants a mixture in its place."""
+        if isinstance(values, dict) and values.get("train") == "" and values.get("mixture"):
+            return {key: value for key, value in values.items() if key != "train"}
+        return values
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
