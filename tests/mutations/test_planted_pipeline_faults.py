@@ -1,0 +1,162 @@
+"""The comparison of pipelines finds what it is there to find: each fault planted here must turn it red."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.engines import native, split_backward
+from megatfm.engines.pipelined import StagePasses
+from megatfm.engines.ties import Ties
+from megatfm.models import build
+from tests.parity.test_pipelines import block, case, errors, make_engine, microbatches, reference
+from tests.workers import WorkerFailure, Workers
+
+Patch = pytest.MonkeyPatch
+
+TWO = ParallelConfig(pp=2)
+FOUR = ParallelConfig(pp=4)
+ZBV = ParallelConfig(
+    pp=2,
+    schedule="zbv",
+    cuts=["generator.encoder.layers.1", "discriminator.encoder.layers.0", "discriminator.encoder.layers.1"],
+)
+
+
+def sum_no_tie(patch: Patch) -> None:
+    patch.setattr(Ties, "sum", lambda self, gradients: None)
+
+
+def count_ties_on_each_rank(patch: Patch) -> None:
+    patch.setattr(Ties, "counts_here", lambda self, name: True)
+
+
+def name_layers_from_each_stage_on(patch: Patch) -> None:
+    """As if every stage's first layer were the model's."""
+    real = native.draw
+
+    def draw(initial: Any, seed: int, name: str, *box: Any) -> Tensor:
+        return real(initial, seed, name.replace("layers.1", "layers.0") if dist.get_rank() else name, *box)
+
+    patch.setattr(native, "draw", draw)
+
+
+def take_the_next_micro_batch(patch: Patch) -> None:
+    real = StagePasses._call
+
+    def call(self: StagePasses, stage: Any, batch: Any, *args: Any) -> Any:
+        return real(self, stage, {n: t.roll(1, 0) for n, t in batch.items()} if stage.index else batch, *args)
+
+    patch.setattr(StagePasses, "_call", call)
+
+
+def lose_the_memory_s_gradient(patch: Patch) -> None:
+    real = StagePasses._send
+
+    def send(self: StagePasses, fields: Any, carry: dict[str, Tensor], to: int) -> Any:
+        backward = to < min(self._stages)
+        given = {n: torch.zeros_like(t) if backward and n == "memory" else t for n, t in carry.items()}
+        return real(self, fields, given, to)
+
+    patch.setattr(StagePasses, "_send", send)
+
+
+def lose_what_only_passes_through(patch: Patch) -> None:
+    real = StagePasses._hand_back
+
+    def hand_back(self: StagePasses, step: Any, stage: Any, i: int, passing: Any) -> None:
+        passing.through = {}
+        real(self, step, stage, i, passing)
+
+    patch.setattr(StagePasses, "_hand_back", hand_back)
+
+
+def take_the_last_loss_only(patch: Patch) -> None:
+    real = StagePasses._call
+
+    def call(self: StagePasses, stage: Any, *args: Any) -> Any:
+        gives, terms = real(self, stage, *args)
+        return gives, terms if stage.index == len(self._pipeline.stages) - 1 else {}
+
+    patch.setattr(StagePasses, "_call", call)
+
+
+def forget_weights_off_the_way(patch: Patch) -> None:
+    """What torch's own stages do."""
+    real = split_backward._branching
+
+    def branching(*args: Any) -> Any:
+        return [(w, nodes) for w, nodes in real(*args) if split_backward.OFF_THE_WAY not in nodes]
+
+    patch.setattr(split_backward, "_branching", branching)
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]] = {
+    sum_no_tie: (2, "gpt", TWO, {"decoder.embedding.tokens.weight", "norm"}),
+    count_ties_on_each_rank: (2, "gpt", TWO, {"norm"}),
+    name_layers_from_each_stage_on: (2, "llama", TWO, {"start of decoder.layers.1.*.weight"}),
+    take_the_next_micro_batch: (2, "llama", TWO, {"loss", "norm", "head.weight", "decoder.layers.1.*"}),
+    lose_the_memory_s_gradient: (2, "t5", TWO, {"norm", "encoder.layers.0.ffn.*"}),
+    lose_what_only_passes_through: (4, "t5", FOUR, {"norm", "encoder.layers.0.ffn.*"}),
+    take_the_last_loss_only: (2, "electra", TWO, {"loss", "norm", "generator.encoder.layers.*"}),
+}
+"""Fault → ranks, the model and layout that show it, and what at least must be found wrong."""
+
+
+def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[str]:
+    """The comparison of test_pipelines, with a fault in the code."""
+    config, batch = case(name, deep=False)
+    model, objective, loss = reference(config, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            globals()[fault](patch)
+        engine = make_engine(config, parallel)
+        named = dict(model.named_parameters())
+        found = {
+            f"start of {n}"
+            for n, t in engine.local.items()
+            if not torch.equal(block(engine, n, named[n].detach()), t)
+        }
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        if stats.loss != pytest.approx(loss, rel=1e-12):
+            found.add("loss")
+        found |= set(errors(engine, model))
+        norm = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
+        if engine.step(0.0, clip=0.0) != pytest.approx(float(norm), rel=1e-9):
+            found.add("norm")
+        return found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    ranks, name, parallel, patterns = FAULTS[fault]
+    found = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
+    config, _ = case(name, deep=False)
+    with torch.device("meta"):
+        parameters = [n for n, _ in build(config).named_parameters()]
+    everything = {"loss", "norm", *parameters, *(f"start of {n}" for n in parameters)}
+    for pattern in patterns:
+        wanted = {one for one in everything if fnmatchcase(one, pattern)}
+        if pattern.startswith("start of"):
+            wanted = {one for one in wanted if "norm" not in one}  # norms start at 1 anywhere
+        assert wanted, pattern
+        assert wanted <= found, wanted - found
+
+
+def test_forgotten_weights_are_loud(workers: Workers) -> None:
+    """The discriminator's shared tables have no gradient on the rank that has the generator's end, too."""
+    with pytest.raises(
+        WorkerFailure, match=r"KeyError: 'discriminator\.encoder\.embedding\.positions\.weight'"
+    ):
+        workers.run(found_wrong, 2, "forget_weights_off_the_way", "electra", ZBV)
+
+
+def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
+    """In the same processes, so that no fault has stayed behind."""
+    for ranks, name, parallel in ((2, "electra", ZBV), (4, "t5", FOUR)):
+        assert set().union(*workers.run(found_wrong, ranks, None, name, parallel)) == set()
