@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from data_prep import tokenizer
 from data_prep.documents import Document, part_path, read_documents, read_parts
+from data_prep.fast import FastEncoder
 from data_prep.progress import advancing
 from data_prep.stages import Facts, Stages
 from data_prep.statistics import Statistics
@@ -40,6 +41,7 @@ class Encode:
 
     def run(self, name: str, documents: Facts, provenance: Facts, basis: Facts) -> Facts:
         encoder = tokenizers.load(self._stages.out)
+        fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.workers or len(os.sched_getaffinity(0))
         with self._stages.reporter.stage(f"tokenize {name}", documents["bytes"]) as advance:
 
@@ -48,7 +50,7 @@ class Encode:
                 file = WholeFile(self._tokens(name, number))
                 for batch in _batches(read_documents(part_path(self._folder, name, number))):
                     texts = [each.text for each in batch]
-                    for document, ids in zip(batch, encoder.encode_batch(texts, threads), strict=True):
+                    for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
                         found.append([document.source, len(ids), document.text_bytes])
                         advance(document.text_bytes)

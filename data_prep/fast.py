@@ -1,0 +1,142 @@
+"""Ids faster than the tokenizer's own library makes them, and the same ones.
+
+Byte-level BPE goes through gigatoken. SentencePiece BPE, whose pieces never reach from one word into the next, is
+encoded word by word with a memory of words that came before. Everything else, and every text that spells a reserved
+token, goes through the tokenizer itself; so does a part of every batch, to be compared.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.errors import MegatfmError
+from megatfm.tokenizers import NAMES, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+MOST_CHECKED = 2**15
+"""Characters of a text that is compared, at most."""
+REMEMBERED = 2**20
+"""Words in memory, after which it begins anew; about 200 MB."""
+LONGEST = 64
+
+Ids = list[NDArray[np.int32]]
+
+
+class FastEncoder:
+    """`encode_batch` of a tokenizer whose files lie in a folder."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        self._tokenizer = tokenizer
+        self._fast: _Gigatoken | _Words | None = None
+        if (
+            isinstance(tokenizer, HuggingFaceTokenizer)
+            and tokenizer.kind == "byte-bpe"
+            and tokenizer.lossless
+        ):
+            self._fast = _gigatoken((folder / NAMES[1]).read_bytes())
+        elif (
+            isinstance(tokenizer, SentencePieceTokenizer)
+            and tokenizer.kind == "sentencepiece"
+            and tokenizer.lossless
+            and (white := _white(tokenizer))
+        ):
+            self._fast = _Words(tokenizer, white)
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> Ids:
+        """The ids of each text."""
+        if self._fast is None:
+            return self._tokenizer.encode_batch(texts, threads)
+        usual = [not any(each in text for each in self._fast.unusual) for text in texts]
+        fast = iter(
+            self._fast([text for text, is_usual in zip(texts, usual, strict=True) if is_usual], threads)
+        )
+        others = [text for text, is_usual in zip(texts, usual, strict=True) if not is_usual]
+        slow = iter(self._tokenizer.encode_batch(others, threads) if others else [])
+        result = [next(fast) if is_usual else next(slow) for is_usual in usual]
+        self._check(texts, usual, result)
+        return result
+
+    def _check(self, texts: Sequence[str], usual: Sequence[bool], result: Ids) -> None:
+        """Compare one text of the batch, of middling length if there is one; a huge one would take too long."""
+        lengths = {number: len(texts[number]) for number, is_usual in enumerate(usual) if is_usual}
+        short = [number for number, length in lengths.items() if length <= MOST_CHECKED]
+        if not short:
+            return
+        number = min(short, key=lambda each: abs(lengths[each] - MOST_CHECKED // 8))
+        (expected,) = self._tokenizer.encode_batch([texts[number]], 1)
+        if not np.array_equal(expected, result[number]):
+            raise MegatfmError(
+                "the fast encoder gave other ids than the tokenizer: uninstall gigatoken, or report this text: "
+                f"{texts[number][:200]!r}"
+            )
+
+
+class _Gigatoken:
+    """Byte-level BPE by gigatoken."""
+
+    def __init__(self, encoder: Any, unusual: Sequence[str]) -> None:
+        self._encoder = encoder
+        self.unusual = unusual
+
+    def __call__(self, texts: Sequence[str], threads: int) -> Ids:
+        import awkward
+
+        if not texts:
+            return []
+        rows = self._encoder.encode_batch(list(texts), parallel=threads > 1)
+        flat = np.asarray(awkward.flatten(rows)).astype(np.int32)
+        return np.split(flat, np.cumsum(np.asarray(awkward.num(rows)))[:-1])
+
+
+def _gigatoken(tokenizer_json: bytes) -> _Gigatoken | None:
+    """An encoder without the added tokens, as texts that spell one are kept from it; None without the library."""
+    try:
+        import gigatoken
+    except ModuleNotFoundError:
+        return None
+    values = json.loads(tokenizer_json)
+    # Special ones are no more than text to our tokenizers; the others are found in it before all else.
+    added = [token["content"] for token in values["added_tokens"] if not token["special"]]
+    values["added_tokens"] = []
+    encoder = gigatoken.Tokenizer.from_json(json.dumps(values).encode())
+    return _Gigatoken(encoder, added)
+
+
+def _white(tokenizer: SentencePieceTokenizer) -> str:
+    """The kinds of white space before which text can be cut, if no white space stands there already."""
+    pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.vocab_size)]
+    for white in (" \n\t", " \n", " "):
+        if not any(re.search(f"[^{white}][{white}]", piece) for piece in pieces):
+            return white
+    return ""
+
+
+class _Words:
+    """SentencePiece BPE, word by word: between two characters that stand side by side in no piece, none is made, so
+    text can be cut there. A word begins with its white space."""
+
+    def __init__(self, tokenizer: SentencePieceTokenizer, white: str) -> None:
+        self._tokenizer = tokenizer
+        self._word = re.compile(f"[{white}]*[^{white}]+|[{white}]+")
+        self._known: dict[str, bytes] = {}
+        self.unusual = ("\u2581",)
+
+    def __call__(self, texts: Sequence[str], threads: int) -> Ids:
+        cut = [self._word.findall(text) for text in texts]
+        known = self._known
+        if len(known) > REMEMBERED:
+            known.clear()
+        new = [word for word in dict.fromkeys(word for words in cut for word in words) if word not in known]
+        fresh = dict(
+            zip(new, (ids.tobytes() for ids in self._tokenizer.encode_batch(new, threads)), strict=True)
+        )
+        known.update(fresh)
+        result = [np.frombuffer(b"".join(map(known.__getitem__, words)), np.int32) for words in cut]
+        for word in new:
+            if len(word) > LONGEST:
+                del known[word]
+        return result

@@ -1,0 +1,130 @@
+"""The fast encoder gives the tokenizer's own ids, whatever the text; a difference stops the work."""
+
+import random
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import tokenizer
+from data_prep.fast import FastEncoder
+from megatfm.config.prep import TokenizerConfig
+from megatfm.errors import MegatfmError
+from megatfm.tokenizers import Tokenizer
+
+KINDS = [
+    {"kind": "byte-bpe"},
+    {"kind": "byte-bpe", "pattern": "llama3"},
+    {"kind": "sentencepiece-bpe"},
+    {"kind": "sentencepiece-unigram"},
+    {"kind": "wordpiece"},
+]
+ALPHABET = [
+    *"aebTz09 .,'_-()=#\n\t",
+    *(
+        "  ",
+        "    ",
+        "\n\n",
+        "\n    ",
+        "\r\n",
+        " \n",
+        "the ",
+        " of",
+        "ing",
+        "self.",
+        "'s",
+        "don't",
+        "1234",
+        "</s>",
+        "<pad>",
+    ),
+    *(
+        "<extra_0>",
+        "é",
+        "e\u0301",
+        "ß",
+        "İ",
+        "東京",
+        "한국",
+        "😀",
+        "👩\u200d👧",
+        "\u2581",
+        "\u2581x",
+        "\xa0",
+        "\u3000",
+        "\u2028",
+        "\x00",
+        "\ufffd",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Sources of the standard library, and random strings of what is known to be hard."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    real = [
+        path.read_text()
+        for name in ("json", "email", "http")
+        for path in sorted((folder / name).glob("*.py"))[:8]
+    ]
+    rng = random.Random(0)
+    return [*real, "", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(1500))]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda each: "-".join(each.values()))
+def made(
+    request: pytest.FixtureRequest, texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Path, str]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    config = TokenizerConfig(vocab_size=600, **request.param)
+    files = tokenizer.make(config, (text for text in texts[:12]))
+    return tokenizer.write(folder, files), folder, config.kind
+
+
+def test_the_ids_are_the_same(made: tuple[Tokenizer, Path, str], texts: list[str]) -> None:
+    reference, folder, kind = made
+    fast = FastEncoder(reference, folder)
+    assert (fast._fast is not None) == (kind in ("byte-bpe", "sentencepiece-bpe"))
+    expected = reference.encode_batch(texts, 1)
+    for _ in range(2):  # with nothing in memory, and with all
+        for text, ours, theirs in zip(texts, fast.encode_batch(texts, 1), expected, strict=True):
+            assert np.array_equal(ours, theirs), repr(text)
+            assert ours.dtype == np.int32
+    assert fast.encode_batch([], 1) == []
+
+
+def test_a_difference_is_found(
+    made: tuple[Tokenizer, Path, str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, folder, _ = made
+    fast = FastEncoder(reference, folder)
+    if fast._fast is None:
+        pytest.skip("there is no other way to encode")
+    right = type(fast._fast).__call__
+    monkeypatch.setattr(
+        type(fast._fast),
+        "__call__",
+        lambda self, texts, threads: [ids[:-1] for ids in right(self, texts, threads)],
+    )
+    with pytest.raises(MegatfmError, match="gave other ids than the tokenizer"):
+        fast.encode_batch(texts[:5], 1)
+
+
+def test_the_memory_of_words_is_bounded(
+    made: tuple[Tokenizer, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, folder, kind = made
+    if kind != "sentencepiece-bpe":
+        pytest.skip("has no memory")
+    monkeypatch.setattr("data_prep.fast.REMEMBERED", 50)
+    fast = FastEncoder(reference, folder)
+    for number in range(20):
+        text = " ".join(f"w{number}x{each}" for each in range(20)) + "y" * 100
+        (ids,) = fast.encode_batch([text], 1)
+        assert np.array_equal(ids, reference.encode_batch([text], 1)[0])
+        known = fast._fast._known  # type: ignore[union-attr]
+        assert len(known) <= 50 + 20
+        assert max(map(len, known)) <= 64
