@@ -52,7 +52,7 @@ class NativeEngine:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         self.dtype = PRECISIONS[precision].stored
         self.loss_scale = LossScale() if precision == "fp16" else None
-        recompute(model, blocks(model), recomputed)
+        recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():
             block.compile(fullgraph=True)
         self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)

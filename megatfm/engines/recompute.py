@@ -32,8 +32,13 @@ KEPT = {
 Forward = Callable[..., Any]
 
 
-def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str) -> None:
+def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str, *, compiled: bool = False) -> None:
     """Let a stage's blocks run that way. To be called before they are compiled or sharded."""
+    if compiled and how != "none":
+        from torch._dynamo import config
+
+        # What a block notes for later layers, such as a mask, is noted in the forward pass; that's enough.
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = Budget(stage, size_of(how)) if how not in ("none", "full", "selective") else None
     for block in blocks:
         if budget:

@@ -93,6 +93,7 @@ def make_engine(
     *,
     precision: str = "fp64",
     recomputed: str = "none",
+    compile_blocks: bool = False,
 ) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
@@ -109,6 +110,7 @@ def make_engine(
         optimizers=optimizers,
         sharing=Sharing(parallel.zero, parallel.accumulate),
         recomputed=recomputed,
+        compile_blocks=compile_blocks,
     )
 
 

@@ -1,0 +1,246 @@
+"""Faults in sharing weights, gradients and optimizer state, in loss scaling and clipping: each must be found.
+
+Every fault is put in on all ranks while one of the suite's own comparisons runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.engines import replicated
+from megatfm.engines.buckets import Bucket
+from megatfm.engines.fully_sharded import FullySharded
+from megatfm.engines.replicated import Replicated
+from megatfm.layers import dropout
+from megatfm.parallel.mesh import Mesh
+from tests.parity import test_families, test_layouts
+from tests.parity.test_layouts import ADAMW, CAUSAL, LAYOUTS, MODEL
+from tests.unit.engines import test_loss_scale, test_sharing
+from tests.workers import Workers
+
+Patch = pytest.MonkeyPatch
+
+
+def last_microbatch_is_not_reduced(patch: Patch) -> None:
+    real = FullySharded.begin
+
+    def begin(self: FullySharded, last: bool) -> None:
+        self._calls = getattr(self, "_calls", 0) + 1  # type: ignore[attr-defined]
+        real(self, last=self._calls == 1)  # type: ignore[attr-defined]
+
+    patch.setattr(FullySharded, "begin", begin)
+
+
+def shards_are_the_neighbour_s(patch: Patch) -> None:
+    real = Bucket.unpack_own
+    patch.setattr(Bucket, "unpack_own", lambda self, row, rank: real(self, row.roll(1), rank))
+
+
+def rows_are_dealt_off_by_one(patch: Patch) -> None:
+    real = Bucket.pack
+
+    def pack(self: Bucket, tensors: dict[str, Tensor], like: Tensor) -> Tensor:
+        return real(self, {name: tensor.roll(1, 0) for name, tensor in tensors.items()}, like)
+
+    patch.setattr(Bucket, "pack", pack)
+
+
+def replicas_are_not_summed(patch: Patch) -> None:
+    real = Mesh.sum
+    patch.setattr(Mesh, "sum", lambda self, t, axes: real(self, t, [] if t.numel() > 100 else axes))
+
+
+def whole_gradients_are_averaged(patch: Patch) -> None:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, **options: Any) -> None:
+        real(tensor, **options)
+        if tensor.numel() > 100:
+            tensor /= 2
+
+    patch.setattr(replicated.dist, "all_reduce", all_reduce)
+
+
+def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
+    real, calls = Replicated.weights_changed, [0]
+
+    def weights_changed(self: Replicated) -> None:
+        calls[0] += 1
+        if calls[0] == 1:  # the initial ones
+            real(self)
+
+    patch.setattr(Replicated, "weights_changed", weights_changed)
+
+
+def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
+    real = FullySharded.begin
+
+    def begin(self: FullySharded, last: bool) -> None:
+        real(self, last)
+        for stage in self._stages:
+            stage.set_reshard_after_backward(False)  # type: ignore[operator]
+
+    patch.setattr(FullySharded, "begin", begin)
+    patch.setattr(FullySharded, "weights_changed", lambda self: None)
+
+
+def the_norm_counts_copies(patch: Patch) -> None:
+    real = Mesh.sum
+    patch.setattr(
+        Mesh, "sum", lambda self, t, axes: real(self, t, ("dp_shard",) if axes == ("pp",) else axes)
+    )
+
+
+def the_norm_is_of_the_own_shard(patch: Patch) -> None:
+    real = Mesh.sum
+    patch.setattr(
+        Mesh, "sum", lambda self, t, axes: real(self, t, () if axes == ("dp_shard", "pp") else axes)
+    )
+
+
+def one_key_for_all_rows(patch: Patch) -> None:
+    real = dropout.keys_of
+    patch.setattr(dropout, "keys_of", lambda layout: torch.zeros_like(real(layout)))
+
+
+def the_scale_stays_in_the_gradients(patch: Patch) -> None:
+    patch.setattr(torch, "_foreach_mul_", lambda tensors, factor: None)
+
+
+def the_scale_is_not_lowered(patch: Patch) -> None:
+    from megatfm.engines.loss_scale import LossScale
+
+    patch.setattr(LossScale, "update", lambda self, finite: None)
+
+
+def gradients_add_up_in_bfloat16(patch: Patch) -> None:
+    real = replicated._materialise
+
+    def materialise(stage: Any, precision: Any, device: Any) -> None:
+        real(stage, precision, device)
+        for parameter in stage.parameters():
+            parameter.grad_dtype = precision.computed
+
+    patch.setattr(replicated, "_materialise", materialise)
+
+
+def gradients_differ(layout: str) -> bool:
+    batch = test_layouts.global_batch(seed=3)
+    _, expected = test_layouts.one_device_gradients(test_layouts.one_device(MODEL), batch)
+    engine = test_layouts.make_engine(MODEL, LAYOUTS[layout], ADAMW)
+    engine.forward_backward(test_layouts.microbatches(engine, batch), CAUSAL)
+    return bool(test_layouts.gradient_errors(engine, expected))
+
+
+def two_steps_differ(layout: str) -> bool:
+    """The norms, and the gradients at the weights after one step."""
+    engine, reference = (
+        test_layouts.make_engine(MODEL, LAYOUTS[layout], ADAMW),
+        test_layouts.one_device(MODEL),
+    )
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.parameters() if p.dim() == 2]},
+            {"params": [p for p in reference.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        weight_decay=0.1,
+        betas=ADAMW.betas,
+        eps=ADAMW.eps,
+    )
+    for step in range(2):
+        batch = test_layouts.global_batch(seed=step)
+        _, expected = test_layouts.one_device_gradients(reference, batch)
+        engine.forward_backward(test_layouts.microbatches(engine, batch), CAUSAL)
+        wrong = {
+            name: float((g - test_layouts.block(engine, name, expected[name])).norm())
+            for name, g in engine.gradients().items()
+        }
+        norm = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.3)
+        if max(wrong.values()) > 1e-6 * norm or abs(engine.step(1e-2, 0.3) - norm) > 1e-9 * norm:
+            return True
+        plain.step()
+    return False
+
+
+def dropout_differs(layout: str) -> bool:
+    config = test_families.MODELS["gpt"]
+    batch = test_families.batch_for(config)
+    with pytest.MonkeyPatch.context() as clean:
+        clean.setattr(dropout, "keys_of", lambda sequence: sequence.keys)
+        reference = test_families.build(config).double().train()
+        test_families.initialise(reference, 7)
+        terms = test_families.PassOn([])(reference, batch)
+    objective = test_families.PassOn(list(terms))
+    counts = objective.counts(batch)
+    wanted = sum(objective.weights[n] * float(t.detach()) / int(counts[n]) for n, t in terms.items())
+    engine = test_layouts.make_engine(config, LAYOUTS[layout], ADAMW)
+    stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+    return abs(stats.loss - wanted) > 1e-9 * wanted
+
+
+def half_precision_differs(layout: str) -> bool:
+    try:
+        test_loss_scale.overflow_on_one_rank(LAYOUTS[layout])
+    except AssertionError:
+        return True
+    return False
+
+
+def bfloat16_differs(layout: str) -> bool:
+    zero = LAYOUTS[layout].zero
+    ours, theirs = (test_sharing.low_precision_gradients(stage) for stage in (zero, 3))
+    return any(not torch.equal(g, theirs[name]) for name, g in ours.items() if "norm" not in name)
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[Callable[[str], bool], str]] = {
+    last_microbatch_is_not_reduced: (gradients_differ, "zero3 on 2"),
+    shards_are_the_neighbour_s: (gradients_differ, "zero1 on 2"),
+    rows_are_dealt_off_by_one: (gradients_differ, "zero1 on 2"),
+    replicas_are_not_summed: (gradients_differ, "zero1 2 × replicas 2"),
+    whole_gradients_are_averaged: (gradients_differ, "zero0 on 2"),
+    weights_are_not_gathered_after_a_step: (two_steps_differ, "zero1 on 2"),
+    gathered_weights_are_kept_over_a_step: (two_steps_differ, "zero2 on 2"),
+    the_norm_counts_copies: (two_steps_differ, "zero0 on 2"),
+    the_norm_is_of_the_own_shard: (two_steps_differ, "zero1 on 2"),
+    one_key_for_all_rows: (dropout_differs, "zero3 on 2"),
+    the_scale_stays_in_the_gradients: (half_precision_differs, "zero3 on 2"),
+    the_scale_is_not_lowered: (half_precision_differs, "zero1 on 2"),
+    gradients_add_up_in_bfloat16: (bfloat16_differs, "zero1 on 2"),
+}
+"""Fault → the comparison that must find it, and the layout."""
+
+
+def found(fault: str | None, check: str, layout: str) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            globals()[fault](patch)
+        try:
+            return bool(globals()[check](layout))
+        except AssertionError:
+            return True
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    check, layout = FAULTS[fault]
+    assert any(workers.run(found, test_layouts.WORLD[layout], fault.__name__, check.__name__, layout))
+
+
+def nothing_found(ranks: int) -> list[str]:
+    used = {(check, layout) for check, layout in FAULTS.values() if test_layouts.WORLD[layout] == ranks}
+    return [
+        f"{check.__name__}, {layout}"
+        for check, layout in sorted(used, key=lambda one: (one[0].__name__, one[1]))
+        if check(layout)
+    ]
+
+
+def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
+    """In the same processes, so that no fault has stayed behind."""
+    for ranks in (2, 4):
+        assert set(map(tuple, workers.run(nothing_found, ranks, ranks))) == {()}
