@@ -11,45 +11,23 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO
 
 import numpy as np
 import zstandard
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from megatfm.data.files import open_plain, plain_size, write_whole
 from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import FOREIGN_SHARD, MANIFEST, IndexFile, Manifest, Shard, TokenDtype
-from megatfm.data.members import KEY, NPY_HEADER_BYTES, npy_header
+from megatfm.data.members import KEY
+from megatfm.data.tars import STORED, Array, arrays_in, arrays_of
 from megatfm.data.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 
-TOKENS = ".npy"
-PICKLES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
-STORED: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
 FRAME_BYTES = 2**18
-MAX_EXTENSION_BYTES = 2**20
-"""Of a long name or other extension of a header."""
-_EXTENSIONS = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
 CHUNK = 2**14
 """Compressed bytes given to zstd at once: 16 KiB can't become more than some hundred MiB."""
-
-
-class _Array(NamedTuple):
-    """One sample's tokens in a shard."""
-
-    key: str
-    begin: int
-    """Where the sample's first member starts, in the uncompressed tar (or frame)."""
-    payload: int
-    """Where its tokens start."""
-    tokens: NDArray[Any]
-    in_place: bool
-    """Whether the array lies as our own do: 128 bytes of header, uint16 or uint32."""
 
 
 @dataclass(frozen=True)
@@ -103,138 +81,6 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     return Indexed(manifest, folder, False)
 
 
-def arrays_of(path: Path) -> Iterator[_Array]:
-    """The samples of a shard, as a stream: only the one at hand is in memory."""
-    with open_plain(path) as file:
-        if path.name.endswith(".tar"):
-            yield from _arrays(file, path, ends=True)
-            return
-        try:
-            # The window bounds zstd's memory; what a bomb would unpack to is read only as far as members reach.
-            reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
-                file, read_across_frames=True
-            )
-            yield from _arrays(io.BufferedReader(reader, 2**20), path, ends=True)
-        except zstandard.ZstdError as error:
-            raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-
-
-def _arrays(file: IO[bytes], path: Path, ends: bool) -> Iterator[_Array]:
-    found: tuple[str, int, int, NDArray[Any], bool] | None = None
-    key, begin, names = None, 0, set[str]()
-    for member, data in _members(file, path, ends):
-        if member.name in names:
-            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
-        names.add(member.name)
-        directory, _, base = member.name.rpartition("/")
-        stem = f"{directory}/{base.partition('.')[0]}"
-        if stem != key:
-            if key is not None:
-                yield _sample(found, key, begin, path)
-            key, begin, found, names = stem, member.offset, None, {member.name}
-        if member.name.lower().endswith(TOKENS) and found is None:
-            tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
-            payload = member.offset_data + NPY_HEADER_BYTES
-            found = (member.name, member.offset, payload, tokens, in_place)
-    if key is not None:
-        yield _sample(found, key, begin, path)
-
-
-def _sample(found: Any, key: str, begin: int, path: Path) -> _Array:
-    if found is None:
-        raise UsageError(
-            f"{path}: sample {key.lstrip('/')!r} at byte {begin} has no {TOKENS} of token ids: text and images become "
-            "a corpus by `megatfm prep`"
-        )
-    _, _, payload, tokens, in_place = found
-    return _Array(key.lstrip("/"), begin, payload, tokens, in_place)
-
-
-def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
-
-    ends: whether a tar's mark of its end must come, without which it is cut off.
-    """
-    ended = False
-
-    class Header(tarfile.TarInfo):
-        """A header that is no bomb, and the mark of the end noticed."""
-
-        @classmethod
-        def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Any:
-            nonlocal ended
-            ended = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
-            return super().frombuf(buf, encoding, errors)
-
-        def _proc_member(self, tar: Any) -> Any:
-            # These would be read into memory as a whole.
-            if self.type in _EXTENSIONS and self.size > MAX_EXTENSION_BYTES:
-                raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
-            return super()._proc_member(tar)  # type: ignore[misc]
-
-    try:
-        with tarfile.open(fileobj=file, mode="r|", bufsize=2**18, tarinfo=Header) as tar:
-            for member in tar:
-                where = f"{path}: {member.name!r} at byte {member.offset}"
-                if member.isdir():
-                    continue
-                _check_member(member, where)
-                source = tar.extractfile(member)
-                assert source is not None
-                data = source.read()
-                if len(data) != member.size:
-                    raise MegatfmError(f"{where}: is cut off")
-                yield member, data
-    except zstandard.ZstdError as error:
-        raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
-        raise MegatfmError(f"{path}: not a whole tar ({error})") from error
-    if ends and not ended:
-        raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
-
-
-def _check_member(member: tarfile.TarInfo, where: str) -> None:
-    if not member.isreg() or member.issparse():
-        raise MegatfmError(f"{where}: is a link, a device or another special file: refused")
-    if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
-        raise MegatfmError(f"{where}: its name leads out of the folder: refused")
-    if member.name.lower().endswith(PICKLES):
-        raise MegatfmError(f"{where}: is a pickle, which could run anything: refused")
-    if not 0 <= member.size <= MAX_FRAME_BYTES:
-        raise MegatfmError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
-
-
-_NPY_HEADER = re.compile(
-    rb"""\{'descr': '([<>|][a-zA-Z]\d{1,2})', 'fortran_order': (?:False|True), 'shape': \((\d{1,18}),?\),? ?\}\s*"""
-)
-
-_INTEGERS = [f"{sign}{size}".encode() for sign in "iu" for size in (1, 2, 4, 8)]
-
-
-def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
-    """The tokens of an .npy member, and whether they lie as in shards of our own.
-
-    The header is read here: NumPy's reader evaluates it as Python, and fails in many ways on damaged ones.
-    """
-    wide = data[6:7] in (b"\x02", b"\x03")
-    start = 12 if wide else 10
-    end = start + int.from_bytes(data[8:start], "little")
-    header = _NPY_HEADER.fullmatch(data[start:end])
-    if (
-        data[:6] != b"\x93NUMPY"
-        or header is None
-        or header[1][1:2] not in b"iu"
-        or header[1][2:] not in b"1248"
-    ):
-        said = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
-        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {said!r}")
-    dtype, n = np.dtype(header[1].decode()), int(header[2])
-    if n * dtype.itemsize != len(data) - end:
-        raise MegatfmError(f"{where}: no array of token ids: its size is not what its header says")
-    own = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
-    return np.frombuffer(data, dtype, n, end), own
-
-
 def _index(path: Path) -> tuple[Shard, str]:
     """Write the index of a shard that stays as it is; its entry in a manifest, and the type of its tokens."""
     frames: list[tuple[int, int, int]] = []
@@ -272,12 +118,12 @@ def _index(path: Path) -> tuple[Shard, str]:
     return shard, dtypes.pop()
 
 
-Frame = tuple[int, bytes, list[_Array]]
+Frame = tuple[int, bytes, list[Array]]
 
 
 def _raw_frames(path: Path) -> Iterator[Frame]:
     """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte."""
-    begin, run, size = 0, list[_Array](), plain_size(path)
+    begin, run, size = 0, list[Array](), plain_size(path)
     with open_plain(path) as file:
         for array in arrays_of(path):
             if run and array.begin - begin >= FRAME_BYTES:
@@ -288,13 +134,13 @@ def _raw_frames(path: Path) -> Iterator[Frame]:
             yield _raw_frame(file, begin, size, run)
 
 
-def _raw_frame(file: IO[bytes], begin: int, end: int, run: list[_Array]) -> Frame:
+def _raw_frame(file: IO[bytes], begin: int, end: int, run: list[Array]) -> Frame:
     file.seek(begin)
     data = file.read(end - begin)
     return len(data), data, [_from(array, begin) for array in run]
 
 
-def _from(array: _Array, begin: int) -> _Array:
+def _from(array: Array, begin: int) -> Array:
     """The same sample, measured from `begin`."""
     return array._replace(begin=array.begin - begin, payload=array.payload - begin)
 
@@ -311,7 +157,7 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
                     path, "it is one zstd frame, in which nothing can be found without reading all"
                 )
             try:
-                arrays = list(_arrays(io.BytesIO(data), path, ends=False))
+                arrays = list(arrays_in(io.BytesIO(data), path, ends=False))
             except MegatfmError as error:
                 if isinstance(error, UsageError) or ": refused" in str(error):
                     raise

@@ -17,7 +17,7 @@ import webdataset as wds
 import zstandard
 
 from megatfm.commands import data as command
-from megatfm.data import Corpus, Loader, PackedRows, check, index_folder, show
+from megatfm.data import Corpus, Loader, PackedRows, check, index_folder, show, tars
 from megatfm.data import foreign as module
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import assert_refused
@@ -182,6 +182,8 @@ HOSTILE = {
     "cut between": (tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
     "header cut": (tar(GOOD, GOOD)[:1200], "a.tar"),
     "no tar": (b"x" * 4000, "not a whole tar"),
+    "a header that is no Python": (tar(member("0.npy", IDS[:30] + bytes(98) + IDS[128:])), "no array of token ids"),
+    "an odd integer": (tar(member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
     "huge pax header": (pax_bomb(2**33) + bytes(2048), "a header of 8589934592 bytes"),
 }  # fmt: skip
 
@@ -212,7 +214,8 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve times as large as a frame may be, though small on disk."""
-    monkeypatch.setattr(module, "MAX_FRAME_BYTES", 2**25)
+    for holder in (module, tars):
+        monkeypatch.setattr(holder, "MAX_FRAME_BYTES", 2**25)
     info = tarfile.TarInfo("0.npy")
     info.size = 2**30
     frame = zstandard.ZstdCompressor().compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(2**24))

@@ -1,0 +1,169 @@
+"""Tars of token ids that others wrote, read as a stream: nothing is extracted, and only plain files are let through."""
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from megatfm.data.files import open_plain
+from megatfm.data.index import MAX_FRAME_BYTES
+from megatfm.data.manifest import TokenDtype
+from megatfm.data.members import NPY_HEADER_BYTES, npy_header
+from megatfm.errors import MegatfmError, UsageError
+
+TOKENS = ".npy"
+PICKLES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
+STORED: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
+MAX_EXTENSION_BYTES = 2**20
+"""Of a long name or other extension of a header."""
+_EXTENSIONS = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+
+
+class Array(NamedTuple):
+    """One sample's tokens in a shard."""
+
+    key: str
+    begin: int
+    """Where the sample's first member starts, in the uncompressed tar (or frame)."""
+    payload: int
+    """Where its tokens start."""
+    tokens: NDArray[Any]
+    in_place: bool
+    """Whether the array lies as our own do: 128 bytes of header, uint16 or uint32."""
+
+
+def arrays_of(path: Path) -> Iterator[Array]:
+    """The samples of a shard, as a stream: only the one at hand is in memory."""
+    with open_plain(path) as file:
+        if path.name.endswith(".tar"):
+            yield from arrays_in(file, path, ends=True)
+            return
+        try:
+            # The window bounds zstd's memory; what a bomb would unpack to is read only as far as members reach.
+            reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
+                file, read_across_frames=True
+            )
+            yield from arrays_in(io.BufferedReader(reader, 2**20), path, ends=True)
+        except zstandard.ZstdError as error:
+            raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+
+
+def arrays_in(file: IO[bytes], path: Path, ends: bool) -> Iterator[Array]:
+    """The samples of an uncompressed tar. ends: whether its mark of the end must come."""
+    found: tuple[str, int, int, NDArray[Any], bool] | None = None
+    key, begin, names = None, 0, set[str]()
+    for member, data in _members(file, path, ends):
+        if member.name in names:
+            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
+        names.add(member.name)
+        directory, _, base = member.name.rpartition("/")
+        stem = f"{directory}/{base.partition('.')[0]}"
+        if stem != key:
+            if key is not None:
+                yield _sample(found, key, begin, path)
+            key, begin, found, names = stem, member.offset, None, {member.name}
+        if member.name.lower().endswith(TOKENS) and found is None:
+            tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
+            payload = member.offset_data + NPY_HEADER_BYTES
+            found = (member.name, member.offset, payload, tokens, in_place)
+    if key is not None:
+        yield _sample(found, key, begin, path)
+
+
+def _sample(found: Any, key: str, begin: int, path: Path) -> Array:
+    if found is None:
+        raise UsageError(
+            f"{path}: sample {key.lstrip('/')!r} at byte {begin} has no {TOKENS} of token ids: text and images become "
+            "a corpus by `megatfm prep`"
+        )
+    _, _, payload, tokens, in_place = found
+    return Array(key.lstrip("/"), begin, payload, tokens, in_place)
+
+
+def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
+
+    ends: whether a tar's mark of its end must come, without which it is cut off.
+    """
+    ended = False
+
+    class Header(tarfile.TarInfo):
+        """A header that is no bomb, and the mark of the end noticed."""
+
+        @classmethod
+        def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Any:
+            nonlocal ended
+            ended = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
+            return super().frombuf(buf, encoding, errors)
+
+        def _proc_member(self, tar: Any) -> Any:
+            # These would be read into memory as a whole.
+            if self.type in _EXTENSIONS and self.size > MAX_EXTENSION_BYTES:
+                raise tarfile.ReadError(f"a header of {self.size} bytes at byte {tar.offset}")
+            return super()._proc_member(tar)  # type: ignore[misc]
+
+    try:
+        with tarfile.open(fileobj=file, mode="r|", bufsize=2**18, tarinfo=Header) as tar:
+            for member in tar:
+                where = f"{path}: {member.name!r} at byte {member.offset}"
+                if member.isdir():
+                    continue
+                _check_member(member, where)
+                source = tar.extractfile(member)
+                assert source is not None
+                data = source.read()
+                if len(data) != member.size:
+                    raise MegatfmError(f"{where}: is cut off")
+                yield member, data
+    except zstandard.ZstdError as error:
+        raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+        raise MegatfmError(f"{path}: not a whole tar ({error})") from error
+    if ends and not ended:
+        raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
+
+
+def _check_member(member: tarfile.TarInfo, where: str) -> None:
+    if not member.isreg() or member.issparse():
+        raise MegatfmError(f"{where}: is a link, a device or another special file: refused")
+    if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
+        raise MegatfmError(f"{where}: its name leads out of the folder: refused")
+    if member.name.lower().endswith(PICKLES):
+        raise MegatfmError(f"{where}: is a pickle, which could run anything: refused")
+    if not 0 <= member.size <= MAX_FRAME_BYTES:
+        raise MegatfmError(f"{where}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
+
+
+_NPY_HEADER = re.compile(
+    rb"""\{'descr': '([<>|][a-zA-Z]\d{1,2})', 'fortran_order': (?:False|True), 'shape': \((\d{1,18}),?\),? ?\}\s*"""
+)
+
+_INTEGERS = [f"{sign}{size}".encode() for sign in "iu" for size in (1, 2, 4, 8)]
+
+
+def _array(data: bytes, where: str) -> tuple[NDArray[Any], bool]:
+    """The tokens of an .npy member, and whether they lie as in shards of our own.
+
+    The header is read here: NumPy's reader evaluates it as Python, and fails in many ways on damaged ones.
+    """
+    wide = data[6:7] in (b"\x02", b"\x03")
+    start = 12 if wide else 10
+    end = start + int.from_bytes(data[8:start], "little")
+    header = _NPY_HEADER.fullmatch(data[start:end])
+    if data[:6] != b"\x93NUMPY" or header is None or header[1][1:] not in _INTEGERS:
+        said = data[start : min(end, start + 80)].decode("ascii", "replace").strip()
+        raise MegatfmError(f"{where}: no array of token ids, which are integers [n]: {said!r}")
+    dtype, n = np.dtype(header[1].decode()), int(header[2])
+    if n * dtype.itemsize != len(data) - end:
+        raise MegatfmError(f"{where}: no array of token ids: its size is not what its header says")
+    own = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
+    return np.frombuffer(data, dtype, n, end), own
