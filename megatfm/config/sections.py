@@ -131,6 +131,10 @@ class CheckpointConfig(Section):
     """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
     read_back: bool = False
     """Read every file from the disk again, and compare it, before a checkpoint counts."""
+    local: str | None = Field(default=None, examples=["/local/scratch", "$TMPDIR"])
+    """A folder on each node's own disk, for frequent saves; each node's files also go to the next node."""
+    local_every: NonNegativeInt = 0
+    """Steps between saves to `local`. 0: none is made there."""
 
 
 class ResumeConfig(Section):
@@ -160,5 +164,8 @@ class LogConfig(Section):
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
     wandb_project: str = "megatfm"
     """Project name for the wandb sink."""
+    norms_every: NonNegativeInt = 0
+    """Steps between records of each layer's root mean square weight, gradient and (but with train.compile) activation.
+    0: none."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""

@@ -11,6 +11,7 @@ from megatfm.engines.data_parallel import DataParallel, Sharing, Stages, blocks
 from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.interface import Arrays, Objective, OptimizerGroup, Sums
 from megatfm.engines.loss_scale import LossScale
+from megatfm.engines.norms import LayerNorms
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.passes import Passes, WholeModel
 from megatfm.engines.pipelined import StagePasses
@@ -60,6 +61,7 @@ class NativeEngine:
         self._initialise(seed)
         self.optimizers = [self._optimizer(group) for group in optimizers]
         self.ties = Ties(pipeline, mesh)
+        self.norms = LayerNorms(model, layout, mesh, compiled=compile_blocks)
         self.passes: Passes = WholeModel(model)
         if pipeline:
             self.passes = StagePasses(
@@ -124,6 +126,10 @@ class NativeEngine:
     def gradients(self) -> dict[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
         return self.data.gradients()
+
+    def layer_norms(self) -> dict[str, dict[str, float]]:
+        """After `forward_backward`: see LayerNorms, whose `watch` must come before. A collective."""
+        return self.norms.measure(self.local, self.gradients(), self.ties.counts_here)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

@@ -41,17 +41,20 @@ def forward_backward(
 
 
 def compare_replicas(engine: NativeEngine, step: int, every: int) -> None:
-    """Every so many steps (0: never), compare hashes of weights and optimizer state over dp_replicate. A collective.
+    """Every so many steps (0: never), compare hashes of weights and optimizer state over dp_replicate, and with ZeRO 0
+    over dp_shard. A collective.
 
     Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
     """
-    if every == 0 or step % every or engine.mesh.size("dp_replicate") == 1:
+    copied = [axis for axis in ("dp_replicate", "dp_shard") if axis not in engine.data.cut_axes]
+    if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in copied):
         return
     ours = hashes(engine.state_dict())
-    theirs: list[dict[str, str]] = engine.mesh.gather_objects(ours, ("dp_replicate",))
+    theirs: list[dict[str, str]] = engine.mesh.gather_objects(ours, copied)
     differ = []
     for name, mine in ours.items():
-        votes = Counter(other.get(name, "") for other in theirs)
+        # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
+        votes = Counter(other[name] for other in theirs if name in other)
         best, count = votes.most_common(1)[0]
         tie = list(votes.values()).count(count) > 1
         if len(votes) > 1 and (tie or mine != best):

@@ -23,7 +23,7 @@ from megatfm.train.fit import fitted
 from megatfm.train.flights import record_flights
 from megatfm.train.init import load_weights
 from megatfm.train.integrity import compare_replicas, forward_backward
-from megatfm.train.memory import keep_freed_memory, memory_bytes
+from megatfm.train.memory import explained, keep_freed_memory, memory_bytes
 from megatfm.train.metrics import MetricsLog, RunFacts
 from megatfm.train.preflight import preflight
 from megatfm.train.profile import StepProfile
@@ -69,7 +69,8 @@ def train(config: Config) -> int:
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch)
             watch.tick(0, "start")
             trainer.restore(found)
-            return trainer.run_steps(signals)
+            with explained(run.folder, rank.rank):
+                return trainer.run_steps(signals)
 
 
 class Trainer:
@@ -170,8 +171,11 @@ class Trainer:
         config, at, start, waited = self.config, self.state, time.perf_counter(), loader.waited
         self.watch.tick(at.step, "step")
         checks, objective = config.resilience, self.corpora.objective
+        looks = config.log.norms_every > 0 and (at.step + 1) % config.log.norms_every == 0
+        self.engine.norms.watch(looks)
         stats = forward_backward(self.engine, next(loader), objective, at.step + 1, checks.replay_every)
         at.step, at.position = at.step + 1, loader.position
+        norms = self.engine.layer_norms() if looks else None
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
         at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
         grad_norm, skipped = at.trouble.careful_step(self.engine, at.step, stats.loss, lr)
@@ -192,6 +196,7 @@ class Trainer:
             "memory_bytes": memory_bytes(self.engine.device),
             "time": time.time(),
             **({"terms": stats.terms} if stats.terms else {}),
+            **({"norms": norms} if norms else {}),
             **({"skipped": True} if skipped else {}),
         }
 

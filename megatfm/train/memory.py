@@ -1,9 +1,15 @@
-"""Memory of this process: how much it holds, and a habit of the allocator that costs time on a CPU."""
+"""Memory of this process: how much it holds, what to do when there is no more, and a habit of the allocator."""
 
+import contextlib
 import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
+
+from megatfm.errors import MegatfmError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
@@ -28,3 +34,49 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
+
+
+@contextlib.contextmanager
+def explained(folder: Path, rank: int) -> Iterator[None]:
+    """Turn running out of memory into one line, and on a GPU leave a snapshot of what is in it.
+
+    The snapshot is memory/rank-K.pickle of the run directory, for https://pytorch.org/memory_viz. Raises MegatfmError.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        wanted = _wanted(error)
+        if wanted is None:
+            raise
+        held = memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        raise MegatfmError(
+            f"rank {rank} is out of memory: it held {held / 1e9:.3g} GB{wanted}{_snapshot(folder, rank)}. Lower "
+            "train.micro_batch, set train.recompute = 'full', or spread the model out: a higher parallel.zero, "
+            "parallel.dp_shard, parallel.tp or parallel.pp"
+        ) from error
+
+
+def _wanted(error: BaseException) -> str | None:
+    """What could not be had, in words; None for an error of another kind."""
+    if isinstance(error, MemoryError):
+        return ""
+    text = str(error)
+    if found := re.search(r"tried to allocate (\d+) bytes", text):  # torch's allocator of the CPU
+        return f" and asked for {int(found[1]) / 1e9:.3g} GB more"
+    if isinstance(error, torch.OutOfMemoryError):
+        found = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+        return f" and asked for {found[1]} more" if found else ""
+    return None
+
+
+def _snapshot(folder: Path, rank: int) -> str:
+    """Where the GPU's snapshot lies, in words."""
+    if not torch.cuda.is_available():
+        return ""
+    path = folder / "memory" / f"rank-{rank}.pickle"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"; what is in it could not be written to {path}: {error}"
+    return f"; what is in it: {path}"

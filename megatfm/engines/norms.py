@@ -1,0 +1,90 @@
+"""Root mean squares of weights, gradients and activations, layer by layer."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.layout import Layout
+from megatfm.parallel.mesh import Mesh
+
+KINDS = ("weight", "gradient", "activation")
+WHOLE, CUT = 0, 1
+
+
+class LayerNorms:
+    """Watches the outputs of a model's blocks where asked to, and measures blocks and what lies beside them.
+
+    A layer is a block, or for what lies in none the module below the model's root and one more: "decoder.embedding",
+    "head". What is measured: √mean x², of gradients before clipping, of a block's output in the residual stream.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, *, compiled: bool) -> None:
+        self._layout, self._mesh, self._watches = layout, mesh, False
+        inside = set(blocks(model))
+        self._blocks = [path for path, module in model.named_modules() if module in inside]
+        self._seen: dict[str, Tensor] = {}
+        layer_of = {name: self._layer(name) for name in layout}
+        layers = sorted(set(layer_of.values()))
+        # Pipeline ranks have different ones.
+        self._layers = sorted({layer for rank in mesh.gather_objects(layers, ("pp",)) for layer in rank})
+        self._places = {name: self._layers.index(layer) for name, layer in layer_of.items()}
+        for path in (
+            () if compiled else self._blocks
+        ):  # a compiled block has no place for a hook that may do nothing
+            model.get_submodule(path).register_forward_hook(self._hook(path))
+
+    def watch(self, watches: bool) -> None:
+        """Whether the next passes' activations are measured."""
+        self._watches, self._seen = watches, {}
+
+    def measure(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], counted: Callable[[str], bool]
+    ) -> dict[str, dict[str, float]]:
+        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients. A collective.
+
+        counted: whether a parameter is this pipeline rank's to count.
+        """
+        device = next(iter(weights.values())).device
+        # [layer, kind, whole or cut over tp, sum of squares and count]
+        sums = torch.zeros(len(self._layers), 3, 2, 2, dtype=torch.float64, device=device)
+        for kind, tensors in enumerate((weights, gradients)):
+            for name, tensor in tensors.items():
+                if counted(name):
+                    cell = sums[self._places[name], kind]
+                    _add(cell[WHOLE if self._layout[name].dim is None else CUT], tensor)
+        for path, seen in self._seen.items():
+            sums[self._layers.index(path), 2, CUT] = seen
+        # Copies count with their number, in squares and counts alike.
+        self._mesh.sum(sums, ("pp", "dp_replicate", "dp_shard"))
+        cut, whole = sums[:, :, CUT].contiguous(), sums[:, :, WHOLE]
+        self._mesh.sum(cut, ("tp",))
+        squares, counts = (cut + whole).unbind(-1)
+        found = (squares / counts).sqrt().tolist()
+        self._seen = {}
+        return {
+            layer: {kind: value for kind, value in zip(KINDS, values, strict=True) if value == value}
+            for layer, values in zip(self._layers, found, strict=True)
+        }
+
+    def _layer(self, name: str) -> str:
+        for path in self._blocks:
+            if name.startswith(f"{path}."):
+                return path
+        return ".".join(name.split(".")[:2]) if name.count(".") > 1 else name.partition(".")[0]
+
+    def _hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, _: object, output: object) -> None:
+            if self._watches and module.training and isinstance(output, Tensor):
+                cell = self._seen.setdefault(path, torch.zeros(2, dtype=torch.float64, device=output.device))
+                _add(cell, output.detach())
+
+        return hook
+
+
+def _add(cell: Tensor, tensor: Tensor) -> None:
+    """In float32 or better: a norm there is one kernel, without a copy of the tensor."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    cell[0] += torch.linalg.vector_norm(tensor, dtype=dtype).double().square()
+    cell[1] += tensor.numel()

@@ -1,0 +1,66 @@
+"""Root mean squares by layer, against one device's tensors, under every kind of layout."""
+
+import pytest
+import torch
+
+from megatfm.config import ParallelConfig
+from megatfm.engines.data_parallel import blocks
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MODEL,
+    global_batch,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.workers import Workers
+
+LAYOUTS = [
+    ParallelConfig(dp_shard=2, zero=0),
+    ParallelConfig(dp_shard=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(tp=2, sequence_parallel=False),
+]
+
+
+def expected() -> dict[str, dict[str, float]]:
+    """By plain tensors: every parameter and gradient of a layer in one vector."""
+    model, batch = one_device(MODEL), global_batch(seed=3)
+    outputs = {}
+    for path, module in model.named_modules():
+        if module in set(blocks(model)):
+            module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
+    _, gradients = one_device_gradients(model, batch)
+    found: dict[str, dict[str, float]] = {}
+    layers = ["decoder.embedding", "decoder.layers.0", "decoder.layers.1", "decoder.norm", "head"]
+    for layer in layers:
+        names = [name for name, _ in model.named_parameters() if name.startswith(f"{layer}.")]
+        weights = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
+        gradient = torch.cat([gradients[name].flatten() for name in names])
+        found[layer] = {"weight": float(weights.square().mean() ** 0.5)}
+        found[layer]["gradient"] = float(gradient.square().mean() ** 0.5)
+        if layer in outputs:
+            found[layer]["activation"] = float(outputs[layer].square().mean() ** 0.5)
+    return found
+
+
+def measure() -> None:
+    wanted = expected()
+    for parallel in LAYOUTS:
+        engine = make_engine(MODEL, parallel, ADAMW)
+        for watches in (True, False):
+            engine.norms.watch(watches)
+            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
+            found = engine.layer_norms()
+            engine.zero_grad()
+            assert found.keys() == wanted.keys()
+            for layer, kinds in found.items():
+                assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
+                for kind, value in kinds.items():
+                    assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
+
+
+def test_norms_are_those_of_one_device(workers: Workers) -> None:
+    workers.run(measure, 2)
