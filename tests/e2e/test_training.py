@@ -60,7 +60,14 @@ def assert_bitwise_equal(first: Path, second: Path) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("layout", [["parallel.dp_shard=2"], ["parallel.tp=2"]], ids=["zero3 on 2", "tp2"])
+HALF = ["train.precision=fp16", "train.recompute=full", "log.norms_every=4"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.dp_shard=2"], ["parallel.tp=2"], ["parallel.dp_shard=2", "parallel.zero=1", *HALF]],
+    ids=["zero3 on 2", "tp2", "zero1 on 2, float16, recomputed"],
+)
 def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout):
     assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [DONE, DONE]
     config = make_config(*layout, run="stopped")
