@@ -188,6 +188,10 @@ class HashedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back; its hash may be half done."""
         self._hash.hexdigest()
         os.close(self._file)
 
@@ -206,7 +210,7 @@ class HashedFile:
 
     def take(self, size: int) -> memoryview:
         """The next bytes, in memory of their own."""
-        content = memoryview(np.empty(size, np.uint8))  # a bytearray would be filled with zeros first
+        content = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
         self.read_into(content)
         return content
 

@@ -114,6 +114,10 @@ class Metadata(Part):
     tensors: dict[str, TensorEntry]
     files: dict[FileName, FileEntry]
 
+    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Every tensor's dtype and global shape by name."""
+        return {name: (entry.torch_dtype, entry.shape) for name, entry in self.tensors.items()}
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         held: dict[str, int] = defaultdict(int)

@@ -63,6 +63,16 @@ def gathered(what: str, work: Callable[[], T], group: Group = None) -> list[T]:
     return [result for result, _ in answers or ()]
 
 
+def everyones(mine: T, group: Group = None) -> list[T]:
+    """What each rank has, by rank."""
+    if not in_group():
+        return [mine]
+    theirs: list[Any] = [None] * dist.get_world_size(group)
+    with lost_peers("the ranks can't compare what they have"):
+        dist.all_gather_object(theirs, mine, group)
+    return theirs
+
+
 def by_rank_0(what: str, work: Callable[[], T], group: Group = None) -> T:
     """Do work on rank 0; all ranks are told its result, or raise its reason."""
     if not in_group():

@@ -37,11 +37,7 @@ class Reader:
 
     def fill(self, boxes: Mapping[str, Box], patience: float = 0.0) -> None:
         """Fill the boxes in place, file by file. patience: seconds for files to come to be seen on this machine."""
-        planner = LoadPlanner()
-        planner.set_up_planner(dict(boxes), self._plan_metadata())
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in planner.create_local_plan().items:
-            by_file[self.pieces[item.storage_index].file].append(item)
+        planner, by_file = self._plan(boxes)
         deadline = time.monotonic() + patience
         for file, items in sorted(by_file.items()):
             disk.await_name(self.folder / file, deadline)
@@ -51,6 +47,18 @@ class Reader:
             tensors = shard.read(self.folder / file, self.content.files[file], places)
             for item in items:
                 self._copy(item, tensors, planner)
+
+    def files_for(self, boxes: Mapping[str, Box]) -> set[str]:
+        """The files that `fill` would read."""
+        return set(self._plan(boxes)[1])
+
+    def _plan(self, boxes: Mapping[str, Box]) -> tuple[LoadPlanner, dict[str, list[ReadItem]]]:
+        planner = LoadPlanner()
+        planner.set_up_planner(dict(boxes), self._plan_metadata())
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            by_file[self.pieces[item.storage_index].file].append(item)
+        return planner, by_file
 
     def _place(self, item: ReadItem, planner: LoadPlanner) -> Tensor | None:
         """Where a piece that is wanted whole goes, if it can be read right into there."""

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatfm.checkpoint import metadata, ranks
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import retain
+from megatfm.checkpoint.nodes import Nodes, write_to_nodes
 from megatfm.checkpoint.share import Share, agree_on_shares
 from megatfm.checkpoint.staging import Staging
 from megatfm.checkpoint.store import boxes_of, check_keep
@@ -43,7 +44,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time. Making one is a collective, and so are save, finish and leaving.
 
     mode: "async" returns from `save` once the state is copied, "sync" once it is on the disk. keep, keep_every,
-    read_back: see `CheckpointConfig`.
+    read_back: see `CheckpointConfig`. local: this node's folder, for saves `on_nodes`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Saver:
         keep: int | None = None,
         keep_every: int = 0,
         read_back: bool = False,
+        local: Path | None = None,
     ) -> None:
         check_keep(keep)
         self.folder, self.mode = folder, mode
@@ -61,11 +63,12 @@ class Saver:
         self.verified: Path | None = None
         """The newest checkpoint of which every byte was read and compared: retention leaves it."""
         self._group = dist.new_group(backend="gloo", timeout=LONGEST) if ranks.in_group() else None
+        self.nodes = Nodes.meet(local, self._group) if local else None
         self._staging = Staging()
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
-        self._step = 0
+        self._step, self._on_nodes = 0, False
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._known: Mapping[str, object] = {}
@@ -78,12 +81,15 @@ class Saver:
         state: Mapping[str, JsonValue],
         *,
         copied: bool = True,
+        on_nodes: bool = False,
     ) -> None:
         """Save `tensors` (see `store.save`) and rank 0's `state` as they are now.
 
         Waits for a save that still runs. copied: return only once the tensors may change; otherwise `settle` must be
-        called before they do. Raises MegatfmError on every rank for the failure of the save before, or of this one
-        before it goes on in the background; a later one is `finish`'s to raise.
+        called before they do. on_nodes: to the node-local folders instead of the shared one.
+
+        Raises MegatfmError on every rank for the failure of the save before, or of this one before it goes on in the
+        background; a later one is `finish`'s to raise.
         """
         if (running := self.running) is not None:
             log.info("step %d  waits for the checkpoint of step %d to be written", step, running)
@@ -93,7 +99,7 @@ class Saver:
             what, lambda: (boxes_of(tensors), metadata.plain_state(state)), self._group
         )
         share = self._agreed_share(what, boxes)
-        self._step = step
+        self._step, self._on_nodes = step, on_nodes
         if self.mode == "async":
             self._copied.clear()
             self._thread = threading.Thread(
@@ -134,7 +140,7 @@ class Saver:
         if error is not None:
             raise error
         if path is not None:
-            log.info("step %d  saved %s", self._step, path.name)
+            log.info("step %d  saved %s%s", self._step, path.name, " on the nodes" if self._on_nodes else "")
         return path
 
     def __enter__(self) -> Self:
@@ -167,7 +173,9 @@ class Saver:
             failure = error
         finally:
             self._copied.set()
-        with contextlib.suppress(OSError):  # from here on training goes first; on Linux each thread has its own
+        with contextlib.suppress(
+            OSError
+        ):  # from here on training goes first; on Linux each thread has its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
         def pieces() -> Mapping[MetadataIndex, Tensor]:
@@ -183,6 +191,10 @@ class Saver:
         """Write, commit, and remove what is too old; whatever is raised is kept for `finish`."""
         start = time.perf_counter()
         try:
+            if self._on_nodes:
+                assert self.nodes is not None
+                self._path = write_to_nodes(self.nodes, self._step, state, share, pieces)
+                return
             path = write_together(
                 self.folder, self._step, state, share, pieces, read_back=self.read_back, group=self._group
             )

@@ -88,8 +88,7 @@ def read_state(path: Path) -> dict[str, JsonValue]:
 
 def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return every tensor's dtype and global shape by name."""
-    tensors = metadata.read(path).tensors
-    return {name: (entry.torch_dtype, entry.shape) for name, entry in tensors.items()}
+    return metadata.read(path).names()
 
 
 def boxes_of(tensors: Mapping[str, Box | Tensor]) -> dict[str, Box]:

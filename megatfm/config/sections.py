@@ -136,6 +136,12 @@ class CheckpointConfig(Section):
     local_every: NonNegativeInt = 0
     """Steps between saves to `local`. 0: none is made there."""
 
+    @model_validator(mode="after")
+    def _local_is_whole(self) -> Self:
+        if (self.local is None) != (self.local_every == 0):
+            raise ValueError("local and local_every go together: where, and how often")
+        return self
+
 
 class ResumeConfig(Section):
     """What a resumed run may change against the run that it continues."""

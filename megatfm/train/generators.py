@@ -21,10 +21,12 @@ def seed_all(seed: int, rank: int) -> None:
 def state(rank: int, device: torch.device) -> dict[str, Tensor]:
     """Where this rank's generators are, as tensors under names of its own. Integers below 2⁵³ are exact in float64."""
     _, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    twister, gauss_too = numpy["state"], [numpy["has_gauss"], numpy["gauss"]]
     found = {
         "python": torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), place, has_gauss, cached], dtype=torch.float64),
+        "numpy": torch.tensor([*twister["key"].tolist(), twister["pos"], *gauss_too], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -47,8 +49,8 @@ def set_state(stored: Mapping[str, Tensor], rank: int, device: torch.device) -> 
         random.setstate((3, tuple(int(word) for word in words), gauss if has_gauss else None))
     if (numpy := found["numpy"]) is not None:
         *keys, place, has_gauss, cached = numpy.tolist()
-        words = np.array(keys, dtype=np.uint32)
-        np.random.set_state(("MT19937", words, int(place), int(has_gauss), cached))
+        twister = np.array(keys, dtype=np.uint32)
+        np.random.set_state(("MT19937", twister, int(place), int(has_gauss), cached))
     if found["torch"] is not None:
         torch.set_rng_state(found["torch"])
     if found["cuda"] is not None:

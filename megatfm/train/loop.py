@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatfm import checkpoint
+from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
 from megatfm.engines import NativeEngine
@@ -58,7 +59,8 @@ def train(config: Config) -> int:
         watch.tick(0, "start")
         with Run(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
             watch.log_to(run.log, run.report)
-            found = resume.find(run.checkpoints)
+            nodes = resume.meet_nodes(config, run)
+            found = resume.find(run.checkpoints, nodes)
             check_progress(run, found.step if found else 0, config.resilience.max_failures)
             wanted = config.train.precision
             if found and wanted == "auto":
@@ -66,7 +68,7 @@ def train(config: Config) -> int:
             watch.tick(0, "start")
             precision = choose_precision(wanted, rank.device)
             engine = build_engine(config, mesh, rank.device, precision)
-            trainer = Trainer(config, run, engine, corpora, precision, screen, watch)
+            trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
             watch.tick(0, "start")
             trainer.restore(found)
             with explained(run.folder, rank.rank):
@@ -85,10 +87,11 @@ class Trainer:
         precision: str,
         screen: RunLog,
         watch: Watch,
+        nodes: Nodes | None = None,
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
-        self.state = State(config, run, engine, corpora, precision)
+        self.state = State(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
 
     def restore(self, found: resume.Found | None) -> None:
@@ -102,6 +105,7 @@ class Trainer:
             self._event("resumed", "; ".join([f"from {found.path.name}", *allowed]))
         else:
             self.run.decisions.forget()
+            self.state.forget_after(-1)
             source = config.train.init_from
             begins = (
                 f"with the weights of {load_weights(self.engine, source)}"
@@ -155,11 +159,12 @@ class Trainer:
                 stop, saving = signals.agreed(at.saver.running is not None)
                 if not saving:
                     at.saver.finish()  # on all ranks at the same step, so that all end with its error
-                if stop or self._due(config.checkpoint.every):
+                shared, local = stop or self._due(config.checkpoint.every), config.checkpoint.local_every
+                if shared or (local and at.step % local == 0):
                     self.watch.tick(at.step, "save")
                     if metrics:
                         metrics.sync()
-                    at.save(loader)
+                    at.save(loader, on_nodes=not shared)
                 if at.jumps():
                     break
         if metrics:

@@ -1,16 +1,21 @@
 """What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
 
 import json
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatfm import __version__, checkpoint
+from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.train.agree import told_by_rank_0
+from megatfm.train.run import Run
 
+LOCAL_ID = "local-id"
 GROUPS = {
     "data": ("data.",),
     "tokenizer": ("tokenizer",),
@@ -25,27 +30,56 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run continues from."""
+    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves."""
 
     path: Path
     state: Mapping[str, Any]
+    held: Held | None = None
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
 
-def find(folder: Path) -> Found | None:
-    """The newest checkpoint whose every byte is right: rank 0 looks, the others are told.
+def find(folder: Path, nodes: Nodes | None = None) -> Found | None:
+    """The newest checkpoint whose every byte is right: rank 0 looks, the others are told. A collective.
 
-    Raises what `checkpoint.latest` raises, on every rank.
+    Where the nodes have folders of their own, these are looked into, too. Raises what `checkpoint.latest` raises, on
+    every rank.
     """
 
     def look() -> Found | None:
         path = checkpoint.latest(folder, hashes=True)
         return Found(path, checkpoint.read_state(path)) if path else None
 
-    return told_by_rank_0(look)
+    shared = told_by_rank_0(look)
+    held = newest_on_nodes(nodes) if nodes else None
+    if nodes is None or held is None or (shared and shared.step >= held.step):
+        return shared
+    return Found(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
+
+
+def meet_nodes(config: Config, run: Run) -> Nodes | None:
+    """Who shares a node-local folder with whom, if the run has such. A collective.
+
+    The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
+    """
+    if config.checkpoint.local is None:
+        return None
+
+    def name() -> str:
+        path = run.folder / LOCAL_ID
+        if not path.exists():
+            run.write(LOCAL_ID, secrets.token_hex(8) + "\n")
+        return path.read_text().strip()
+
+    folder = Path(os.path.expandvars(config.checkpoint.local))
+    if not folder.is_absolute() or "$" in str(folder):
+        raise UsageError(
+            f"checkpoint.local = {config.checkpoint.local!r} is {folder} here: give an absolute path on the node's own "
+            "disk, in which every variable is set"
+        )
+    return Nodes.meet(folder / f"{config.name}-{told_by_rank_0(name)}", None)
 
 
 def run_state(

@@ -6,6 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatfm import checkpoint
+from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines import NativeEngine
@@ -20,7 +21,13 @@ class State:
     """The moving part of a run, on one rank."""
 
     def __init__(
-        self, config: Config, run: Run, engine: NativeEngine, corpora: Corpora, precision: str
+        self,
+        config: Config,
+        run: Run,
+        engine: NativeEngine,
+        corpora: Corpora,
+        precision: str,
+        nodes: Nodes | None = None,
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.precision = precision
@@ -31,7 +38,9 @@ class State:
             keep=kept.keep,
             keep_every=kept.keep_every,
             read_back=kept.read_back,
+            local=nodes.folder if nodes else None,
         )
+        self.nodes = nodes
         generators.seed_all(config.train.seed, run.rank)
         self.trouble = Trouble(config.resilience, config.optimizer.clip, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
@@ -60,15 +69,21 @@ class State:
 
     def go_to(self, found: resume.Found) -> None:
         """Load a checkpoint of this run. Where it was decided to skip data after it, that is skipped again."""
-        # Rank 0 sees what is there and tells the others, whose machines may see it later.
-        names = told_by_rank_0(lambda: checkpoint.names(found.path))
+        self.forget_after(found.step)
+        if found.held:
+            names = found.held.content(found.path).names()
+        else:  # rank 0 sees what is there and tells the others, whose machines may see it later
+            names = told_by_rank_0(lambda: checkpoint.names(found.path))
         stored = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
         drawn = generators.room(names, rank, dist.get_world_size(), device)
-        checkpoint.load(found.path, {**stored, **drawn})
+        wanted = {**stored, **drawn}
+        if found.held and self.nodes:
+            fetch(self.nodes, found.held, {name: checkpoint.Box.of(box) for name, box in wanted.items()})
+        checkpoint.load(found.path, wanted)
         self.engine.load_state_dict(stored)
         generators.set_state(drawn, rank, device)
-        self.saver.verified = found.path
+        self.saver.verified = found.path if found.held is None else None
         self.step, self.tokens = found.step, int(found.state["tokens"])
         self.position = self.run.decisions.jumps.get(self.step, int(found.state["data"]["position"]))
         self.trouble.load(found.state.get("trouble", {}))
@@ -96,10 +111,16 @@ class State:
         self.go_to(found)
         return True
 
-    def save(self, loader: Loader) -> None:
+    def forget_after(self, step: int) -> None:
+        """What the nodes hold of later steps is of a future that the run has left. A collective."""
+        if self.nodes:
+            forget_nodes(self.nodes, step)
+
+    def save(self, loader: Loader, on_nodes: bool = False) -> None:
         """Write a checkpoint, or begin to: nothing of it may change before `saver.settle`. A collective."""
         drawn = generators.state(self.run.rank, self.engine.device)
-        self.saver.save(self.step, {**self.engine.state_dict(), **drawn}, self._facts(loader), copied=False)
+        tensors = {**self.engine.state_dict(), **drawn}
+        self.saver.save(self.step, tensors, self._facts(loader), copied=False, on_nodes=on_nodes)
 
     def _facts(self, loader: Loader) -> dict[str, Any]:
         return resume.run_state(

@@ -145,6 +145,7 @@ def plant(fault: Fault) -> None:
         "step": (NativeEngine, "forward_backward", 3),
         "evaluation": (NativeEngine, "evaluate", 2),
         "save": (shard, "write", 1),
+        "second save": (shard, "write", 2),
     }[fault.phase]
     genuine: Callable[..., Any] = getattr(place, name)
     calls = 0
@@ -199,7 +200,6 @@ def sticks_and_holds_the_interpreter() -> None:
 
 def has_no_room_for_a_file() -> None:
     """Files may not grow beyond so many bytes: the kernel then refuses writes, as a full disk does."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

@@ -1,5 +1,6 @@
 """One rank fails, dies, is stopped or falls behind: all end soon, and everybody hears who it was."""
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatfm import checkpoint
 from megatfm.errors import DONE, FAILED, LOCKED, REQUEUE
 from tests.e2e.ranks import Fault, Ranks
 
@@ -99,6 +102,54 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(
             assert codes[rank] == FAILED, phase
             log = (run.folder / "logs" / f"rank-{rank}.log").read_text()
             assert f"in {how}" in log, (phase, "the stack of the rank that hangs", log)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Start, mode: str) -> None:
+    full = Fault(1, "second save", "has_no_room_for_a_file")
+    run = start(f"checkpoint.mode={mode}", "log.sinks=[]", fault=full)
+    assert run.wait(60) == [FAILED, FAILED], run.said(0)
+    refused = rf"rank 1 on {HOST}: cannot write \S+/rank-00001-000\.safetensors: File too large"
+    for rank in range(2):
+        said = run.said(rank)
+        assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", said, re.MULTILINE), said
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
+    checkpoint.verify(run.folder / "checkpoints" / "step-00000003")
+    again = start("train.steps=7", 'resume.allow=["schedule"]')
+    assert again.wait(60) == [DONE, DONE], again.said(0)
+
+
+def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
+    start: Start, tmp_path: Path
+) -> None:
+    # Each rank stands for a node, with a disk of its own.
+    often = (
+        "train.steps=40", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
+        "checkpoint.local_every=2", f"checkpoint.local={tmp_path}/node-$RANK",
+    )  # fmt: skip
+    whole = start(*often, run="whole")
+    assert whole.wait(90) == [DONE, DONE], whole.said(0)
+    run = start(*often)
+    run.wait_for_step(9)
+    for rank in range(2):
+        run.signal(rank, signal.SIGKILL)
+    run.wait(20)
+    assert not list((run.folder / "checkpoints").glob("step-*"))
+    shutil.rmtree(tmp_path / "node-1")
+    again = start(*often)
+    assert again.wait(90) == [DONE, DONE], again.said(0)
+    (resumed,) = [event["detail"] for event in again.events() if event["event"] == "resumed"]
+    assert int(resumed.removeprefix("from step-")) >= 6
+    last = "checkpoints/step-00000040"
+    first, second = (checkpoint.read_tensors(folder / last) for folder in (whole.folder, run.folder))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (whole.folder, run.folder)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 40
 
 
 def test_a_rank_that_never_comes_is_named(start: Start) -> None:
