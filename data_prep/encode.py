@@ -47,7 +47,7 @@ class Encode:
 
             def work(number: int) -> Facts:
                 found = []
-                file = WholeFile(self._tokens(name, number))
+                file = WholeFile(self.tokens(name, number))
                 for batch in _batches(read_documents(part_path(self._folder, name, number))):
                     texts = [each.text for each in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
@@ -62,13 +62,14 @@ class Encode:
                 basis,
                 documents["parts"],
                 work,
-                lambda parts: self._write_shards(name, parts, encoder, provenance),
+                lambda parts: self.write_shards(name, parts, encoder, provenance),
             )
 
-    def _tokens(self, name: str, number: int) -> Path:
+    def tokens(self, name: str, number: int) -> Path:
+        """Where the ids of a part wait, as int32, one document after the other."""
         return self._folder / f"{name}.{number:05d}.tokens"
 
-    def _write_shards(
+    def write_shards(
         self, name: str, parts: list[Facts], encoder: tokenizers.Tokenizer, provenance: Facts
     ) -> Facts:
         folder = self._stages.out / name
@@ -78,7 +79,7 @@ class Encode:
             number = text_bytes = 0
             statistics = Statistics(encoder)
             for part, facts in enumerate(parts):
-                ids, at = np.fromfile(self._tokens(name, part), "<i4"), 0
+                ids, at = np.fromfile(self.tokens(name, part), "<i4"), 0
                 statistics.add(ids, facts["documents"])
                 for source, count, size in facts["documents"]:
                     writer.add(f"{number:09d}", ids[at : at + count], source, size)

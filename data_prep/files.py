@@ -16,6 +16,7 @@ from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
 STDLIB_INCLUDE = ("*.py",)
+MEGATRON_INCLUDE = ("*.bin",)  # each has its index beside it
 STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
@@ -47,7 +48,8 @@ class Listing:
         self.config = config
         self.root = _root(config)
         stdlib = config.folder is None
-        self._include = config.include or (STDLIB_INCLUDE if stdlib else ("*",))
+        usual = STDLIB_INCLUDE if stdlib else MEGATRON_INCLUDE if config.format == "megatron" else ("*",)
+        self._include = config.include or usual
         self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if stdlib else ()))
         self._skip_bad = config.on_bad == "skip"
         self.left_out = 0

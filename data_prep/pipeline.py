@@ -18,9 +18,11 @@ from data_prep.hold_out import HoldOut
 from data_prep.progress import Reporter
 from data_prep.stages import Facts, Stages
 from data_prep.summary import PrepSummary
+from data_prep.take_over import NOTE, TakeOver
 from data_prep.team import Alone, Claims, Team
 from data_prep.thin import Thin
 from data_prep.work import Workspace, identity
+from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
@@ -72,6 +74,8 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         "part_bytes": config.part_bytes,
         **{name: values[name] for name in ("version", "read", "split", "steps") if name in values},
     }
+    if config.imports_tokens:
+        return _finish(workspace, stages, _take_over(stages, listing, values, basis))
     clean = Clean(stages, listing).run(basis)
     if "duplicates" in values:
         basis["duplicates"] = values["duplicates"]
@@ -95,6 +99,32 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
     }
     for name in SPLITS:
         result[name] = encode.run(name, split[name], provenance, basis)
+
+    return _finish(workspace, stages, result)
+
+
+def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) -> Facts:
+    """The shorter story of token ids that were made elsewhere."""
+    basis["tokenizer"] = values["tokenizer"]
+
+    def provenance(digest: str) -> Facts:
+        libraries = _libraries(stages.config, tokenizers.load(stages.out).describe())
+        return {"config": values, "input_blake3": digest, "libraries": libraries}
+
+    found = TakeOver(stages, listing).run(basis, provenance)
+    return {
+        **found["provenance"],
+        "notes": [NOTE],
+        "skipped_files": [f"{bad.path}: {bad.reason}" for bad in listing.bad] + found["skipped_files"],
+        "steps": found["steps"],
+        "held_out": {"level": "document", "names": []},
+        "tokenizer": tokenizers.load(stages.out).describe(),
+        **{name: found[name] for name in SPLITS},
+    }
+
+
+def _finish(workspace: Workspace, stages: Stages, result: Facts) -> Facts:
+    """Commit the whole, once."""
 
     def finish() -> Facts:
         workspace.finish(result, clean=not isinstance(stages.team, Claims))

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 
-_ASCII_WORD = np.zeros(256, np.bool_)
-_ASCII_WORD[[ord(c) for c in map(chr, range(128)) if c.isalnum() or c == "_"]] = True
-_ASCII_WORD[128:] = True  # what is left of other scripts when their punctuation has become space
+# 1 for each byte of a word: what is left of other scripts, when their punctuation has become space, is words.
+_IS_WORD = bytes(byte >= 128 or chr(byte).isalnum() or byte == ord("_") for byte in range(256))
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
+_27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 # Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
@@ -24,14 +24,14 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     """The hashes of all words of all texts, in their order, and where each text's begin: [texts + 1]."""
     encoded = [_encode(text) for text in texts]
     # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
-    data = np.frombuffer(b" ".join([*encoded, b" " * 8]), np.uint8)
-    is_word = _ASCII_WORD[data]
+    joined = b" ".join([*encoded, b" " * 8])
+    is_word = np.frombuffer(joined.translate(_IS_WORD), np.bool_)
     edges = np.flatnonzero(is_word[1:] != is_word[:-1]) + 1
     if is_word[0]:
         edges = np.concatenate([[0], edges])
     begins, ends = edges[::2], edges[1::2]
     places = np.cumsum([0, *(len(each) + 1 for each in encoded)])
-    return _hash(data, begins, ends - begins), np.searchsorted(begins, places)
+    return _hash(joined, begins, ends - begins), np.searchsorted(begins, places)
 
 
 def run_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
@@ -41,7 +41,9 @@ def run_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[
     """
     combined = np.zeros(max(0, len(words) - length + 1), np.uint64)
     for at in range(length if len(combined) else 0):
-        combined = mix(combined * _BASE + words[at : at + len(combined)])
+        combined *= _BASE
+        combined += words[at : at + len(combined)]
+    combined = mix(combined)
     counts = np.diff(offsets)
     runs = np.where(counts >= length, counts - length + 1, (counts > 0).astype(np.int64))
     begins = np.concatenate([[0], np.cumsum(runs)])
@@ -59,24 +61,29 @@ def one_run(words: Hashes) -> np.uint64:
     """The hash of all these words as one run."""
     combined = np.zeros(1, np.uint64)
     for word in words:
-        combined = mix(combined * _BASE + word)
-    return np.uint64(combined[0])
+        combined = combined * _BASE + word
+    return np.uint64(mix(combined)[0])
 
 
 def mix(values: Hashes) -> Hashes:
     """Spread every bit over all (the finalizer of SplitMix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * _FIRST
-    values = (values ^ (values >> np.uint64(27))) * _SECOND
-    return values ^ (values >> np.uint64(31))
+    values = values ^ (values >> _30)
+    values *= _FIRST
+    values ^= values >> _27
+    values *= _SECOND
+    values ^= values >> _31
+    return values
 
 
-def _hash(data: NDArray[np.uint8], begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> Hashes:
-    eights = np.ndarray(len(data) - 7, "<u8", data.data, strides=(1,))  # the eight bytes from each place on
-    result = lengths.astype(np.uint64) * _BASE
-    at, left, which = begins, lengths, np.arange(len(begins))
+def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> Hashes:
+    eights = np.ndarray(len(data) - 7, "<u8", data, strides=(1,))  # the eight bytes from each place on
+    result = eights[begins] & _MASKS[np.minimum(lengths, 8)]
+    result ^= lengths.astype(np.uint64) * _BASE
+    result = mix(result)
+    which = np.flatnonzero(lengths > 8)
+    at, left = begins[which] + 8, lengths[which] - 8
     while len(which):
-        part = eights[at] & _MASKS[np.minimum(left, 8)]
-        result[which] = mix(result[which] ^ part)
+        result[which] = mix(result[which] ^ (eights[at] & _MASKS[np.minimum(left, 8)]))
         more = left > 8
         at, left, which = at[more] + 8, left[more] - 8, which[more]
     return result

@@ -29,7 +29,10 @@ REPORT = "report.html"
 MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
-LATER = {"read": ("format", "fields"), "tokenizer": ("kind", "file", "modes", "pattern", "lowercase")}
+LATER = {
+    "read": ("format", "fields", "tokens"),
+    "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
+}
 LATER_SECTIONS = ("steps", "duplicates")
 
 

@@ -17,7 +17,7 @@ from data_prep.words import Hashes, mix
 from megatfm.config.prep_steps import AlikeConfig
 from megatfm.data.files import WholeFile
 
-BATCH_BYTES = 2**20
+BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
 PAIRS = 2**16
 SMALL = 32
 """In a bucket of up to so many documents all are compared with all; in a larger one each with the first of those that

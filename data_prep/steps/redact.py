@@ -9,19 +9,25 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 from megatfm.config.prep_steps import RedactConfig
 
-# Each pattern begins only where no such character stands before, so a long run is tried once and not at every place.
+# Each pattern begins with a few characters, so that the search for them is fast, and only where no such character
+# stands before (the look back over two), so that a long run is tried once and not at every place.
 _LOCAL, _LABEL = r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]", r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _EMAIL = re.compile(
-    rf"(?<!{_LOCAL})(?=[A-Za-z0-9]){_LOCAL}{{1,64}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])"
+    rf"[A-Za-z0-9](?<!{_LOCAL}.){_LOCAL}{{0,63}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])"
 )
-_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)")
+_IPV4 = re.compile(r"[0-9](?<![\w.].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)", re.ASCII)
 # All that is reached from elsewhere lies in 2000::/3 (RFC 4291, section 2.4); `::2` is more often code.
-_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{3,34}(?![\w:.])")
+_IPV6 = re.compile(r"[23](?<![\w:.].)[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{3,34}(?![\w:.])")
 # Digits and their separators are bounded on both sides, so that parts of longer numbers are left alone.
+_LOCAL_NUMBER = r"\) ?\d{3}[ .-]\d{4}"
 _PHONE = re.compile(
-    r"(?<![\w+.-])(?:\+[1-9]\d{0,2}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d{2,5}){2,5}"
-    r"|(?:\+?1[ .-])?\(\d{3}\) ?\d{3}[ .-]\d{4}"
-    r"|(?:\+?1[ .-])?[2-9]\d{2}([ .-])[2-9]\d{2}\1\d{4})(?![\w-]|\.\d)"
+    r"[+(1-9](?<![\w+.-].)(?:"
+    r"(?<=\+)[1-9]\d{0,2}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d{2,5}){2,5}"
+    rf"|(?<=\()\d{{3}}{_LOCAL_NUMBER}"
+    rf"|(?<=1)[ .-]\(\d{{3}}{_LOCAL_NUMBER}"
+    r"|(?<=1)[ .-][2-9]\d{2}([ .-])[2-9]\d{2}\1\d{4}"
+    r"|(?<=[2-9])\d{2}([ .-])[2-9]\d{2}\2\d{4}"
+    r")(?![\w-]|\.\d)"
 )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatfm.config.base import PathStr, Section
-from megatfm.config.prep_steps import DuplicatesConfig, FieldsConfig, StepConfig
+from megatfm.config.prep_steps import DuplicatesConfig, FieldsConfig, StepConfig, TokensConfig
 
 
 class ReadConfig(Section):
@@ -21,10 +21,14 @@ class ReadConfig(Section):
     """File names to read, as patterns; left out, every file of a folder."""
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
-    format: Literal["text", "jsonl", "parquet", "arrow", "warc", "mediawiki", "webdataset"] | None = None
+    format: (
+        Literal["text", "jsonl", "parquet", "arrow", "warc", "mediawiki", "webdataset", "megatron", "tokens"]
+        | None
+    ) = None
     """The format of all files; left out, each file's own as the end of its name says, and text where it says
-    nothing."""
+    nothing. The last two hold token ids: they are taken over as they are, with the tokenizer in `tokenizer.file`."""
     fields: FieldsConfig = FieldsConfig()
+    tokens: TokensConfig = TokensConfig()
     on_bad: Literal["error", "skip"] = "error"
     """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
@@ -121,3 +125,22 @@ class PrepConfig(Section):
     split: SplitConfig = SplitConfig()
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+
+    @property
+    def imports_tokens(self) -> bool:
+        return self.read.format in ("megatron", "tokens")
+
+    @model_validator(mode="after")
+    def _token_ids_stay(self) -> Self:
+        if self.imports_tokens:
+            if self.tokenizer.file is None:
+                raise ValueError(
+                    f"read.format = {self.read.format!r}: set tokenizer.file to the tokenizer of these ids"
+                )
+            if self.steps or self.duplicates:
+                raise ValueError(
+                    f"read.format = {self.read.format!r}: there is no text for steps and duplicates: leave them out"
+                )
+            if self.read.format == "tokens" and self.read.tokens.end is None:
+                raise ValueError("read.format = 'tokens': set read.tokens.end to the id that ends a document")
+        return self

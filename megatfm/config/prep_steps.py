@@ -235,3 +235,12 @@ class FieldsConfig(Section):
     """The text."""
     url: str = "url"
     """The address that it comes from, if there is one."""
+
+
+class TokensConfig(Section):
+    """How files of token ids are read."""
+
+    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
+    """The type of the ids in files of format `tokens`, little-endian; Megatron's index files say it themselves."""
+    end: NonNegativeInt | None = None
+    """The id after each document, which is not taken over: a shard knows where its documents end."""

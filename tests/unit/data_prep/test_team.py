@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,17 @@ from tests.unit.data_prep.conftest import tree
 Make = Callable[..., PrepConfig]
 ROOT = Path(__file__).parents[3]
 PART = 20_000  # the corpus has 20 parts of this size
+ALL: dict[str, Any] = {  # one step of each kind: what sees a document, a line, the whole corpus
+    "steps": [{"name": "language"}, {"name": "redact"}],
+    "duplicates": [{"name": "lines"}, {"name": "near"}],
+}
 
 
 @pytest.fixture
 def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start(*words, before=[…])`: prepare the corpus in small parts into `together`, in a process of its own."""
     path = tmp_path / "prep.toml"
-    path.write_text(to_toml(config("together", part_bytes=PART, workers=1)))
+    path.write_text(to_toml(config("together", part_bytes=PART, workers=1, **ALL)))
     started = []
 
     def go(*words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -56,7 +61,7 @@ def test_the_size_of_parts_changes_nothing(config: Make) -> None:
 def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    whole = tree(data_prep.run(config()).out)
+    whole = tree(data_prep.run(config(**ALL)).out)
     victim = start("--part", "2/3")
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
@@ -83,7 +88,7 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
 def test_ranks_under_mpirun_make_the_same(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tree(data_prep.run(config()).out)
+    whole = tree(data_prep.run(config(**ALL)).out)
     for name in (
         "OMPI_ALLOW_RUN_AS_ROOT",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",

@@ -1,0 +1,173 @@
+"""Token ids that others made come out as they went in, in the layout that Megatron-LM's own code writes."""
+
+import random
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import data_prep
+from data_prep import tokenizer
+from megatfm import tokenizers
+from megatfm.config.prep import PrepConfig, TokenizerConfig
+from megatfm.data import Corpus
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data_prep.conftest import tree
+
+END = 2
+WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    text = "".join(random.Random(0).choices(WORDS, k=3000))
+    made = tokenizer.write(folder, tokenizer.make(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text]))
+    assert made.vocab_size == 330
+    return folder
+
+
+@pytest.fixture
+def documents() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(60, 330) for _ in range(rng.randrange(1, 40))] for _ in range(200)]
+
+
+def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2", code: int = 8) -> None:
+    """As the builder of Megatron-LM writes it: each document two sequences here, the last id an end of document."""
+    sizes: list[int] = []
+    edges = [0]
+    with open(path, "wb") as file:
+        for ids in documents:
+            whole = [*ids, END]
+            for part in (whole[: len(whole) // 2], whole[len(whole) // 2 :]):
+                file.write(np.array(part, dtype).tobytes())
+                sizes.append(len(part))
+            edges.append(len(sizes))
+    pointers = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize
+    with open(path.with_suffix(".idx"), "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(edges)))
+        for values, kind in ((sizes, "<i4"), (pointers, "<i8"), (edges, "<i8")):
+            file.write(np.array(values, kind).tobytes())
+
+
+def config(folder: Path, model: Path, format_: str, out: str = "out", **read: Any) -> PrepConfig:
+    read = {"folder": str(folder / "in"), "format": format_, "tokens": {"end": END}, **read}
+    values = {
+        "out": str(folder / out),
+        "read": read,
+        "split": {"validation": 0.2},
+        "tokenizer": {"file": str(model)},
+    }
+    return PrepConfig.model_validate(values)
+
+
+def taken(out: Path) -> dict[str, list[int]]:
+    found = {}
+    for name in ("train", "validation"):
+        corpus = Corpus.open(out / name)
+        for sample in map(corpus.sample, range(corpus.n_samples)):
+            found[sample.source] = np.asarray(sample.tokens).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("format_", "write"),
+    [
+        ("megatron", megatron),
+        ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
+        (
+            "tokens",
+            lambda path, documents: path.write_bytes(
+                np.array([i for d in documents for i in (*d, END)], "<u2")
+            ),
+        ),
+    ],
+)
+def test_ids_are_taken_over(
+    tmp_path: Path, model: Path, documents: list[list[int]], format_: str, write: Callable[..., Any]
+) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.bin", documents[:150])
+    write(tmp_path / "in" / "b.bin", documents[150:])
+    summary = data_prep.run(config(tmp_path, model, format_))
+    expected = {f"a.bin#{number}": ids for number, ids in enumerate(documents[:150])}
+    expected |= {f"b.bin#{number}": ids for number, ids in enumerate(documents[150:])}
+    assert taken(summary.out) == expected
+    result = summary.result
+    assert 0.1 < result["validation"]["documents"] / 200 < 0.3
+    lengths = [len(each) for each in tokenizers.load(model).token_bytes() or []]
+    text = sum(lengths[token] for ids in documents for token in ids)
+    assert result["train"]["text_bytes"] + result["validation"]["text_bytes"] == text
+    assert tree(data_prep.run(config(tmp_path, model, format_, "again")).out) == tree(summary.out)
+    assert data_prep.run(config(tmp_path, model, format_)).already_done
+
+
+def index(path: Path) -> Path:
+    return path.with_suffix(".idx")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no index": (lambda path: index(path).unlink(), r"has no a\.idx beside it"),
+    "rubbish": (lambda path: index(path).write_bytes(b"x" * 99), r"a\.idx is no index of Megatron-LM"),
+    "cut index": (
+        lambda path: index(path).write_bytes(index(path).read_bytes()[:-3]),
+        "is cut off or damaged",
+    ),
+    "cut data": (lambda path: path.write_bytes(path.read_bytes()[:-3]), "a sequence lies outside"),
+    "huge count": (
+        lambda path: index(path).write_bytes(
+            index(path).read_bytes()[:18] + b"\xff" * 8 + index(path).read_bytes()[26:]
+        ),
+        "is cut off or damaged",
+    ),
+    "type": (
+        lambda path: index(path).write_bytes(index(path).read_bytes()[:17] + b"\x06" + bytes(90)),
+        "of type 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(tmp_path: Path, model: Path, documents: list[list[int]], name: str) -> None:
+    (tmp_path / "in").mkdir()
+    megatron(tmp_path / "in" / "a.bin", documents)
+    damage, reason = DAMAGE[name]
+    damage(tmp_path / "in" / "a.bin")
+    with pytest.raises(MegatfmError, match=rf"in/a\.bin: .*{reason}"):
+        data_prep.run(config(tmp_path, model, "megatron"))
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").write_bytes(np.array([5, END, 400, END], "<u2").tobytes())
+    with pytest.raises(MegatfmError, match="document 1 has id 400, but the tokenizer has 330"):
+        data_prep.run(config(tmp_path, model, "tokens"))
+    (tmp_path / "in" / "a.bin").write_bytes(b"123")
+    with pytest.raises(MegatfmError, match="3 bytes, which is no whole number of uint16 ids"):
+        data_prep.run(config(tmp_path, model, "tokens"))
+    (tmp_path / "in" / "a.bin").write_bytes(np.array([END, END], "<u2").tobytes())
+    with pytest.raises(UsageError, match=r"no document for train.*2 dropped, as each is empty"):
+        data_prep.run(config(tmp_path, model, "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokenizer": {}}, "set tokenizer.file"),
+        ({"steps": [{"name": "html"}]}, "leave them out"),
+        ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.end"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], reason: str) -> None:
+    values = {
+        "out": "o",
+        "read": {"folder": "x", "format": "megatron"},
+        "tokenizer": {"file": "t"},
+        **changes,
+    }
+    with pytest.raises(ValueError, match=reason):
+        PrepConfig.model_validate(values)
