@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test soak lint docs wheel-test system-deps deepspeed moe clean
+.PHONY: help quickstart test gpu soak lint docs wheel-test system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +31,9 @@ test: $(VENV)/.installed-test ## the whole suite on the CPU
 
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) benchmarks/soak.py $(ARGS)
+
+gpu: ## what needs a GPU, with the torch that is there: tests marked gpu, and decoders' speed into benchmarks/results
+	bash benchmarks/gpu.sh
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -1,0 +1,90 @@
+"""One GPU against a CPU in float64: gradients of the engine in every precision, eager, compiled and recomputed.
+
+Each comparison takes the device as an argument, so that its logic runs on a CPU as well, where a GPU's would not be
+found to be wrong for want of one.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.engines import NativeEngine, Sharing
+from megatfm.models import build
+from megatfm.parallel.mesh import build_mesh
+from megatfm.parallel.plan import lay
+from megatfm.parallel.plans import PLANS
+from megatfm.train.optimizers import optimizer_groups
+from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, one_device, one_device_gradients
+from tests.workers import Workers
+
+BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
+"""‖g − r‖ / max(‖r‖, 1e-2 · ‖all gradients‖): float32 as on a CPU, the others by their 8 and 11 bits."""
+
+
+def engine_on(device: str, precision: str, **options: object) -> NativeEngine:
+    parallel = ParallelConfig(zero=options.pop("zero", 3), dp_shard=1)  # type: ignore[arg-type]
+    mesh = build_mesh(parallel, 1, device)
+    with torch.device("meta"):
+        model = build(MODEL)
+    groups = optimizer_groups(ADAMW, model)
+    layout = lay(model, PLANS.get(MODEL.family), mesh, sequence_parallel=True)
+    return NativeEngine(
+        model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
+        sharing=Sharing(parallel.zero), **options,
+    )  # fmt: skip
+
+
+def worst(engine: NativeEngine, expected: dict[str, Tensor]) -> float:
+    floor = 1e-2 * float(torch.cat([g.flatten() for g in expected.values()]).norm())
+    return max(
+        float((g.cpu().double() - expected[name]).norm()) / max(float(expected[name].norm()), floor)
+        for name, g in engine.gradients().items()
+    )
+
+
+def gradients_are_near(device: str, precision: str, **options: object) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    engine, batch = engine_on(device, precision, **options), global_batch(seed=3)
+    _, expected = one_device_gradients(one_device(MODEL), batch)
+    if engine.loss_scale:
+        engine.loss_scale.value = 2.0**10
+    engine.forward_backward([batch], CAUSAL)
+    assert worst(engine, expected) < BOUNDS[precision]
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm()
+    assert engine.step(1e-2, clip=0.3) == pytest.approx(float(norm), rel=BOUNDS[precision])
+
+
+CASES = {
+    "float32": ("fp32", {}),
+    "float32, zero 1": ("fp32", {"zero": 1}),
+    "bfloat16": ("bf16", {}),
+    "bfloat16, zero 0": ("bf16", {"zero": 0}),
+    "float16, scaled": ("fp16", {}),
+    "bfloat16, recomputed": ("bf16", {"recomputed": "full"}),
+    "bfloat16, compiled": ("bf16", {"compile_blocks": True}),
+    "bfloat16, compiled and recomputed": ("bf16", {"compile_blocks": True, "recomputed": "selective"}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_a_cpu(case: str) -> None:
+    """In this process: one GPU, and NCCL's group of one."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    precision, options = CASES[case]
+    gradients_are_near("cuda", precision, **options)
+
+
+def on_a_cpu() -> None:
+    for precision, options in CASES.values():
+        if "compile_blocks" not in options:
+            gradients_are_near("cpu", precision, **options)
+
+
+def test_the_same_comparisons_pass_on_a_cpu(workers: Workers) -> None:
+    workers.run(on_a_cpu, 1)
