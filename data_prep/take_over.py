@@ -110,10 +110,10 @@ class TakeOver:
                     counts.drop("is empty", 0, f"{file.name}#{number}")
                     continue
                 if ids.min() < 0 or ids.max() >= vocab_size:
+                    wrong = max(int(ids.max()), -int(ids.min()))
                     raise MegatfmError(
-                        f"{file.path}: document {number} has id {max(int(ids.max()), -int(ids.min()))}, but the tokenizer "
-                        f"has {vocab_size:,}: set tokenizer.file to the one that made it, or mend "
-                        "read.tokens.dtype"
+                        f"{file.path}: document {number} has id {wrong}, but the tokenizer has {vocab_size:,}: set "
+                        "tokenizer.file to the one that made it, or mend read.tokens.dtype"
                     )
                 yield f"{file.name}#{number}", ids
         except BadFileError as error:

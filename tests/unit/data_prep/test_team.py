@@ -101,11 +101,11 @@ def test_ranks_under_mpirun_make_the_same(
     assert tree(tmp_path / "together") == whole
     assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
-    (tmp_path / "together" / "stranger").touch()
+    (tmp_path / "together" / "a stranger").touch()
     failing = start(before=("mpirun", "-n", "3"))
     _, said = failing.communicate(timeout=120)
     assert failing.returncode == 2, "a mistake that one rank sees ends all"
-    assert "'stranger', which no prep made" in said
+    assert "'a stranger', which no prep made" in said
 
 
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
