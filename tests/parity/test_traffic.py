@@ -1,5 +1,7 @@
 """Bytes that a step sends, counted where torch dispatches them, equal the closed forms: by axis, collective, rank."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,3 +135,18 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
             elif "tp2" in layout:
                 sent -= m * 4 * 24 * 8  # the loss over the vocabulary: 4 numbers a token
             assert 0 <= sent - wanted[layout] * 8 < SCALARS, layout
+
+
+def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
+    """Two gathers a layer; "full" stops before the second scatter, "selective" keeps what both gave."""
+    plain = config_of(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"])
+    how = ("none", "full", "selective")
+    configs = [
+        plain.model_copy(update={"train": plain.train.model_copy(update={"recompute": each})}) for each in how
+    ]
+    blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
+    for answers in workers.run(steps, 2, configs):
+        calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]
+        none, full, selective = (Counter(found) for found in calls)
+        assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)
+        assert selective - none == Counter(all_gather=2 * blocks_run)
