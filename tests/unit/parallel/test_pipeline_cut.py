@@ -1,0 +1,96 @@
+"""Where a model is cut, what a rank keeps of it, and what its parameters are called."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import ModelConfig, load_config
+from megatfm.models import build
+from megatfm.parallel.pipeline_cut import Pipeline, cost, cut, keep
+
+SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "n_heads": 2, "d_ff": 32}
+
+
+@pytest.fixture
+def make() -> Callable[..., nn.Module]:
+    def make(**options: object) -> nn.Module:
+        with torch.device("meta"):
+            return build(ModelConfig.model_validate({**SMALL, **options}))
+
+    return make
+
+
+def first_steps(pipeline: Pipeline) -> list[str]:
+    return [stage.steps[0].name for stage in pipeline.stages]
+
+
+def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
+    """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
+    model = make(tie_embeddings=True)
+    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps()}
+    matrices = 4 * 16 * 16 + 3 * 16 * 32
+    assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
+    assert costs["decoder.layers.0"] == 10 * (matrices + 2 * 10 * 16)
+    assert costs["head"] == 10 * 96 * 16
+
+
+def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
+    model = load_config("gpt2-124m", []).model
+    with torch.device("meta"):
+        whole = build(model)
+    pipeline = cut(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
+    assert first_steps(pipeline) == ["decoder.embedding", "decoder.layers.4", "decoder.layers.8", "head"]
+    assert max(stage.cost for stage in pipeline.stages) < 1.15 * min(stage.cost for stage in pipeline.stages)
+
+
+def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
+    t5 = make(family="encoder_decoder", position="t5", n_encoder_layers=2)
+    pipeline = cut(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
+        "encoder.layers.1", "decoder.layers.2", "head",
+    ])  # fmt: skip
+    assert [list(stage.takes) for stage in pipeline.stages] == [
+        [],
+        ["memory"],
+        ["hidden", "memory"],
+        ["hidden"],
+    ]
+    assert [list(stage.gives) for stage in pipeline.stages] == [
+        ["memory"],
+        ["hidden", "memory"],
+        ["hidden"],
+        [],
+    ]
+    assert pipeline.holders["encoder.embedding.tokens.weight"] == (0, 1)
+    assert pipeline.holders["decoder.position.weight"] == (0, 1)
+    assert pipeline.holders["decoder.layers.5.ffn.w_up.weight"] == (0,)
+
+
+@pytest.mark.parametrize("options", [
+    {"n_kv_heads": 1}, {"family": "encoder", "distinct_layers": 2}, {"family": "encoder_decoder", "position": "t5"},
+    {"family": "electra", "embedding_dim": 8, "position": "learned", "max_positions": 8,
+     "generator": {"d_model": 8, "n_heads": 2, "d_ff": 8}},
+])  # fmt: skip
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
+    make: Callable[..., nn.Module], options: dict[str, object], schedule: str
+) -> None:
+    names = [name for name, _ in make(**options).named_parameters()]
+    kept: dict[str, list[int]] = {}
+    for rank in range(2):
+        model = make(**options)
+        pipeline = cut(
+            model, schedule, 2, 2 if schedule == "zbv" else 1, lengths={"tokens": 8, "encoder_tokens": 8}
+        )
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        keep(model, pipeline.mine(rank))
+        for name, parameter in model.named_parameters():
+            assert parameter.shape == shapes[name]
+            kept.setdefault(name, []).append(rank)
+        for stage in pipeline.mine(rank):
+            for step in stage.steps:
+                for path in step.uses:
+                    model.get_submodule(path)
+    assert set(kept) == set(names)
+    assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.holders)
