@@ -98,17 +98,21 @@ class Config(Section):
                     f"parallel.tp = {self.parallel.tp} does not divide {key} = {count}: choose a tp that divides it, "
                     f"e.g. {max(t for t in range(1, self.parallel.tp) if count % t == 0)}"
                 )
-        if (
-            self.parallel.tp > 1
-            and self.parallel.sequence_parallel
-            and self.data.sequence_length % self.parallel.tp
-        ):
-            raise ValueError(
-                f"data.sequence_length = {self.data.sequence_length} does not divide into parallel.tp = "
-                f"{self.parallel.tp} shards of the sequence: choose "
-                f"{self.data.sequence_length - self.data.sequence_length % self.parallel.tp or self.parallel.tp}, "
-                "or parallel.sequence_parallel=false"
-            )
+        tp = self.parallel.tp if self.parallel.sequence_parallel else 1
+        lengths = {
+            "data.sequence_length": self.data.sequence_length,
+            "data.target_length": self.data.target_length or 0,
+            **{
+                f"data.warmup[{i}].sequence_length": s.sequence_length or 0
+                for i, s in enumerate(self.data.warmup)
+            },
+        }
+        for key, length in lengths.items():
+            if length % tp:
+                raise ValueError(
+                    f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
+                    f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
+                )
         return self
 
     @model_validator(mode="after")

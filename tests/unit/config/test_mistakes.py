@@ -93,6 +93,12 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
         "parallel.sequence_parallel=false"
     )
     load("parallel.tp=2", "data.sequence_length=9", "parallel.sequence_parallel=false")
+    for override, key in (
+        ("data.target_length=7", "data.target_length = 7"),
+        ("data.warmup=[{steps = 2, sequence_length = 5}]", "data.warmup[0].sequence_length = 5"),
+    ):
+        message = mistake(load, "parallel.tp=2", "data.sequence_length=10", override)
+        assert f"{key} does not divide into parallel.tp = 2 shards of the sequence: choose " in message
     load("parallel.tp=2", "data.sequence_length=8")
 
 
