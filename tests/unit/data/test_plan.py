@@ -38,7 +38,7 @@ def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) ->
     expected = places(open_rows(folder, causal))
     (path,) = (folder / ".plans").iterdir()
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[-4] ^= 1
     changed = {
         "cut": data[:-4],
         "flipped": data,
@@ -47,7 +47,7 @@ def test_a_damaged_plan_is_made_again(folder: Path, causal: Any, damage: str) ->
     }[damage]
     path.write_bytes(changed)
     assert places(open_rows(folder, causal)) == expected
-    data[-1] ^= 1
+    data[-4] ^= 1
     assert path.read_bytes() == data, "it was stored again"
 
 

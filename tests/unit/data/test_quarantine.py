@@ -85,6 +85,21 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> 
     assert rows.notes == ["memory: 4 samples are in quarantine"]
 
 
+def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
+    class Watching(causal_type):  # type: ignore[misc]
+        def build(self, tokens: Any, partners: Any, key: Any) -> Any:
+            seen.append([partners.tokens(i).tolist() for i in range(len(partners.lengths))])
+            return super().build(tokens, partners, key)
+
+    seen: list[Any] = []
+    corpus = memory_corpus([[3, 2, 4]])
+    corpus.block_lengths = lambda number: np.array([3, 2, 4])
+    bad = Quarantine.parse(["1"], 3)
+    PackedRows(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).row(0)
+    first, _, last = (tokens.tolist() for tokens in corpus.documents)
+    assert seen == [[last], [first, last], [first]]
+
+
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
     corpus.block_lengths = lambda number: np.array([3, 2, 4])

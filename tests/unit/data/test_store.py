@@ -171,8 +171,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
 
 def read_all(url: str, cache: Cache, start: Any, out: Any) -> None:
-    start.wait()
     corpus = Corpus.open(url, cache)
+    start.wait()
     out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.block(number)))
 
 
@@ -193,6 +193,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
                 self.wfile.write(bytes(1000))
                 slow.wait(20)
                 return
+            time.sleep(0.1 if self.path.endswith(".tar.zst") else 0)  # so that all would ask for it
             super().do_GET()
 
     with http.server.ThreadingHTTPServer(
@@ -201,9 +202,8 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         context = multiprocessing.get_context("spawn")
-        start, out = context.Event(), context.Queue()
-        start.set()
-        victim = context.Process(target=read_all, args=(url, cache, start, out))
+        out = context.Queue()
+        victim = context.Process(target=read_all, args=(url, cache, context.Barrier(1), out))
         victim.start()
         for _ in range(2000):
             if any(path.endswith(".tar.zst") for path in asked):
@@ -213,6 +213,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
         victim.join()
         slow.set()
         asked.clear()
+        start = context.Barrier(3)
         readers = [context.Process(target=read_all, args=(url, cache, start, out)) for _ in range(3)]
         for reader in readers:
             reader.start()
