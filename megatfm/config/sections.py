@@ -131,14 +131,14 @@ class CheckpointConfig(Section):
     """async: training goes on while a copy of the state is written; it takes that much memory. sync: it waits."""
     read_back: bool = False
     """Read every file from the disk again, and compare it, before a checkpoint counts."""
-    local: str | None = Field(default=None, examples=["/local/scratch", "$TMPDIR"])
-    """A folder on each node's own disk, for frequent saves; each node's files also go to the next node."""
+    local: str = Field(default="", examples=["/local/scratch", "$TMPDIR"])
+    """A folder on each node's own disk, for frequent saves; each node's files also go to the next node. Empty: none."""
     local_every: NonNegativeInt = 0
     """Steps between saves to `local`. 0: none is made there."""
 
     @model_validator(mode="after")
     def _local_is_whole(self) -> Self:
-        if (self.local is None) != (self.local_every == 0):
+        if (not self.local) != (self.local_every == 0):
             raise ValueError("local and local_every go together: where, and how often")
         return self
 

@@ -64,7 +64,7 @@ def meet_nodes(config: Config, run: Run) -> Nodes | None:
 
     The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
     """
-    if config.checkpoint.local is None:
+    if not config.checkpoint.local:
         return None
 
     def name() -> str:
