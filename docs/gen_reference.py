@@ -38,9 +38,10 @@ def page(title: str, kind: type[BaseModel]) -> str:
     alone = {name: field for name, field in kind.model_fields.items() if not sections(field)}
     parts.append(table(alone.items()))
     for name, field in kind.model_fields.items():
+        title = f"[[{name}]]" if get_origin(field.annotation) is tuple else f"[{name}]"
         for section in sections(field):
             # Every key each time: a key that one section has and another has not would else look alike.
-            parts.append(f"## `[{name}]`{variant(section) if len(sections(field)) > 1 else ''}")
+            parts.append(f"## `{title}`{variant(section) if len(sections(field)) > 1 else ''}")
             parts += [str(section.__doc__), table(section.model_fields.items())]
             for key, inner in parts_of(section):
                 parts += [f"### `{name}.{key}`", str(inner.__doc__), table(inner.model_fields.items())]
@@ -49,19 +50,30 @@ def page(title: str, kind: type[BaseModel]) -> str:
 
 def variant(section: type[BaseModel]) -> str:
     """Which of a key's sections this is."""
-    name = section.model_fields["name"].default
+    field = section.model_fields["name"]
+    named = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    name = named[0] if named else field.default
     return " of a plugin" if name is PydanticUndefined else f" with `name = {json.dumps(name)}`"
 
 
 def sections(field: FieldInfo) -> list[type[BaseModel]]:
     """The section classes that a field may hold."""
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return list(dict.fromkeys(_classes(field.annotation)))
+
+
+def _classes(kind: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    elif get_origin(kind) is not Literal:
+        for part in get_args(kind):
+            yield from _classes(part)
 
 
 def parts_of(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The keys of a section that hold lists or tables of sections, and those."""
+    """The keys of a section that hold sections, or lists or tables of them, and those."""
     for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield key, field.annotation
         if get_origin(field.annotation) in (list, dict):
             kind = get_args(field.annotation)[-1]
             if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -85,6 +97,8 @@ def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required" + (f", e.g. `{toml(field.examples[0])}`" if field.examples else "")
+    if isinstance(value, BaseModel):
+        return "see below"
     return "not set" if value is None else f"`{toml(value)}`"
 
 

@@ -28,7 +28,9 @@ class ReadConfig(Section):
     """The format of all files; left out, each file's own as the end of its name says, and text where it says
     nothing. The last two hold token ids: they are taken over as they are, with the tokenizer in `tokenizer.file`."""
     fields: FieldsConfig = FieldsConfig()
+    """Names of the fields of records."""
     tokens: TokensConfig = TokensConfig()
+    """How token ids lie in their files."""
     on_bad: Literal["error", "skip"] = "error"
     """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""

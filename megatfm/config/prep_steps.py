@@ -42,11 +42,13 @@ class GopherQualityConfig(Section):
 
     name: Literal["gopher_quality"]
     min_words: NonNegativeInt = 50
-    """A word is what stands between white space."""
+    """Words in a document, at least; a word is what stands between white space."""
     max_words: PositiveInt = 100_000
+    """Words in a document, at most."""
     min_mean_word: float = 3.0
-    """Characters in a word, on the average."""
+    """Characters in a word, on the average, at least."""
     max_mean_word: float = 10.0
+    """Characters in a word, on the average, at most."""
     max_symbols: float = 0.1
     """Hash signs for a word, and ellipses for a word."""
     max_bullet_lines: Share = 0.9
@@ -58,6 +60,7 @@ class GopherQualityConfig(Section):
     min_stop_words: NonNegativeInt = 2
     """How many of `stop_words` must occur."""
     stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
+    """Words that any text of the language has."""
 
 
 class GopherRepetitionConfig(Section):
@@ -67,9 +70,11 @@ class GopherRepetitionConfig(Section):
     lines: Share = 0.3
     """Share of the lines, from which on repeated lines are too many."""
     paragraphs: Share = 0.3
+    """The same of paragraphs, which stand between blank lines."""
     line_characters: Share = 0.2
     """Share of the characters that lie in repeated lines."""
     paragraph_characters: Share = 0.2
+    """The same of paragraphs."""
     top_ngrams: tuple[Share, ...] = (0.2, 0.18, 0.16)
     """Share of the characters that lie in the most frequent run of 2, 3, 4 words."""
     repeated_ngrams: tuple[Share, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
@@ -159,6 +164,7 @@ class SampleConfig(Section):
     by_path: dict[str, Share] = Field({}, examples=[{"web/*": 0.2}])
     """Path patterns, below the corpus folder, and the part to keep of each; the first that fits counts."""
     seed: NonNegativeInt = 0
+    """Another seed keeps other documents."""
 
 
 StepConfig = Annotated[
@@ -232,7 +238,7 @@ class FieldsConfig(Section):
     """Where a record (JSON, Parquet, Arrow) holds what; `a.b` is field `b` inside `a`."""
 
     text: Annotated[str, Field(min_length=1)] = "text"
-    """The text."""
+    """The field that holds the text."""
     url: str = "url"
     """The address that it comes from, if there is one."""
 
