@@ -210,6 +210,9 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     for name, fill in wanted.items():
         assert padding[name].tolist() == [fill] * (64 if name.startswith("encoder_") else 110)
     assert rows.identity()["target_length"] == 110
+    with Loader(rows, global_batch=4, micro_batch=2) as loader:
+        next(loader)
+    assert loader.step_tokens == 4 * (64 + 110), "of both sides"
 
 
 def test_a_row_as_one_document(memory_corpus: Any) -> None:
