@@ -66,6 +66,8 @@ MODELS = {
         generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
     ),
 }  # fmt: skip
+PREFIX = "prefix language model"
+NAMES = (*MODELS, PREFIX)
 LAYOUTS = {
     2: {
         "zero0": ParallelConfig(dp_shard=2, zero=0),
@@ -152,10 +154,12 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
 
 def compare(name: str, ranks: int) -> list[str]:
     """The gradients of every layout of so many ranks; the layouts that were compared."""
-    config = MODELS[name]
+    config = MODELS["llama" if name == PREFIX else name]
     reference = build(config).double().train()
     initialise(reference, 7)
     batch = batch_for(config)
+    if name == PREFIX:
+        batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
     terms = PassOn([]).__call__(reference, batch)
     objective = PassOn(list(terms))
     counts = objective.counts(batch)
@@ -179,7 +183,7 @@ def compare(name: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     (compared, *_) = workers.run(compare, ranks, name, ranks)
     uncut = [layout for layout in LAYOUTS[ranks] if name != "xlnet" or "tp" not in layout]

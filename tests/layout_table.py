@@ -1,0 +1,107 @@
+"""The table of docs/parallel.md, model × layout, made from the cases of tests/parity: `python -m tests.layout_table`.
+
+Nothing is written down here about what works: a cell is green because a case of that name is run by the suite, which
+fails if a gradient differs; it is empty where there is no such case, or says why there can be none.
+"""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm.config import ParallelConfig
+from tests.parity import test_families, test_pipelines
+
+PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
+BEGIN, END = "<!-- made by tests/layout_table.py -->", "<!-- end -->"
+GREEN, IMPOSSIBLE = "✓", "–"
+UNCUT = "xlnet"
+"""Is neither cut by tensor parallelism nor into stages: `test_two_streams_are_not_cut`, `test_xlnet_is_refused`."""
+
+Proven = dict[str, set[str]]
+"""Layout → models."""
+
+
+def named(parallel: ParallelConfig) -> str:
+    """A layout in few words: "pp2 zbv × tp2"."""
+    words = []
+    if parallel.pp > 1:
+        words.append(f"pp{parallel.pp} {parallel.schedule}")
+    if parallel.dp_replicate > 1:
+        words.append("replicas")
+    if parallel.dp_shard > 1:
+        words.append(f"zero{parallel.zero}")
+    if parallel.tp > 1:
+        words.append(
+            f"tp{parallel.tp}" + ("" if parallel.sequence_parallel else " without sequence parallel")
+        )
+    return " × ".join(words)
+
+
+def proven() -> Proven:
+    """What the cases compare with one device."""
+    found: Proven = defaultdict(set)
+    for layouts in test_families.LAYOUTS.values():
+        for parallel in layouts.values():
+            found[named(parallel)] |= {m for m in test_families.MODELS if m != UNCUT or parallel.tp == 1}
+    for models, parallel in pipelines():
+        found[named(parallel)] |= set(models)
+    return found
+
+
+def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
+    """The models and layouts that the tests of pipelines ask `check` to compare; asked of the tests themselves."""
+    seen: list[tuple[Sequence[str], ParallelConfig]] = []
+
+    def note(workers: object, ranks: int, models: Sequence[str], parallel: ParallelConfig, **_: Any) -> None:
+        seen.append((models, parallel))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_pipelines, "check", note)
+        for name, test in vars(test_pipelines).items():
+            if name.startswith("test_") and "check" in getattr(test, "__code__", note.__code__).co_names:
+                for case in cases(test):
+                    test(None, **case)
+    yield from seen
+
+
+def cases(test: Any) -> Iterator[dict[str, Any]]:
+    """The arguments of each case of a parametrised test."""
+    choices = []
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args
+            names = names.split(",") if isinstance(names, str) else names
+            choices.append([dict(zip(names, v if len(names) > 1 else (v,), strict=True)) for v in values])
+    for each in product(*choices):
+        yield {key: value for part in each for key, value in part.items()}
+
+
+def table() -> str:
+    """Rows are layouts, columns models."""
+    found = proven()
+    models = [
+        *test_families.MODELS,
+        *sorted({m for ms in found.values() for m in ms} - set(test_families.MODELS)),
+    ]
+    lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
+    for layout, green in found.items():
+        cut = "tp" in layout or "pp" in layout
+        marks = [GREEN if m in green else IMPOSSIBLE if m == UNCUT and cut else "" for m in models]
+        lines.append(f"| {layout} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with the table as it should be."""
+    return re.sub(f"(?s)(?<={BEGIN}\n).*(?=\n{END})", lambda _: table(), text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(0)

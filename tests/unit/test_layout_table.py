@@ -1,0 +1,25 @@
+"""The table of proven layouts on the page is the one that the parity tests' cases give."""
+
+from tests.layout_table import PAGE, cases, page, pipelines, proven, table
+from tests.parity import test_pipelines
+
+
+def test_the_page_is_in_step() -> None:
+    """Else: `python -m tests.layout_table`."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert table() in text
+    assert page(text) == text
+
+
+def test_what_is_proven_is_what_the_tests_compare() -> None:
+    found = proven()
+    assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= found.keys()
+    assert "xlnet" in found["zero1"]
+    assert "xlnet" not in found["tp2"] | found["pp2 1f1b"]
+    assert "albert" not in found["pp4 zbv"], "there is no such case"
+
+
+def test_the_cases_are_those_of_the_parameters() -> None:
+    schedules = [case["schedule"] for case in cases(test_pipelines.test_two_ranks)]
+    assert schedules == list(test_pipelines.SCHEDULES)
+    assert sum(parallel.pp == 4 for _, parallel in pipelines()) == len(schedules)
