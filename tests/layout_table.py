@@ -48,7 +48,7 @@ def proven() -> Proven:
     found: Proven = defaultdict(set)
     for layouts in test_families.LAYOUTS.values():
         for parallel in layouts.values():
-            found[named(parallel)] |= {m for m in test_families.MODELS if m != UNCUT or parallel.tp == 1}
+            found[named(parallel)] |= {m for m in test_families.NAMES if m != UNCUT or parallel.tp == 1}
     for models, parallel in pipelines():
         found[named(parallel)] |= set(models)
     return found
@@ -85,10 +85,7 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
 def table() -> str:
     """Rows are layouts, columns models."""
     found = proven()
-    models = [
-        *test_families.MODELS,
-        *sorted({m for ms in found.values() for m in ms} - set(test_families.MODELS)),
-    ]
+    models = list(dict.fromkeys([*test_families.NAMES, *sorted(set().union(*found.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for layout, green in found.items():
         cut = "tp" in layout or "pp" in layout
@@ -99,7 +96,7 @@ def table() -> str:
 
 def page(text: str) -> str:
     """The page with the table as it should be."""
-    return re.sub(f"(?s)(?<={BEGIN}\n).*(?=\n{END})", lambda _: table(), text)
+    return re.sub(f"(?s)(?<={BEGIN}\n).*(?=\n{END})", lambda _: f"\n{table()}\n", text)
 
 
 if __name__ == "__main__":
