@@ -45,18 +45,26 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
 
 def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
     """Cut the model, of which this rank keeps its own stages."""
+    pipeline = cut_model(config, model)
+    keep(model, pipeline.mine(mesh.rank("pp")))
+    return pipeline
+
+
+def cut_model(config: Config, model: nn.Module) -> Pipeline:
+    """Where a config cuts its model, which stays whole."""
     parallel, data = config.parallel, config.data
-    pipeline = cut(
+    return cut(
         model,
         parallel.schedule,
         parallel.pp,
         parallel.stages_per_rank,
-        lengths={"tokens": data.target_length or data.sequence_length, "encoder_tokens": data.sequence_length},
+        lengths={
+            "tokens": data.target_length or data.sequence_length,
+            "encoder_tokens": data.sequence_length,
+        },
         at=parallel.cuts,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )
-    keep(model, pipeline.mine(mesh.rank("pp")))
-    return pipeline
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:

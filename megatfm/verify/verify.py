@@ -14,6 +14,7 @@ from megatfm.verify.expected import UNPREDICTED, Flows, expected_flows, unpredic
 from megatfm.verify.rank import Answer
 from megatfm.verify.ranks import run_ranks
 from megatfm.verify.reference import Step, reference_step
+from megatfm.verify.sends import expected_sends
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
 
@@ -69,6 +70,8 @@ def verify(config: Config) -> Verdict:
     step = reference_step(small, batch)
     answers = run_ranks(small, batch)
     by_rank = None if unpredicted(small) else expected_flows(small, batch)
+    if small.parallel.pp > 1:
+        by_rank = expected_sends(small, batch)
     return Verdict(
         config=small,
         shrunk=shrunk,
@@ -77,20 +80,23 @@ def verify(config: Config) -> Verdict:
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm),
         flows=_busiest(answers),
         expected=None if by_rank is None else _most(by_rank),
-        misses=[] if by_rank is None else traffic_misses(answers, by_rank),
+        misses=[]
+        if by_rank is None
+        else traffic_misses(answers, by_rank, "pp" if small.parallel.pp > 1 else None),
     )
 
 
-def traffic_misses(answers: Sequence[Answer], by_rank: Sequence[Flows]) -> list[str]:
-    """A line for each flow of a rank that is not what it should be."""
+def traffic_misses(answers: Sequence[Answer], by_rank: Sequence[Flows], axis: str | None = None) -> list[str]:
+    """A line for each flow of a rank that is not what it should be. axis: only what it sends from rank to rank."""
     found = []
     for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
         counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
-        for axis, collective in sorted(counted.keys() | expected.keys()):
-            has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
-            if has != should and collective not in UNPREDICTED:
+        for over, collective in sorted(counted.keys() | expected.keys()):
+            has, should = (flows.get((over, collective), (0, 0)) for flows in (counted, expected))
+            asked = axis is None or (over, collective) == (axis, "send")
+            if has != should and asked and collective not in UNPREDICTED:
                 found.append(
-                    f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
+                    f"rank {rank}, {collective} over {over}: {has[1]:,} bytes in {has[0]} calls, expected "
                     f"{should[1]:,} in {should[0]}"
                 )
     return found

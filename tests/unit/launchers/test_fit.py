@@ -14,6 +14,7 @@ LAYOUTS = [
     ["parallel.tp=2"],
     ["parallel.dp_replicate=2"],
     ["parallel.dp_shard=4"],
+    ["parallel.pp=2", "parallel.tp=2"],
     ["parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.tp=2"],
 ]
 

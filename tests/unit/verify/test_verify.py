@@ -27,6 +27,8 @@ import multiprocessing, os, time
 from dataclasses import replace
 import megatfm.engines.fully_sharded as fully_sharded
 import megatfm.engines.native as native
+import megatfm.engines.pipelined as pipelined
+import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
 from megatfm.parallel.plans import PLANS
@@ -37,6 +39,21 @@ def norm_row_not_partial():
 
 def adjoint_dropped():
     collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+def tie_not_summed():
+    ties.Ties.sum = lambda self, gradients: None
+
+def needless_transfer():
+    import torch, torch.distributed as dist
+    real = pipelined.StagePasses.step
+    def step(self, *args):
+        found = real(self, *args)
+        if self._rank == 0:
+            dist.send(torch.zeros(8), group=self._group, group_dst=1)
+        else:
+            dist.recv(torch.zeros(8), group=self._group, group_src=0)
+        return found
+    pipelined.StagePasses.step = step
 
 def needless_reduction():
     real = fully_sharded.FullySharded.begin
@@ -125,9 +142,34 @@ def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdi
     assert flows["reduce_scatter"].sent_bytes == parameters * 8 // 2
 
 
+def test_pipelines_are_the_same_and_send_what_they_should(
+    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_command(
+            tmp_path, "parallel.pp=2", "parallel.schedule=zbv", "parallel.tp=2", "model.tie_embeddings=true"
+        )
+        == 0
+    )
+    [verdict] = verdicts
+    printed = capsys.readouterr().out
+    assert "one step under pp 2 (zbv) × dp_replicate 1 × dp_shard 1 × tp 2 against" in printed
+    assert verdict.config.model.n_layers == 4
+    # Each rank is before one boundary and after another; three micro-batches of two rows.
+    sent = 2 * 6 * 24 * verdict.config.model.d_model * 8 // 2
+    assert [flow for flow in verdict.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
+    assert verdict.expected == {("pp", "send"): (6, sent)}
+
+
+def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, verdicts, capsys) -> None:
+    assert run_command(tmp_path, plant("needless_transfer"), "parallel.pp=2") == 1
+    assert "rank 0, send over pp: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("fault", "overrides", "named"),
     [
+        ("tie_not_summed", ["parallel.pp=2", "model.tie_embeddings=true"], "embedding.tokens"),
         ("norm_row_not_partial", ["parallel.tp=2"], "norm"),
         ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "decoder.layers."),
     ],
