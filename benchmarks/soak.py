@@ -27,8 +27,7 @@ import torch
 import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.train import loop
-from tests.e2e import crashes
+from tests.e2e import crashes, doomed
 
 PREP = """
 out = "{out}"
@@ -88,7 +87,7 @@ def prepare(folder: Path) -> Path:
         data_prep.run(load(PrepConfig, config))
         os._exit(0)
 
-    pid = crashes.fork(make)
+    pid = doomed.fork(make)
     assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
     return corpus
 
@@ -119,7 +118,7 @@ def under_fire(
         reached = last_line(run)["step"]
         os.kill(draw.choice(pids), signal.SIGKILL)
         for pid in pids:  # the others end by themselves
-            ended, _ = crashes.wait([pid], time.monotonic() + crashes.PATIENCE_SECONDS)
+            ended, _ = doomed.wait([pid], time.monotonic() + crashes.PATIENCE_SECONDS)
             assert ended, "a rank didn't end after another was killed"
         saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
         lost["steps done again"] += max(0, reached - saved)
@@ -143,7 +142,7 @@ def under_fire(
 
 def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     """Fork all ranks of a run."""
-    port = crashes.free_port()
+    port = doomed.free_port()
     pids = []
     for rank in range(world):
         variables = {
@@ -151,7 +150,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         said = folder / f"said-{rank}"
-        pids.append(crashes.fork(lambda: crashes.live(words, variables, said)))  # noqa: B023
+        pids.append(doomed.fork(lambda: doomed.live(words, variables, said)))  # noqa: B023
     return pids
 
 
@@ -168,5 +167,4 @@ def last_line(run: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    assert loop  # imported before the fork
     main()

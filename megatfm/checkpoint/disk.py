@@ -3,12 +3,9 @@
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
-import queue
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,19 +14,13 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-from blake3 import blake3
 
+from megatfm.checkpoint import flow
 from megatfm.errors import MegatfmError
 
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-CHUNK_BYTES = 4 * 2**20
-"""Handed to the disk and to the hash at once, so that neither waits long for the other."""
-BLOCK_BYTES = 4096
-"""What direct writes are made of: the largest block of the disks that there are."""
-QUEUED = 4
-"""Chunks that the hash may be behind."""
 LAG_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine what another one made."""
 
@@ -76,13 +67,13 @@ def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) ->
     past the page cache where the filesystem can, which is faster for large files and takes no memory from others.
     """
     size = 0
-    with naming("write", path), _Hash() as digest:
+    with naming("write", path), flow.Hash() as digest:
         fd = _create(path, direct)
         try:
-            out = _DirectOutput(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else _Output(fd)
+            out = flow.DirectOutput(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else flow.Output(fd)
             for part in parts:
-                for start in range(0, part.nbytes, CHUNK_BYTES):
-                    chunk = part[start : start + CHUNK_BYTES]
+                for start in range(0, part.nbytes, flow.CHUNK_BYTES):
+                    chunk = part[start : start + flow.CHUNK_BYTES]
                     digest.update(chunk)
                     size += chunk.nbytes
                     out.write(chunk)
@@ -106,58 +97,6 @@ def _create(path: Path, direct: bool) -> int:
     return os.open(path, flags, 0o666)
 
 
-class _Output:
-    """Bytes on their way to a file."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def write(self, chunk: memoryview) -> None:
-        while chunk.nbytes:
-            chunk = chunk[os.write(self._fd, chunk) :]
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-class _DirectOutput(_Output):
-    """The same past the page cache: whole blocks, out of memory that begins at a page; the rest the usual way."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self._buffer = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)
-        self._held = 0
-
-    def write(self, chunk: memoryview) -> None:
-        data = np.frombuffer(chunk, np.uint8)
-        while len(data):
-            taken = min(len(data), CHUNK_BYTES - self._held)
-            self._buffer[self._held : self._held + taken] = data[:taken]
-            self._held += taken
-            data = data[taken:]
-            if self._held == CHUNK_BYTES:
-                self._put(CHUNK_BYTES)
-
-    def flush(self) -> None:
-        whole = self._held // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._put(whole)
-        self._as_usual()
-        super().write(self._buffer[: self._held].data)
-
-    def _put(self, size: int) -> None:
-        """Write the first bytes of the buffer, and move the others to its front."""
-        done = os.write(self._fd, self._buffer[:size].data)
-        if done < size:  # what is left may not be whole blocks
-            self._as_usual()
-            super().write(self._buffer[done:size].data)
-        self._buffer[: self._held - size] = self._buffer[size : self._held].copy()
-        self._held -= size
-
-    def _as_usual(self) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
 def read_file(path: Path) -> bytes:
     """Read a regular file whole. A link, a pipe, a missing or an unreadable file is refused by name."""
     with HashedFile(path) as file:
@@ -170,7 +109,7 @@ class HashedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._hash = path, _Hash()
+        self._path, self._hash = path, flow.Hash()
         self._spare: list[memoryview] = []
         with naming("read", path):
             self._file = os.open(path, _READ_FLAGS)
@@ -200,7 +139,7 @@ class HashedFile:
         done = 0
         with naming("read", self._path):
             while done < target.nbytes:
-                got = os.readv(self._file, [target[done : done + CHUNK_BYTES]])
+                got = os.readv(self._file, [target[done : done + flow.CHUNK_BYTES]])
                 if not got:
                     at = self.size - self.left + done
                     raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")
@@ -219,11 +158,13 @@ class HashedFile:
         while size > 0:
             # As many chunks as the hash may be behind: fresh memory costs more than reading does.
             chunk = (
-                self._spare.pop(0) if len(self._spare) > QUEUED + 1 else memoryview(bytearray(CHUNK_BYTES))
+                self._spare.pop(0)
+                if len(self._spare) > flow.QUEUED + 1
+                else memoryview(bytearray(flow.CHUNK_BYTES))
             )
             self._spare.append(chunk)
-            self.read_into(chunk[: min(size, CHUNK_BYTES)])
-            size -= CHUNK_BYTES
+            self.read_into(chunk[: min(size, flow.CHUNK_BYTES)])
+            size -= flow.CHUNK_BYTES
 
     def hexdigest(self) -> str:
         """The BLAKE3 of the whole file, the rest of which is skipped."""
@@ -295,47 +236,3 @@ def remove_tree(path: Path) -> None:
     """Remove a folder with all that is in it (links are removed, not followed)."""
     with naming("remove", path):
         shutil.rmtree(path)
-
-
-class _Hash:
-    """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
-
-    What it is given must not change until `hexdigest`. The first small chunks make no thread: most files have no
-    others.
-    """
-
-    def __init__(self) -> None:
-        self._digest = blake3()
-        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=QUEUED)
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._join()
-
-    def update(self, chunk: memoryview) -> None:
-        if self._thread is None and chunk.nbytes < CHUNK_BYTES:
-            self._digest.update(chunk)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="megatfm-hash", daemon=True)
-            self._thread.start()
-        self._chunks.put(chunk)
-
-    def hexdigest(self) -> str:
-        self._join()
-        return self._digest.hexdigest()
-
-    def _work(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            self._digest.update(chunk)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._chunks.put(None)
-            self._thread.join()
-            self._thread = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatfm.checkpoint import (
     Box,
     box,
-    disk,
+    flow,
     load,
     names,
     read_state,
@@ -130,7 +130,7 @@ def test_files_written_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_of_rows: int, short: bool
 ) -> None:
     monkeypatch.setattr(shard, "DIRECT_BYTES", 0)
-    monkeypatch.setattr(disk, "CHUNK_BYTES", 16384)
+    monkeypatch.setattr(flow, "CHUNK_BYTES", 16384)
     flags, real = [], os.write
 
     def write(fd: int, data: memoryview) -> int:

@@ -12,6 +12,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train import resume
+from megatfm.train.run import Run
 from tests.workers import Workers
 
 PATH = Path("runs/a/checkpoints/step-00000005")
@@ -192,3 +193,32 @@ def corrupt() -> Callable[[Path], None]:
         metadata.write_bytes(metadata.read_bytes()[:-20])
 
     return corrupt
+
+
+def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
+    for key, value in (("checkpoint.local", "/local"), ("checkpoint.local_every", 5)):
+        with pytest.raises(ValueError, match="local and local_every go together"):
+            Config.model_validate(change(VALUES, key, value))
+
+
+@pytest.mark.parametrize("local", ["$MEGATFM_NOT_SET/x", "relative/folder"])
+def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> None:
+    values = change(change(VALUES, "checkpoint.local", local), "checkpoint.local_every", 5)
+    with pytest.raises(UsageError, match=r"checkpoint\.local = '.*' is .* here: give an absolute path"):
+        resume.meet_nodes(Config.model_validate(values), Run(tmp_path, 0))
+
+
+def test_a_node_local_folder_is_named_once_per_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATFM_LOCAL", str(tmp_path / "disk"))
+    values = change(change(VALUES, "checkpoint.local", "$MEGATFM_LOCAL"), "checkpoint.local_every", 5)
+    config = Config.model_validate(values)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    first, again, other = (resume.meet_nodes(config, Run(tmp_path / name, 0)) for name in "aab")
+    assert first is not None
+    assert first.folder.parent == tmp_path / "disk"
+    assert again == first
+    assert other != first
+    assert resume.meet_nodes(Config.model_validate(VALUES), Run(tmp_path / "a", 0)) is None
