@@ -29,6 +29,7 @@ from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from tests.e2e import crashes, doomed
 
+EVERY = 5
 PREP = """
 out = "{out}"
 [read]
@@ -95,14 +96,14 @@ def prepare(folder: Path) -> Path:
 def under_fire(
     corpus: Path, folder: Path, seconds: float, between: float, world: int, seed: int
 ) -> dict[str, Any]:
-    """Train for so long; every now and then one rank is killed, and all start again once all have ended."""
+    """Train for so long; every now and then one rank is killed, the others are ended, and all start again."""
     folder.mkdir()
     config = folder / "crashes.toml"
     config.write_text(crashes.CONFIG.replace("CORPUS", str(corpus)))
     run, draw = folder / "run", random.Random(seed)
     words = [
         "train", str(config), f"run_dir={run}", f"parallel.dp_shard={world}", "train.steps=100000000",
-        "model.d_model=64", "checkpoint.every=10", "checkpoint.keep=2", "log.every=1000",
+        "model.d_model=64", f"checkpoint.every={EVERY}", "checkpoint.keep=2", "log.every=1000",
     ]  # fmt: skip
     begin, starting, starts, lost = time.monotonic(), 0.0, 0, Counter[str]()
     while time.monotonic() < begin + seconds:
@@ -117,13 +118,13 @@ def under_fire(
         time.sleep(max(0.0, due - time.monotonic()))
         reached = last_line(run)["step"]
         os.kill(draw.choice(pids), signal.SIGKILL)
-        for pid in pids:  # the others end by themselves
-            ended, _ = doomed.wait([pid], time.monotonic() + crashes.PATIENCE_SECONDS)
-            assert ended, "a rank didn't end after another was killed"
+        for pid in pids:  # as a launcher does, once one has ended
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
         lost["steps done again"] += max(0, reached - saved)
         # One interval that was begun, and one whose save was still being written.
-        assert reached - saved <= 3 * 10, f"at step {reached}, but the newest checkpoint is of {saved}"
+        assert reached - saved <= 3 * EVERY, f"at step {reached}, but the newest checkpoint is of {saved}"
     wall = time.monotonic() - begin
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
     numbers = [line["step"] for line in lines]
