@@ -253,8 +253,9 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
     ends_with(memory, f"rank 1 on {HOST}", "gradients and optimizer state need")
     ends_with(total, f"rank 0 on {HOST}, rank 1 on {HOST}: a sum over the axis dp_shard came out wrong")
     assert slow.wait(60) == [DONE, DONE], "slow is no reason not to train"
-    (event,) = [event["detail"] for event in slow.events() if event["event"] == "slow"]
-    assert event.startswith(f"rank 1 on {HOST} is slow: writing and syncing a file took")
+    said = [event["detail"] for event in slow.events() if event["event"] == "slow"]
+    words = f"rank 1 on {HOST} is slow: writing and syncing a file took"
+    assert any(event.startswith(words) for event in said), said  # a busy machine may be slow elsewhere too
     assert not list(slow.folder.glob(".probe*"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -208,9 +209,7 @@ def test_what_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_pa
 
 def test_a_damaged_shard_is_named(workers, make_config, corpus, tmp_path):
     copy = tmp_path / "damaged"
-    copy.mkdir()
-    for file in (corpus / "train").iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(corpus / "train", copy)
     shard = next(copy.glob("*.tar.zst"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0xFF
