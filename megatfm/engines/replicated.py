@@ -65,6 +65,12 @@ class Replicated:
         """Nothing, likewise."""
 
     def reduce(self) -> None:
+        if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
+            self._gradients = {
+                name: torch.zeros_like(self.local[name]) if p.grad is None else p.grad
+                for name, p in self._parameters.items()
+            }
+            return
         for bucket in self._buckets:
             parameters = {name: self._parameters[name] for name in bucket.shapes}
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
