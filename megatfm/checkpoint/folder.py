@@ -1,11 +1,12 @@
 """A folder of checkpoints: which is the newest whole one, which may go, and what a killed save left behind."""
 
+import functools
 import logging
 import re
 import secrets
 from pathlib import Path
 
-from megatfm.checkpoint import disk, metadata, reader, shard
+from megatfm.checkpoint import disk, metadata, ranks, reader, shard
 from megatfm.checkpoint.metadata import FileEntry
 from megatfm.errors import MegatfmError
 
@@ -29,10 +30,47 @@ def latest(folder: Path, *, hashes: bool = False) -> Path | None:
             return path
         log.warning("checkpoint %s is not used: %s", path.name, reason)
     if found:
-        raise MegatfmError(
-            f"{folder}: none of its {len(found)} checkpoints is whole, see above; move them away to start afresh"
-        )
+        raise _none_is_whole(folder, len(found))
     return None
+
+
+def latest_together(folder: Path) -> Path | None:
+    """`latest` with hashes, the reading of each checkpoint shared out over the ranks. A collective."""
+    what = f"{folder} not read"
+
+    def look(path: Path) -> tuple[bytes, str | None]:
+        reason = damage(path)
+        return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
+
+    found = ranks.by_rank_0(what, lambda: committed(folder))
+    for path in reversed(found):
+        raw, reason = ranks.by_rank_0(what, functools.partial(look, path))
+        if reason is None:
+            reason = next(filter(None, ranks.everyones(_damage_of_share(path, raw))), None)
+        if reason is None:
+            return path
+        if ranks.rank() == 0:
+            log.warning("checkpoint %s is not used: %s", path.name, reason)
+    if found:
+        raise _none_is_whole(folder, len(found))
+    return None
+
+
+def _damage_of_share(path: Path, raw: bytes) -> str | None:
+    """What is wrong with the files that fall to this rank, if anything."""
+    try:
+        content = metadata.parse(path, raw)
+        mine = sorted(content.files)[ranks.rank() :: ranks.count()]
+        reader.verify_files(path, content, mine, disk.LAG_SECONDS if ranks.count() > 1 else 0.0)
+    except MegatfmError as error:
+        return str(error)
+    return None
+
+
+def _none_is_whole(folder: Path, count: int) -> MegatfmError:
+    return MegatfmError(
+        f"{folder}: none of its {count} checkpoints is whole, see above; move them away to start afresh"
+    )
 
 
 def committed(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -105,15 +105,22 @@ def verify(folder: Path) -> Metadata:
     """Read every byte of a checkpoint: metadata, sizes, hashes, and that each piece lies where it is said to."""
     content = metadata.read(folder)
     check_sizes(folder, content)
+    verify_files(folder, content, content.files)
+    return content
+
+
+def verify_files(folder: Path, content: Metadata, files: Iterable[str], patience: float = 0.0) -> None:
+    """The same for some of its files. patience: seconds for them to come to be seen on this machine."""
     by_file: dict[str, list[tuple[TensorEntry, Piece]]] = defaultdict(list)
     for tensor in content.tensors.values():
         for piece in tensor.pieces:
             by_file[piece.file].append((tensor, piece))
-    for file, entry in content.files.items():
-        tensors = shard.read(folder / file, entry, {})
+    deadline = time.monotonic() + patience
+    for file in files:
+        disk.await_name(folder / file, deadline)
+        tensors = shard.read(folder / file, content.files[file], {})
         for tensor, piece in by_file[file]:
             find_piece(folder, tensor, piece, tensors)
-    return content
 
 
 def find_piece(folder: Path, tensor: TensorEntry, piece: Piece, tensors: dict[str, Tensor]) -> Tensor:

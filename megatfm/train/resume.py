@@ -42,17 +42,14 @@ class Found:
 
 
 def find(folder: Path, nodes: Nodes | None = None) -> Found | None:
-    """The newest checkpoint whose every byte is right: rank 0 looks, the others are told. A collective.
+    """The newest checkpoint whose every byte is right: rank 0 looks what there is, all read a part. A collective.
 
     Where the nodes have folders of their own, these are looked into, too. Raises what `checkpoint.latest` raises, on
     every rank.
     """
 
-    def look() -> Found | None:
-        path = checkpoint.latest(folder, hashes=True)
-        return Found(path, checkpoint.read_state(path)) if path else None
-
-    shared = told_by_rank_0(look)
+    path = checkpoint.latest_together(folder)
+    shared = told_by_rank_0(lambda: Found(path, checkpoint.read_state(path)) if path else None)
     held = newest_on_nodes(nodes) if nodes else None
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatfm.checkpoint import clean, disk, latest, save, verify
+from megatfm.checkpoint import Box, clean, disk, latest, latest_together, save, shard, verify
 from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
+from tests.workers import Workers
 
 
 def save_step(folder: Path, step: int, keep: int | None = None) -> Path:
@@ -115,3 +117,38 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
             use(file)
     with pytest.raises(MegatfmError, match=r"not saved: cannot create .*file: File exists"):
         save_step(file, 1)
+
+
+def look_together(folder: Path) -> tuple[str | None, list[str]]:
+    read = shard.read
+    files: list[str] = []
+    shard.read = lambda file, *rest: files.append(f"{file.parent.name}/{file.name}") or read(file, *rest)
+    try:
+        path = latest_together(folder)
+    except MegatfmError as error:
+        return str(error), files
+    finally:
+        shard.read = read
+    return path.name if path else None, files
+
+
+def save_on_two(folder: Path, step: int) -> None:
+    rank = dist.get_rank()
+    save(folder, step, {"x": Box(torch.full((2,), step), (4,), (2 * rank,))}, {})
+
+
+def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(look_together, 2, tmp_path / "absent") == [(None, [])] * 2
+    for step in (1, 2):
+        workers.run(save_on_two, 2, tmp_path, step)
+    names = [f"rank-0000{rank}-000.safetensors" for rank in range(2)]
+    found = workers.run(look_together, 2, tmp_path)
+    assert found == [("step-00000002", [f"step-00000002/{name}"]) for name in names]
+    (file,) = (tmp_path / "step-00000002").glob(names[1])
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found = workers.run(look_together, 2, tmp_path)
+    assert [name for name, _ in found] == ["step-00000001"] * 2
+    (tmp_path / "step-00000001" / names[0]).unlink()
+    (first, _), (second, _) = workers.run(look_together, 2, tmp_path)
+    assert first == second
+    assert "none of its 2 checkpoints is whole" in str(first)
