@@ -51,12 +51,10 @@ class Near:
             yield self._signatures(batch)
 
     def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
-        first = np.arange(len(rows))  # of the group that each document belongs to; itself if it stays
+        first = np.arange(len(rows))  # itself for a document that stays, else an earlier one of its group
         for band in range(self._config.bands):
             for places in rows.equal(partial(self._band, band), memory_bytes):
                 self._join(rows, places, first)
-        while not np.array_equal(first, first[first]):
-            first = first[first]
         file = WholeFile(decision)
         np.save(_Writing(file), first)
         file.commit()

@@ -79,10 +79,10 @@ class _Pieces:
             return b""
         if not self._loose:
             return piece.strip().encode()
-        # CCNet: no accents, lower case, every digit a 0, no punctuation.
+        # CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation.
         piece = piece.lower()
         if not piece.isascii():
-            piece = "".join(c for c in unicodedata.normalize("NFD", piece) if unicodedata.category(c) != "Mn")
+            piece = unicodedata.normalize("NFD", piece)
         return _NOT_WORDS.sub("", piece).translate(_DIGITS).encode()
 
 

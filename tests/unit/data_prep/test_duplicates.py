@@ -17,9 +17,10 @@ from data_prep import duplicates
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.duplicates.index import Rows, RowsWriter
+from data_prep.duplicates.near import Near
 from data_prep.minhash import signatures
 from data_prep.words import run_hashes, word_hashes
-from megatfm.config.prep_steps import DuplicatesConfig
+from megatfm.config.prep_steps import AlikeConfig, DuplicatesConfig
 
 MANY = 2**30
 WORDS = [
@@ -178,6 +179,52 @@ def test_near_duplicates_are_those_of_exact_similarity(
     groups = components(texts, 0.75, 3)
     assert left == {str(number): text for number, text in enumerate(texts) if number == min(groups[number])}
     assert 10 < counts.dropped["near an earlier document"].documents < len(texts)
+
+
+def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
+    """Bands of one row bring all together that agree anywhere, in buckets of all sizes: groups by definition."""
+    rng = random.Random(2)
+    stock = [rng.choices(WORDS[:12], k=30) for _ in range(5)]
+    texts = []
+    for _ in range(150):
+        words = list(rng.choice(stock))
+        for _ in range(rng.randrange(12)):
+            words[rng.randrange(30)] = rng.choice(WORDS[:12])
+        texts.append(" ".join(words))
+    settings = {"bands": 24, "rows": 1, "shingle_words": 1, "similarity": 0.9}
+    left, counts = thinned(search("near", **settings), tmp_path, cut(texts, 50))
+    signs = signatures(texts, 1, 24)
+    groups = [{number} for number in range(150)]
+    far = 0
+    for a in range(150):
+        for b in range(a):
+            agree = (signs[a] == signs[b]).mean()
+            far += 0 < agree < 0.9
+            if agree >= 0.9:
+                joined = groups[a] | groups[b]
+                for number in joined:
+                    groups[number] = joined
+    firsts = {str(min(group)) for group in groups}
+    # In large buckets a document may meet another only through a third; it is never dropped without reason.
+    assert firsts <= set(left)
+    assert len(left) <= len(firsts) + 3
+    assert far > 1000
+    assert counts.documents_out == len(left) < 150
+
+
+def test_a_large_bucket_alone(tmp_path: Path) -> None:
+    """Each document of one bucket is compared with the first of those that are left, until none is."""
+    each = Near(AlikeConfig(name="near", bands=4, rows=2))
+    kinds = np.random.default_rng(0).integers(0, 5, 200)
+    signs = np.repeat(np.arange(5, dtype="<u4")[:, None] * 1000, 8, axis=1)[kinds]
+    signs[np.arange(200), np.arange(200) % 8] = (
+        7  # all agree somewhere, those of a kind in six or more of eight
+    )
+    RowsWriter(tmp_path / "rows").write(iter([signs]))
+    first = np.arange(200)
+    places = np.stack([np.arange(200), np.zeros(200, np.int64)], axis=1)
+    each._join(Rows([tmp_path / "rows"], *each.row), places, first)
+    assert first.tolist() == [int(np.argmax(kinds == kind)) for kind in kinds]
 
 
 def test_large_buckets(tmp_path: Path) -> None:

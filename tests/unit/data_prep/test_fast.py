@@ -1,5 +1,7 @@
 """The fast encoder gives the tokenizer's own ids, whatever the text; a difference stops the work."""
 
+import io
+import json
 import random
 import sysconfig
 from collections.abc import Sequence
@@ -7,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from data_prep import tokenizer
 from data_prep.fast import FastEncoder
+from megatfm import tokenizers
 from megatfm.config.prep import TokenizerConfig
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import Tokenizer
@@ -94,6 +98,48 @@ def test_the_ids_are_the_same(made: tuple[Tokenizer, Path, str], texts: list[str
             assert np.array_equal(ours, theirs), repr(text)
             assert ours.dtype == np.int32
     assert fast.encode_batch([], 1) == []
+
+
+def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
+    """A model whose pieces reach over spaces, as ours never do, is not cut."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["out of the box of the cat of the house"] * 50),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_whitespace=False,
+        pad_id=3,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    reference = tokenizers.load(tmp_path / "tokenizer.model")
+    assert reference.lossless
+    assert "of\u2581the" in "".join(map(reference.piece, range(reference.vocab_size)))
+    assert FastEncoder(reference, tmp_path)._fast is None
+
+
+def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
+    """They are found in text before all else, which gigatoken is not asked to do."""
+    files = tokenizer.make(
+        TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, modes=False), ["some text " * 50]
+    )
+    values = json.loads(files["tokenizer.json"])
+    added = dict(values["added_tokens"][-1], id=270, content="tool", special=False)
+    files["tokenizer.json"] = json.dumps(
+        {**values, "added_tokens": [*values["added_tokens"], added]}
+    ).encode()
+    reference = tokenizer.write(tmp_path, files)
+    fast = FastEncoder(reference, tmp_path)
+    texts = ["a tool here", "a text here", "toolbox"]
+    expected = reference.encode_batch(texts, 1)
+    assert 270 in expected[0]
+    for ours, theirs in zip(fast.encode_batch(texts, 1), expected, strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_a_difference_is_found(

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 import data_prep
+from data_prep import tokenizer
 from data_prep.report import render
 from data_prep.report.page import bars, number, size
+from data_prep.statistics import Statistics
 from megatfm import tokenizers
-from megatfm.config.prep import PrepConfig
+from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.data import Corpus
 from tests.unit.data_prep.conftest import write
 
@@ -22,14 +24,14 @@ Make = Callable[..., PrepConfig]
 
 def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
     summary = data_prep.run(config(steps=[{"name": "language"}]))
-    tokenizer = tokenizers.load(summary.out)
+    made_with = tokenizers.load(summary.out)
     for name in ("train", "validation"):
         corpus, made = Corpus.open(summary.out / name), summary.result[name]
         ids = [np.asarray(sample.tokens) for sample in map(corpus.sample, range(corpus.n_samples))]
         uses = Counter(np.concatenate(ids).tolist())
         assert made["vocabulary"]["used"] == len(uses)
         assert made["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())
-        assert made["vocabulary"]["size"] == tokenizer.vocab_size
+        assert made["vocabulary"]["size"] == made_with.vocab_size
         assert [times for _, times in made["vocabulary"]["common"]] == [
             times for _, times in uses.most_common(12)
         ]
@@ -38,6 +40,18 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
         assert sum(documents for _, documents, _, _ in made["sources"]) <= corpus.n_samples
         if not made["more_sources"]:
             assert sum(tokens for *_, tokens in made["sources"]) == corpus.n_tokens
+
+
+def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
+    config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, modes=False)
+    statistics = Statistics(tokenizer.write(tmp_path, tokenizer.make(config, ["some text " * 50])))
+    lengths = zip("aabbb", (1, 2, 4, 5, 8), strict=True)
+    documents = [(f"{name}/{tokens}", tokens, 10 * tokens) for name, tokens in lengths]
+    statistics.add(np.zeros(20, np.int32), documents)
+    facts = statistics.as_json()
+    assert facts["lengths"] == [[1, 1], [2, 1], [4, 1], [8, 2]]
+    assert facts["sources"] == [["b", 3, 170, 17], ["a", 2, 30, 3]]
+    assert facts["vocabulary"]["used"] == 1
 
 
 def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
