@@ -10,6 +10,14 @@ from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record
 from megatfm.config.prep import ReadConfig
 
 _TEXTS = ("txt", "text")
+_EXTENSIONS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+_MAX_EXTENSION_BYTES = 2**20
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
@@ -17,7 +25,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     their names in common. Captions of images are read as any text; the images are left alone."""
     last = "the first member"
     try:
-        with opened(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+        with opened(path) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
             for key, members in groupby(tar, key=lambda member: _split(member.name)[0]):
                 last = key
                 found: Record | Bad = Bad(
@@ -33,6 +41,19 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                     yield found
     except (tarfile.TarError, EOFError) as error:
         raise BadFileError(f"is no whole tar, after {last!r} ({error})") from None
+
+
+class _Member(tarfile.TarInfo):
+    """A header that is refused where the library would be content: none at the end, or a name of any size."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
+        if not buf:
+            raise tarfile.ReadError("the blocks that end it are missing")
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
+            raise tarfile.ReadError(f"a header of {member.size:,} bytes")
+        return member
 
 
 def _use(tar: tarfile.TarFile, member: tarfile.TarInfo, key: str, config: ReadConfig) -> Record | Bad | None:

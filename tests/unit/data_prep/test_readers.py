@@ -267,6 +267,20 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
     }
 
 
+def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
+    path = tmp_path / "in" / "a.tar"
+    path.parent.mkdir()
+    whole = tar()
+    path.write_bytes(whole.rstrip(b"\0") + bytes(-len(whole.rstrip(b"\0")) % 512))  # ends after a member
+    with pytest.raises(MegatfmError, match="the blocks that end it are missing"):
+        documents(path)
+    bomb = tarfile.TarInfo("x" * 10)
+    bomb.type, bomb.size = tarfile.XHDTYPE, 2**40
+    path.write_bytes(bomb.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    with pytest.raises(MegatfmError, match="a header of 1,099,511,627,776 bytes"):
+        documents(path)
+
+
 def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
     for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):
