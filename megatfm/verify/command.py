@@ -48,6 +48,8 @@ def _heading(verdict: "Verdict") -> str:
         layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"
     if parallel.tp > 1 and not parallel.sequence_parallel:
         layout += " without sequence parallelism"
+    if parallel.dp_shard > 1:
+        layout += f", ZeRO {parallel.zero}"
     shrunk = "\n".join(f"  {change}" for change in verdict.shrunk)
     return (
         f"{verdict.config.name}: one step under {layout} against plain autograd on one process, in float64\n"

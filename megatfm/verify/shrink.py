@@ -37,7 +37,10 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = config.model_copy(
         update={
             "model": _model(
-                config.model, parallel.tp, parallel.tp * parallel.dp_shard, parallel.pp * parallel.stages_per_rank
+                config.model,
+                parallel.tp,
+                parallel.tp * parallel.dp_shard,
+                parallel.pp * parallel.stages_per_rank,
             ),
             "parallel": parallel,
             "data": config.data.model_copy(update=lengths),
