@@ -88,7 +88,10 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         ("data.train=x", "data.train, or several as data.mixture, and not both"),
         ('data.quarantine=["3"]', "in a mixture this is a key of the source"),
         ('data.mixture.code.quarantine=["999999"]', "quarantine '999999': give a sample"),
-        ("data.mixture_changes=[{tokens=5, weights={web=1}}]", "the mixture has web, code: give one for each"),
+        (
+            "data.mixture_changes=[{tokens=5, weights={web=1}}]",
+            "the mixture has web, code: give one for each",
+        ),
         ("data.mixture.code.weight=0.001", "comes to no row in a block of 8"),
     ],
 )
