@@ -28,7 +28,10 @@ def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
 
 @pytest.mark.parametrize("name", ASK_TO_STOP)
 def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal.Signals) -> None:
-    assert workers.run(one_rank_is_asked, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
+    assert (
+        workers.run(one_rank_is_asked, 2, 1, name)
+        == [[(None, True), (name.name, False), (name.name, False)]] * 2
+    )
 
 
 def different_signals() -> str | None:
