@@ -45,7 +45,7 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
         {"name": "decontaminate", "against": [str(listed["set"])]},
         {"name": "sample", "keep": 0.95},
     ]
-    duplicates = [{"name": "lines"}, {"name": "near"}, {"name": "substrings", "min_bytes": 300}]
+    duplicates = [{"name": "near"}, {"name": "lines"}, {"name": "substrings", "min_bytes": 300}]
     return lambda out="out", **settings: config(out, **{"steps": steps, "duplicates": duplicates, **settings})
 
 
@@ -76,8 +76,8 @@ def test_what_each_step_did_is_told(every_step: Make) -> None:
         "decontamination",
         "sample",
         "exact duplicates",
-        "repeated lines",
         "near duplicates of each other",
+        "repeated lines",
         "repeated substrings",
         "near duplicates",
     ]

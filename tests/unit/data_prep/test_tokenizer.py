@@ -30,7 +30,7 @@ def test_a_corpus_of_each_kind(config: Make, corpus: Path, kind: str) -> None:
     """Corpus, file, hash and facts belong together; the texts come back where the kind is lossless."""
     summary = data_prep.run(config(tokenizer={"kind": kind}))
     made = {path.name for path in summary.out.iterdir()}
-    assert made == {*FILES[kind], "train", "validation", "prep.json"}
+    assert made == {*FILES[kind], "train", "validation", "prep.json", "report.html"}
     tokenizer = tokenizers.load(summary.out)
     facts = summary.result["tokenizer"]
     assert facts == json.loads(json.dumps(tokenizer.describe()))
