@@ -202,8 +202,8 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         context = multiprocessing.get_context("spawn")
-        out = context.Queue()
-        victim = context.Process(target=read_all, args=(url, cache, context.Barrier(1), out))
+        out, alone, start = context.Queue(), context.Barrier(1), context.Barrier(3)
+        victim = context.Process(target=read_all, args=(url, cache, alone, out))
         victim.start()
         for _ in range(2000):
             if any(path.endswith(".tar.zst") for path in asked):
@@ -211,9 +211,10 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
             time.sleep(0.01)
         os.kill(victim.pid or 0, signal.SIGKILL)
         victim.join()
+        assert victim.exitcode == -signal.SIGKILL
+        assert any(path.endswith(".tar.zst") for path in asked), "it was killed within a download"
         slow.set()
         asked.clear()
-        start = context.Barrier(3)
         readers = [context.Process(target=read_all, args=(url, cache, start, out)) for _ in range(3)]
         for reader in readers:
             reader.start()
