@@ -56,7 +56,9 @@ def batch() -> dict[str, Tensor]:
 def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """The losses, and the tokens that the discriminator was given."""
     seen: list[Tensor] = []
-    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
     losses = model(**inputs).losses
     hook.remove()
     return losses, seen[0]
