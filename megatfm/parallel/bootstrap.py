@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.parallel.agent_store import own_part
 
 Device = Literal["auto", "cpu", "cuda"]
 Launcher = Literal["none", "torchrun", "srun", "mpirun"]
@@ -247,7 +248,7 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has opened it already
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))
-        return store
+        return own_part(store, place.rank, place.world_size, timeout)
     assert place.address is not None
     return dist.TCPStore(
         place.address, place.port, place.world_size, place.rank == 0, timeout, wait_for_workers=False
