@@ -21,7 +21,7 @@ OVERRIDES = (
     "evaluate.every=1000", "optimizer.name=adamw", "log.sinks=[]", "resilience.elastic=true",
 )  # fmt: skip
 # How soon a silent agent counts as lost, and how long the others wait for more of them (by default 15 s and 30 s).
-RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=2,join_timeout=60"
+RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=120"
 
 
 class Node:
