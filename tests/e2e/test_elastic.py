@@ -68,15 +68,16 @@ def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
             node.is_lost()
 
 
+@pytest.mark.timeout(900)
 def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tmp_path: Path) -> None:
-    run, deadline = tmp_path / "run", time.monotonic() + 120
+    run, deadline = tmp_path / "run", time.monotonic() + 240
     while len(losses(run)) < 7:
         assert time.monotonic() < deadline, [node.said.read_text() for node in nodes]
         time.sleep(0.02)
     nodes[2].is_lost()
     assert len(losses(run)) < STEPS, "in the middle"
     for node in nodes[:2]:
-        assert node.process.wait(180) == 0, node.said.read_text()
+        assert node.process.wait(300) == 0, node.said.read_text()
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
     subprocess.run([sys.executable, "-m", "megatfm.cli", "train", *words], check=True, capture_output=True)
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
