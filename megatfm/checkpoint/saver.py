@@ -34,8 +34,9 @@ log = logging.getLogger("megatfm")
 
 LONGEST = timedelta(hours=2)
 """How long the other ranks wait for the slowest one's files."""
-NICE = 10
-"""Of a thread that writes, and of the one that hashes for it: it leaves busy cores to training."""
+NICE = 19
+"""Of a thread that copies and writes, and of the one that hashes for it: they leave busy cores to training, until it
+waits for them."""
 LAST_WAIT_SECONDS = 30.0
 """After an error elsewhere: how long a save that still runs may take."""
 
@@ -167,16 +168,14 @@ class Saver:
 
     def _copy_and_write(self, state: dict[str, JsonValue], share: Share, boxes: Mapping[str, Box]) -> None:
         failure: Exception | None = None
+        with contextlib.suppress(OSError):  # on Linux each thread has its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             copies = self._staging.copy(share.pieces(boxes))
         except Exception as error:
             failure = error
         finally:
             self._copied.set()
-        with contextlib.suppress(
-            OSError
-        ):  # from here on training goes first; on Linux each thread has its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
         def pieces() -> Mapping[MetadataIndex, Tensor]:
             if failure is not None:  # raised where all ranks hear of it
