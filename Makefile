@@ -23,7 +23,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume, samples, a report
-	@$(RUN) -m megatfm.cli quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
+	@$(RUN) -m megatfm quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
 
 test: $(VENV)/.installed-test ## the whole suite on the CPU
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"

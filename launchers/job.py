@@ -13,7 +13,7 @@ from megatfm.errors import UsageError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
-TRAIN = (sys.executable, "-m", "megatfm.cli", "train")
+TRAIN = (sys.executable, "-m", "megatfm", "train")
 
 Kind = Literal["train", "prep", "evaluate"]
 

@@ -14,7 +14,7 @@ def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):  # `launchers.agent` made torchrun deaf to them
         signal.signal(number, signal.SIG_DFL)
     try:
-        runpy.run_module("megatfm.cli", run_name="__main__", alter_sys=True)
+        runpy.run_module("megatfm", run_name="__main__", alter_sys=True)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         (Path(os.environ[CODES]) / os.environ["RANK"]).write_text(str(code))

@@ -77,7 +77,3 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             module.add_arguments(command)
             command.set_defaults(run=module.main)
     return parser
-
-
-if __name__ == "__main__":
-    main()

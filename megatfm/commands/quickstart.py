@@ -79,7 +79,7 @@ def _stage(
 ) -> None:
     """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
     console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
-    process = subprocess.Popen([sys.executable, "-m", "megatfm.cli", *words])
+    process = subprocess.Popen([sys.executable, "-m", "megatfm", *words])
     try:
         if stop_after is not None and run_dir is not None and _reached(process, run_dir, stop_after):
             console.print(f"[dim]$ kill -TERM {process.pid}[/dim]")

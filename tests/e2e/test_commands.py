@@ -15,7 +15,7 @@ from tests.e2e.test_training import curve
 
 
 def megatfm(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatfm.cli", *map(str, words)]
+    command = [sys.executable, "-m", "megatfm", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
@@ -28,7 +28,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
-    process = subprocess.Popen([sys.executable, "-m", "megatfm.cli", *words, "train.steps=300"], cwd=folder)
+    process = subprocess.Popen([sys.executable, "-m", "megatfm", *words, "train.steps=300"], cwd=folder)
     metrics = folder / "run/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):

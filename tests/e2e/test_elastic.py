@@ -36,7 +36,7 @@ class Node:
         self.said = folder / f"node-{number}.log"
         with self.said.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *agent, "-m", "megatfm.cli", "train", *words],
+                [sys.executable, *agent, "-m", "megatfm", "train", *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -79,7 +79,7 @@ def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tm
     for node in nodes[:2]:
         assert node.process.wait(300) == 0, node.said.read_text()
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
-    subprocess.run([sys.executable, "-m", "megatfm.cli", "train", *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "megatfm", "train", *words], check=True, capture_output=True)
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
     assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, STEPS + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)

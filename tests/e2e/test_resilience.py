@@ -218,7 +218,7 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
     ]
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
     done = subprocess.run(
-        [sys.executable, *agent, "--monitor-interval=0.1", "-m", "megatfm.cli", "train", *words],
+        [sys.executable, *agent, "--monitor-interval=0.1", "-m", "megatfm", "train", *words],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"},
         capture_output=True,
         text=True,

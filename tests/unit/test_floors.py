@@ -35,7 +35,8 @@ BESIDE = {
     "slurm": set[str](),
 }
 COMMANDS = {
-    room: {*CORE, *TRAIN, *USES, *BESIDE, "megatfm.cli"} for room in ("megatfm.cli", "megatfm.commands")
+    room: {*CORE, *TRAIN, *USES, *BESIDE, "megatfm.cli"}
+    for room in ("megatfm.cli", "megatfm.commands", "megatfm.__main__")
 }
 ROOT_PACKAGE = {"megatfm": {*CORE, *TRAIN, *USES}}
 ROOMS = {

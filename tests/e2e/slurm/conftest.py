@@ -86,7 +86,7 @@ class Project:
 
     def megatfm(self, *words: object, code: int = 0) -> str:
         """Run a command in the project's folder; returns what it wrote."""
-        command = [sys.executable, "-m", "megatfm.cli", *map(str, words)]
+        command = [sys.executable, "-m", "megatfm", *map(str, words)]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=240
         )
@@ -116,7 +116,7 @@ class Project:
 
     def command(self, *words: object) -> str:
         """A command of megatfm, for a shell."""
-        return shlex.join([sys.executable, "-m", "megatfm.cli", *map(str, words)])
+        return shlex.join([sys.executable, "-m", "megatfm", *map(str, words)])
 
 
 @pytest.fixture(scope="session")

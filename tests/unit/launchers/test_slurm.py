@@ -427,7 +427,7 @@ def test_a_preparation_and_an_evaluation_are_submitted(
     assert not (folder / "made").exists(), "prep refuses a folder with what it didn't make"
     launch("--slurm", name_of(folder))
     launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
-    assert "megatfm.cli evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
+    assert "-m megatfm evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
 
 
 def name_of(folder: Path) -> str:
