@@ -4,10 +4,12 @@
     python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1
 
 Every round takes each measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios
-within a round are what counts. `dd` writes as many bytes in blocks of 8 MB and syncs (conv=fsync); it reads the very
-files that the load reads, each after their pages were dropped from memory, and who goes first alternates. The stall is
-what a step (about a second of matrix products on one core) takes longer with a save that begins before it, until the
-weights may change; the write then goes on. The first save also takes its memory, and isn't counted.
+within a round are what counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync), once
+through the page cache and once past it (oflag=direct), and reads the very files that the load reads, both ways, too,
+each time after their pages were dropped from memory. Who goes first alternates. The stall is what a step (half a second
+of matrix products on one core) takes longer with a save that begins before it, until the weights may change; the write
+then goes on. "blocked" is the part of it in which the step does nothing but wait: the rest is what the copy takes of the
+processor and the memory where the ranks leave no core free. The first save also takes its memory, and isn't counted.
 """
 
 import argparse
@@ -68,10 +70,17 @@ def main() -> None:
 def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
     """Medians over the rounds, of seconds and of the ratios that are asked for."""
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+    def ratio(value: Callable[[dict[str, float]], float]) -> float:
+        return statistics.median(map(value, rounds))
+
     ratios = {
-        "save, of dd's speed": statistics.median(r["dd write"] / r["save"] for r in rounds),
-        "load, of dd's speed": statistics.median(r["dd read"] / r["load"] for r in rounds),
-        "stall, of a save": statistics.median((r["step that saves"] - r["step"]) / r["save"] for r in rounds),
+        "save, of dd's speed": ratio(lambda r: r["dd write"] / r["save"]),
+        "save, of direct dd's speed": ratio(lambda r: r["dd write, direct"] / r["save"]),
+        "load, of dd's speed": ratio(lambda r: r["dd read"] / r["load"]),
+        "load, of direct dd's speed": ratio(lambda r: r["dd read, direct"] / r["load"]),
+        "stall, of a save": ratio(lambda r: (r["step that saves"] - r["step"]) / r["save"]),
+        "blocked, of a save": ratio(lambda r: r["blocked"] / r["save"]),
     }
     print(f"{world} rank{'s' * (world > 1)}")
     for name, value in seconds.items():
@@ -125,30 +134,46 @@ def one_round(
         dist.barrier()
         seconds[name] = time.perf_counter() - start
 
-    timed("dd write", lambda: dd("/dev/zero", file, size, "conv=fsync"), by_all=False)
-    if rank == 0:
-        file.unlink()
-    timed("save", lambda: plain.save(number + 1, tensors, {}))
+    def written_by_dd(name: str, *words: str) -> None:
+        timed(name, lambda: dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
+        if rank == 0:
+            file.unlink()
+
+    writes: list[Callable[[], None]] = [
+        lambda: written_by_dd("dd write"),
+        lambda: written_by_dd("dd write, direct", "oflag=direct"),
+        lambda: timed("save", lambda: plain.save(number + 1, tensors, {})),
+    ]
+    for write in writes if number % 4 else reversed(writes):
+        write()
     timed("step", step)
-    start = time.perf_counter()
+    blocked = 0.0
 
     def step_that_saves() -> None:
+        nonlocal blocked
+        start = time.perf_counter()
         background.save(number + 2, tensors, {}, copied=False)
+        blocked = time.perf_counter() - start
         step()
+        start = time.perf_counter()
         background.settle()
+        blocked += time.perf_counter() - start
 
+    start = time.perf_counter()
     timed("step that saves", step_that_saves)
+    seconds["blocked"] = blocked
     background.finish()
     dist.barrier()
     seconds["save beside a step"] = time.perf_counter() - start
     newest = target / f"step-{number + 2:08d}"
 
-    def read_by_dd() -> None:
+    def read_by_dd(*words: str) -> None:
         for path in sorted(newest.glob("*.safetensors")):
-            dd(path, Path("/dev/null"), path.stat().st_size)
+            dd(path, Path("/dev/null"), path.stat().st_size, *words)
 
     reads: list[tuple[str, Callable[[], object], bool]] = [
         ("dd read", read_by_dd, False),
+        ("dd read, direct", lambda: read_by_dd("iflag=direct"), False),
         ("load", lambda: checkpoint.load(newest, tensors), True),
     ]
     for name, work, by_all in reads if number % 4 else reversed(reads):
