@@ -129,13 +129,22 @@ def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = N
             continue
         if path == verified or (every and step_of(path) % every == 0):
             continue
-        try:
-            # First out of the way, so that nobody ever finds half of it under its name.
-            removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
-            disk.rename(path, removed)
-            disk.remove_tree(removed)
-        except MegatfmError as error:
-            log.warning("an old checkpoint stays: %s", error)
+        try_to_remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first out of the way, so that nobody ever finds half of it under its name."""
+    removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
+    disk.rename(path, removed)
+    disk.remove_tree(removed)
+
+
+def try_to_remove(path: Path) -> None:
+    """The same for one that does no harm: if it can't be removed, a warning says so."""
+    try:
+        remove(path)
+    except MegatfmError as error:
+        log.warning("an old checkpoint stays: %s", error)
 
 
 def step_of(path: Path) -> int:
@@ -144,11 +153,19 @@ def step_of(path: Path) -> int:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove what killed saves and removals left in a folder, and return it. No save may be running there."""
+    """Remove what killed saves and removals left in a folder, and return it. No save may be running there.
+
+    What can't be removed is named in a warning: it is in nobody's way.
+    """
     if not folder.exists():
         return []
     with disk.naming("list", folder):
         leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    removed = []
     for path in leftovers:
-        disk.remove_tree(path)
-    return leftovers
+        try:
+            disk.remove_tree(path)
+            removed.append(path)
+        except MegatfmError as error:
+            log.warning("what a killed save left stays: %s", error)
+    return removed

@@ -9,24 +9,23 @@ import logging
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from blake3 import blake3
 from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatfm.checkpoint import disk, metadata, ranks, shard
+from megatfm.checkpoint import disk, metadata, ranks
 from megatfm.checkpoint.box import Box
-from megatfm.checkpoint.folder import clean, committed, damage_of_file, step_of
-from megatfm.checkpoint.metadata import FileEntry, Metadata
+from megatfm.checkpoint.folder import clean, committed, damage_of_file, remove, step_of, try_to_remove
+from megatfm.checkpoint.metadata import Metadata
 from megatfm.checkpoint.ranks import Group
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.share import Share
+from megatfm.checkpoint.transfer import send_all
 from megatfm.checkpoint.writer import describe, write_share
 from megatfm.errors import MegatfmError
 
@@ -34,7 +33,6 @@ log = logging.getLogger("megatfm")
 
 KEEP = 2
 """Checkpoints of each node: the newest, and one that is whole while the newest is written."""
-MESSAGE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,11 @@ class Nodes:
     def of(self, node: int) -> list[int]:
         """The ranks of a node."""
         return [rank for rank, its in enumerate(self.node) if its == node]
+
+    @property
+    def before(self) -> int:
+        """The node whose files this one keeps, too."""
+        return (self.node[self.rank] - 1) % self.count
 
     @property
     def leads(self) -> bool:
@@ -114,7 +117,7 @@ def write_to_nodes(
     raw, files = ranks.by_rank_0(what, encode, group)
     entries = metadata.parse(draft, raw).files
     sends = [(name, source, target) for source, target in nodes.transfers() for name in files[source]]
-    _send_all(what, nodes, draft, draft, entries, sends)
+    send_all(what, nodes.group, draft, draft, entries, sends)
 
     def finish() -> None:
         disk.sync_folder(draft)
@@ -122,13 +125,13 @@ def write_to_nodes(
             disk.write_file(draft / metadata.FILENAME, [memoryview(raw)])
             disk.sync_folder(draft)
             if final.exists():  # of a future that the run went back from
-                _remove(final)
+                remove(final)
             disk.rename(draft, final)
 
     ranks.together(what, finish, group)
     if nodes.leads:  # only now does every node have the new one
         for path in committed(nodes.folder)[:-KEEP]:
-            _remove(path)
+            try_to_remove(path)
     return final
 
 
@@ -196,7 +199,7 @@ def fetch(nodes: Nodes, held: Held, boxes: Mapping[str, Box]) -> Path:
             disk.remove_tree(draft)
 
     ranks.together(what, make, nodes.group)
-    _send_all(what, nodes, final, draft, content.files, sends)
+    send_all(what, nodes.group, final, draft, content.files, sends)
     ranks.together(what, finish, nodes.group)
     return final
 
@@ -209,7 +212,7 @@ def forget_nodes(nodes: Nodes, newest: int = -1) -> None:
             clean(nodes.folder)
             for path in committed(nodes.folder):
                 if step_of(path) > newest:
-                    _remove(path)
+                    remove(path)
 
     ranks.together("node-local checkpoints not cleaned", work, nodes.group)
 
@@ -236,79 +239,3 @@ def _survey(nodes: Nodes) -> dict[tuple[int, bytes], list[str]]:
             name for name, entry in content.files.items() if damage_of_file(path / name, entry) is None
         ]
     return found
-
-
-def _send_all(
-    what: str,
-    nodes: Nodes,
-    source: Path,
-    target: Path,
-    entries: Mapping[str, FileEntry],
-    sends: Collection[tuple[str, int, int]],
-) -> None:
-    """Send files (name, from rank, to rank) out of one folder into another. A collective.
-
-    A failure must not leave the other side waiting: bytes flow to the end, and then all ranks raise it.
-    """
-    problems: list[MegatfmError] = []
-    for name, sender, taker in sends:
-        if sender == nodes.rank:
-            _send(source / name, entries[name], taker, nodes.group, problems)
-        elif taker == nodes.rank:
-            _take(target / name, entries[name], sender, nodes.group, problems)
-
-    def check() -> None:
-        if problems:
-            raise problems[0]
-
-    ranks.together(what, check, nodes.group)
-
-
-def _send(path: Path, entry: FileEntry, taker: int, group: Group, problems: list[MegatfmError]) -> None:
-    chunk, file = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), None
-    try:
-        file = disk.HashedFile(path)
-    except MegatfmError as error:
-        problems.append(error)
-    for start in range(0, entry.bytes, MESSAGE_BYTES):
-        part = chunk[: min(MESSAGE_BYTES, entry.bytes - start)]
-        if file is not None:
-            try:
-                file.read_into(part.numpy().data)
-            except MegatfmError as error:
-                problems.append(error)
-                file.close()
-                file = None
-        dist.send(part, taker, group)
-    if file is not None:
-        file.close()
-
-
-def _take(path: Path, entry: FileEntry, sender: int, group: Group, problems: list[MegatfmError]) -> None:
-    left = entry.bytes
-
-    def parts() -> Iterator[memoryview]:
-        nonlocal left
-        while left:
-            part = torch.empty(min(MESSAGE_BYTES, left), dtype=torch.uint8)
-            dist.recv(part, sender, group)
-            left -= len(part)
-            yield part.numpy().data
-
-    arriving = parts()
-    try:
-        size, digest = disk.write_file(path, arriving, entry.bytes >= shard.DIRECT_BYTES)
-        if (size, digest) != (entry.bytes, entry.blake3):
-            problems.append(
-                MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
-            )
-    except MegatfmError as error:
-        problems.append(error)
-        for _ in arriving:  # the sender goes on
-            pass
-
-
-def _remove(path: Path) -> None:
-    removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
-    disk.rename(path, removed)
-    disk.remove_tree(removed)

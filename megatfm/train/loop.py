@@ -98,7 +98,7 @@ class Trainer:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
         config = self.config
         if config.resilience.preflight:
-            for line in preflight(config, self.run, self.engine):
+            for line in preflight(config, self.run, self.engine, self.state.nodes):
                 self._event("slow", line)
         if found:
             allowed = self.state.pick_up(found)

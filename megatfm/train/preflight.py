@@ -17,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint.nodes import KEEP, Nodes
 from megatfm.config import Config
 from megatfm.engines import NativeEngine
 from megatfm.errors import MegatfmError
@@ -37,8 +39,8 @@ LAG_SECONDS = 10.0
 """How long a shared filesystem may take to show one machine the files of another."""
 
 
-def preflight(config: Config, run: Run, engine: NativeEngine) -> list[str]:
-    """Check disk, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
+def preflight(config: Config, run: Run, engine: NativeEngine, nodes: Nodes | None = None) -> list[str]:
+    """Check disks, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
 
     Raises MegatfmError on all ranks, naming those where something is broken.
     """
@@ -48,8 +50,12 @@ def preflight(config: Config, run: Run, engine: NativeEngine) -> list[str]:
     try:
         probe_disk(run.folder, run.rank)
         seconds["writing and syncing a file"] = time.perf_counter() - start
+        state = checkpoint_bytes(run, engine)
         if run.is_main:
-            check_space(run, checkpoint_bytes(run, engine), config.checkpoint.keep)
+            keep, instead = config.checkpoint.keep, "lower checkpoint.keep, or give another run_dir"
+            check_space(run.folder, run.checkpoints, state, keep, instead)
+        if nodes and nodes.leads:
+            check_node(nodes, state)
         check_memory(engine)
         seconds["a matrix product"] = product_seconds(engine.device)
     except (MegatfmError, OSError) as error:
@@ -62,9 +68,10 @@ def preflight(config: Config, run: Run, engine: NativeEngine) -> list[str]:
 
 def checkpoint_bytes(run: Run, engine: NativeEngine) -> int:
     """What a checkpoint takes: as much as the last one, or weights and two moments in their precision."""
-    there = sorted(run.checkpoints.glob("step-*"))
-    if there and (size := sum(file.stat().st_size for file in there[-1].iterdir())):
-        return size
+    for path in reversed(committed(run.checkpoints)):
+        with contextlib.suppress(OSError):  # one that can't be read tells nothing
+            if size := sum(file.stat().st_size for file in path.iterdir()):
+                return size
     elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
     return elements * engine.dtype.itemsize * (1 + MOMENTS)
 
@@ -88,16 +95,28 @@ def probe_disk(folder: Path, rank: int) -> None:
         ) from error
 
 
-def check_space(run: Run, state: int, keep: int) -> None:
+def check_space(folder: Path, checkpoints: Path, state: int, keep: int, instead: str) -> None:
     """There must be room for the checkpoints that are kept and the one being written, less those that are there."""
-    there = [path for path in run.checkpoints.glob("step-*") if path.is_dir()]
-    due = max(1, keep + 1 - len(there))
-    free = shutil.disk_usage(run.folder).free
+    due = max(1, keep + 1 - len(committed(checkpoints)))
+    free = shutil.disk_usage(folder).free
     if free < due * state:
         raise MegatfmError(
-            f"{run.folder}: {_size(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_size(state)} "
-            "will be written: make room, lower checkpoint.keep, or give another run_dir"
+            f"{folder}: {_size(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_size(state)} will be "
+            f"written: make room, {instead}"
         )
+
+
+def check_node(nodes: Nodes, state: int) -> None:
+    """The same for a node's own disk, which holds its share of each checkpoint and that of the node before."""
+    try:
+        nodes.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegatfmError(f"{nodes.folder}: can't make it (checkpoint.local): {error.strerror}") from error
+    probe_disk(nodes.folder, nodes.rank)
+    (nodes.folder / f".probe-{nodes.rank}").unlink()
+    mine = len(nodes.of(nodes.node[nodes.rank])) + (nodes.count > 1) * len(nodes.of(nodes.before))
+    share, instead = state * mine // len(nodes.node), "or give another checkpoint.local"
+    check_space(nodes.folder, nodes.folder, share, KEEP, instead)
 
 
 def check_memory(engine: NativeEngine) -> None:

@@ -109,6 +109,24 @@ def test_clean_removes_leftovers_only(tmp_path: Path) -> None:
     assert clean(tmp_path / "absent") == []
 
 
+def test_leftovers_that_can_not_be_removed_are_in_nobody_s_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, other = (tmp_path / f".step-00000002.partial-{letter * 8}" for letter in "ab")
+    for leftover in (stuck, other):
+        leftover.mkdir()
+    genuine = disk.remove_tree
+
+    def refuse(path: Path) -> None:
+        if path == stuck:
+            raise MegatfmError(f"cannot remove {path}: Permission denied")
+        genuine(path)
+
+    monkeypatch.setattr(disk, "remove_tree", refuse)
+    assert clean(tmp_path) == [other]
+    assert caplog.messages == [f"what a killed save left stays: cannot remove {stuck}: Permission denied"]
+
+
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()

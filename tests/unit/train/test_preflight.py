@@ -1,13 +1,24 @@
 """What is checked before training, a part at a time; test_resilience.py breaks things under a whole run."""
 
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatfm.checkpoint.nodes import Nodes
 from megatfm.errors import MegatfmError
 from megatfm.train import preflight
-from megatfm.train.preflight import find_slow, free_memory, probe_disk, product_seconds
+from megatfm.train.preflight import (
+    check_node,
+    check_space,
+    find_slow,
+    free_memory,
+    probe_disk,
+    product_seconds,
+)
 
 
 def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
@@ -23,6 +34,53 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
         probe_disk(tmp_path, 3)
     with pytest.raises(MegatfmError, match="No such file"):
         probe_disk(tmp_path / "gone", 3)
+
+
+def test_room_is_needed_for_what_is_kept_and_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(size: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+
+    checkpoints = tmp_path / "checkpoints"
+    for there, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
+        for step in range(there):
+            (checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        free(due * 1e9)
+        check_space(tmp_path, checkpoints, 10**9, 3, "or else")
+        free(due * 1e9 - 1)
+        words = f"{tmp_path}: {due} GB are free, but {due} more checkpoint{'s' * (due > 1)} of 1 GB will be written"
+        with pytest.raises(MegatfmError, match=f"^{re.escape(words)}: make room, or else$"):
+            check_space(tmp_path, checkpoints, 10**9, 3, "or else")
+
+
+@pytest.mark.parametrize(
+    ("node", "rank", "ranks_held"),
+    [((0, 0), 0, 2), ((0, 1), 1, 2), ((0, 1, 1), 0, 3), ((0, 1, 1), 1, 3), ((0, 0, 1, 2), 2, 3)],
+)
+def test_a_node_s_disk_holds_its_share_and_that_of_the_node_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: tuple[int, ...], rank: int, ranks_held: int
+) -> None:
+    nodes = Nodes(tmp_path / "local" / "run", rank, node, None)
+    needed = 3 * ranks_held * 1000  # the two newest checkpoints and the one being written
+    state = 1000 * len(node)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
+    check_node(nodes, state)
+    assert list(nodes.folder.iterdir()) == [], "no probe is left"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    with pytest.raises(
+        MegatfmError, match=rf"^{nodes.folder}: .* are free, but 3 more checkpoints .*checkpoint\.local$"
+    ):
+        check_node(nodes, state)
+
+
+def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(
+        MegatfmError, match=rf"^{folder}: can't make it \(checkpoint\.local\): Not a directory$"
+    ):
+        check_node(Nodes(folder, 0, (0,), None), 1)
 
 
 def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
