@@ -4,7 +4,7 @@ Each holder has the gradient of its own stages; the sum over them is that of the
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,11 @@ class Ties:
             dist.all_reduce(flat, group=group)
             for share, total in zip(shares, flat.split([share.numel() for share in shares]), strict=True):
                 share.copy_(total.view_as(share))
+
+    @property
+    def groups(self) -> Iterable[ProcessGroup]:
+        """Those that this rank sums in."""
+        return self._groups.values()
 
     def counts_here(self, name: str) -> bool:
         """Whether this is the one rank of a pipeline on which a parameter is counted."""

@@ -36,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
     shown = verdict.gradients if args.all else verdict.gradients[:SHOWN]
     console.print(_gradients(verdict, len(shown)))
     console.print(_traffic(verdict))
+    for axis, reason in verdict.unpredicted.items():
+        console.print(f"No traffic expected over {axis}: {reason}.", markup=False)
     console.print(_conclusion(verdict), markup=False)
     return 1 if verdict.wrong or verdict.misses else 0
 
@@ -88,13 +90,11 @@ def _traffic(verdict: "Verdict") -> "Table":
     for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
         table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
     counted = {(flow.axis, flow.collective): flow for flow in verdict.flows}
-    for key in sorted(counted.keys() | (verdict.expected or {}).keys()):
-        flow = counted.get(key)
-        _, wanted = (verdict.expected or {}).get(key, (0, None))
-        sent = flow.sent_bytes if flow else 0
-        wrong = verdict.expected is not None and wanted is not None and sent != wanted
-        row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", "–" if wanted is None else f"{wanted:,}"
-        table.add_row(*row, style="bold red" if wrong else None)
+    for key in sorted(counted.keys() | verdict.expected.keys()):
+        flow, (_, wanted) = counted.get(key), verdict.expected.get(key, (0, 0))
+        sent, known = flow.sent_bytes if flow else 0, key[0] not in verdict.unpredicted
+        row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", f"{wanted:,}" if known else "–"
+        table.add_row(*row, style="bold red" if known and sent != wanted else None)
     return table
 
 

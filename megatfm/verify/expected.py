@@ -1,282 +1,172 @@
-"""The traffic that a step should have, from the plan's table and the shapes that the plain model's modules see.
+"""The traffic that a step should have, from the plan's table, the table of stages and the shapes that the plain model's
+modules see. It shares nothing with the styles and engines that cause the traffic, nor with what counts it.
 
-Closed forms by a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x:
-(n − 1)/n·x; all-reduce of x: 2(n − 1)/n·x (Korthikanti et al. 2022; Rajbhandari et al. 2020). It shares nothing with
-the styles and engines that cause the traffic, nor with what counts it.
+This file has what activations cause (Korthikanti et al. 2022); `expected_weights.py` has weights and gradients.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatfm.config import Config
-from megatfm.engines.data_parallel import blocks
 from megatfm.engines.precision import PRECISIONS
 from megatfm.models import build
 from megatfm.ops.initial import initialise
+from megatfm.parallel import styles
+from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import PLANS, match
 from megatfm.parallel.styles import Style
-from megatfm.verify.batch import Arrays, objective_of
+from megatfm.train.build import cut_model
+from megatfm.verify.batch import Arrays
+from megatfm.verify.calls import Call, observe
+from megatfm.verify.expected_weights import REPLICAS, WHOLE_TENSORS, Held, Place, weights_and_gradients
+from megatfm.verify.ledger import Flows, Ledger
 
 CHUNK = 1024
 """Rows of the cross-entropy that are reduced together."""
-REPLICAS = "dp_replicate × dp_shard"
 
-UNPREDICTED = ("all_to_all",)
-"""Collectives of optimizers that need whole tensors: what travels depends on who owns which."""
-
-Flows = dict[tuple[str, str], tuple[int, int]]
-"""Axis and collective → calls and bytes sent."""
+KNOWN = {style for style in vars(styles).values() if isinstance(style, Style)}
+"""Styles of which this file knows what they send."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A module's call in the plain forward pass of one micro-batch.
-
-    given, made: elements of its first input and its output (0: no tensor). rows: of the input.
-    """
-
-    path: str
-    given: int
-    made: int
-    rows: int
-    is_scalar: bool
-    has_gradient: bool
-
-
-@dataclass
-class Ledger:
-    """What one rank sends. sizes: of the axes; an axis of one rank sends nothing."""
-
-    sizes: Mapping[str, int]
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def all_gather(self, axis: str, shard_bytes: int, times: int = 1) -> None:
-        self._add(axis, "all_gather", shard_bytes * (self.sizes[axis] - 1), times)
-
-    def reduce_scatter(self, axis: str, whole_bytes: int, times: int = 1) -> None:
-        self._add(axis, "reduce_scatter", whole_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
-
-    def all_reduce(self, axis: str, whole_bytes: int, times: int = 1) -> None:
-        self._add(axis, "all_reduce", 2 * whole_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
-
-    def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
-        if self.sizes[axis] > 1 and times:
-            self.calls[axis, collective] += times
-            self.sent[axis, collective] += sent * times
-
-    def flows(self) -> Flows:
-        return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}
-
-
-def unpredicted(config: Config) -> str | None:
-    """Why there is no closed form for a layout here, in words."""
-    if config.parallel.pp > 1:
-        return "pipeline stages"
-    if config.parallel.tp > 1 and config.train.recompute != "none":
-        return f"train.recompute = {config.train.recompute!r}, which repeats a part of what tensor parallelism sends"
-    return None
+def unpredicted(config: Config) -> dict[str, str]:
+    """Axis → why there is no closed form for what it sends."""
+    tp, recompute = config.parallel.tp, config.train.recompute
+    if tp == 1:
+        return {}
+    if recompute.endswith("B"):
+        return {
+            "tp": f"train.recompute = {recompute!r}: what blocks keep is measured while they run, so how many of them "
+            "repeat their gathers is not known beforehand"
+        }
+    strange = [style.name for _, style in PLANS.get(config.model.family) if style not in KNOWN]
+    if strange:
+        return {
+            "tp": f"the style {strange[0]!r} comes from a plugin, and only its author knows what it sends"
+        }
+    return {}
 
 
 def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
-    """Of one step, by rank; without what optimizers send that need whole tensors."""
+    """Of one step, by rank. For axes of which `unpredicted` speaks, what is here is not to be relied on."""
     with torch.random.fork_rng():
         model = build(config.model).double().train()
     initialise(model, config.train.seed)
-    parallel, found = config.parallel, []
+    parallel = config.parallel
+    pipeline = cut_model(config, model) if parallel.pp > 1 else None
+    planned = match(model, PLANS.get(config.model.family))
+    fitted = {path: style.fitted(model.get_submodule(path), parallel.tp) for path, style in planned.items()}
+    calls = observe(config, model, batch, pipeline)
     data_ranks = parallel.dp_replicate * parallel.dp_shard
-    calls = {rank: list(_observe(config, model, batch, rank, data_ranks)) for rank in range(data_ranks)}
-    for rank in range(data_ranks * parallel.tp):
-        data_rank, tp_rank = divmod(rank, parallel.tp)
-        found.append(_rank(config, model, calls[data_rank], data_rank % parallel.dp_shard, tp_rank))
+    each = len(calls) // data_ranks
+    found = []
+    for rank in range(parallel.pp * data_ranks * parallel.tp):
+        rest, tp = divmod(rank, parallel.tp)
+        pp, data_rank = divmod(rest, data_ranks)
+        place = Place(pp, data_rank % parallel.dp_shard, tp)
+        mine = range(data_rank * each, (data_rank + 1) * each)
+        stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
+        microbatches = [[call for call in calls[i] if call.stage in stages] for i in mine]
+        ledger = Ledger(_sizes(config))
+        for each_calls in microbatches if parallel.tp > 1 else ():
+            _activations(ledger, config, model, fitted, each_calls)
+        if pipeline:
+            _sends(ledger, config, pipeline, pp, batch, mine)
+        held = Held(model, fitted, pipeline, place, parallel)
+        weights_and_gradients(ledger, config, held, microbatches)
+        found.append(ledger.flows())
     return found
 
 
-def _observe(
-    config: Config, model: nn.Module, batch: Arrays, data_rank: int, data_ranks: int
-) -> Iterator[list[Call]]:
-    """The calls of all modules, micro-batch by micro-batch."""
-    share, rows = config.train.global_batch // data_ranks, config.train.micro_batch
-    objective = objective_of(config)
-    calls: list[Call] = []
-
-    def note(path: str, inputs: tuple[Any, ...], output: Any) -> None:
-        first, made = (
-            value if isinstance(value, Tensor) else torch.empty(0) for value in ((*inputs, None)[0], output)
-        )
-        calls.append(
-            Call(path, first.numel(), made.numel(), first.shape[0], made.dim() == 0, made.requires_grad)
-        )
-
-    hooks = [
-        module.register_forward_hook(lambda _, inputs, output, path=path: note(path, inputs, output))
-        for path, module in model.named_modules()
-    ]
-    for start in range(data_rank * share, (data_rank + 1) * share, rows):
-        objective(
-            model, {name: torch.from_numpy(values[start : start + rows]) for name, values in batch.items()}
-        )
-        yield calls.copy()
-        calls.clear()
-    for hook in hooks:
-        hook.remove()
-
-
-def _rank(
-    config: Config, model: nn.Module, microbatches: Sequence[list[Call]], shard: int, tp_rank: int
-) -> Flows:
+def _sizes(config: Config) -> dict[str, int]:
     parallel = config.parallel
-    ledger = Ledger(
-        {
-            "tp": parallel.tp,
-            "dp_shard": parallel.dp_shard,
-            "dp_replicate": parallel.dp_replicate,
-            REPLICAS: parallel.dp_replicate * parallel.dp_shard,
-        }
-    )
-    styles = {
-        path: style.fitted(model.get_submodule(path), parallel.tp)
-        for path, style in match(model, PLANS.get(config.model.family)).items()
+    shard, replicas, tp = parallel.dp_shard, parallel.dp_replicate, parallel.tp
+    return {
+        "pp": parallel.pp,
+        "dp_replicate": replicas,
+        "dp_shard": shard,
+        "tp": tp,
+        REPLICAS: replicas * shard,
+        WHOLE_TENSORS: shard * tp,
     }
-    local = _local_shapes(model, styles, parallel.tp, tp_rank)
-    for calls in microbatches if parallel.tp > 1 else ():
-        _activations(ledger, config, model, styles, calls)
-    _weights_and_gradients(ledger, config, model, local, microbatches)
-    _sums(ledger, config, model, styles, local, shard, terms=len(objective_of(config).weights))
-    return ledger.flows()
 
 
 def _activations(
-    ledger: Ledger, config: Config, model: nn.Module, styles: Mapping[str, Style], calls: Sequence[Call]
+    ledger: Ledger, config: Config, model: nn.Module, fitted: Mapping[str, Style], calls: Sequence[Call]
 ) -> None:
-    """Tensor parallelism, for one micro-batch."""
+    """Tensor parallelism, for one micro-batch: a gather where replicated input is needed, whose adjoint scatters; a
+    scatter of partial sums, whose adjoint gathers; without sequence parallelism, an all-reduce in one of the two."""
     precision, sequence = PRECISIONS[config.train.precision], config.parallel.sequence_parallel
     size, tp = precision.computed.itemsize, config.parallel.tp
     for call in calls:
-        head, _, leaf = call.path.rpartition(".")
-        style = styles[call.path].name if call.path in styles else ""
+        style = fitted[call.path].name if call.path in fitted else ""
         given, made = call.given * size, call.made * size
-        if style in ("enter", "vocabulary head", "enter output"):
+        gathers, sums = _times(call, config.train.recompute)
+        if style in ("enter", "enter, heads", "vocabulary head", "enter output"):
             whole = made if style == "enter output" else given
             if sequence:
-                ledger.all_gather("tp", whole // tp)
+                ledger.all_gather("tp", whole // tp, times=gathers)
                 ledger.reduce_scatter("tp", whole, times=call.has_gradient)
             else:
                 ledger.all_reduce("tp", whole, times=call.has_gradient)
         elif style in ("row", "vocabulary embedding"):
             if sequence:
-                ledger.reduce_scatter("tp", made)
+                ledger.reduce_scatter("tp", made, times=sums)
                 ledger.all_gather("tp", made // tp, times=call.has_gradient)
             else:
-                ledger.all_reduce("tp", made)
+                ledger.all_reduce("tp", made, times=sums)
         elif style == "whole input" and sequence:
             ledger.all_gather("tp", given // tp)
         elif style == "sequence, gathered" and sequence:
             ledger.all_gather("tp", made // tp)
-        if style == "vocabulary head" and not call.is_scalar:
-            vocabulary = config.model.vocab_size or 0
-            ledger.all_gather("tp", call.made // vocabulary * -(-vocabulary // tp) * size)
-        if leaf == "loss" and head in styles and styles[head].name == "vocabulary head":
-            seam = model.get_submodule(call.path)
-            numbers = 5 if seam.variant.smoothing else 3  # type: ignore[union-attr]
-            for start in range(0, call.rows, CHUNK):
-                rows = min(CHUNK, call.rows - start) * precision.stored.itemsize
-                ledger.all_reduce("tp", rows)
-                ledger.all_reduce("tp", numbers * rows)
+        _vocabulary(ledger, config, model, fitted, call)
 
 
-def _weights_and_gradients(
-    ledger: Ledger,
-    config: Config,
-    model: nn.Module,
-    local: Mapping[str, Sequence[int]],
-    microbatches: Sequence[list[Call]],
+def _times(call: Call, recompute: str) -> tuple[int, int]:
+    """How often what comes before a call, and what comes after it, is sent in the forward direction: again where its
+    block is computed again, which stops at the last thing that the block keeps. "selective" keeps sums."""
+    again = call.in_block and recompute in ("full", "selective")
+    return 1 + again, 1 + (again and recompute == "full" and call.keeps_more)
+
+
+def _vocabulary(
+    ledger: Ledger, config: Config, model: nn.Module, fitted: Mapping[str, Style], call: Call
 ) -> None:
-    """The data axes: ZeRO."""
-    parallel, precision = config.parallel, PRECISIONS[config.train.precision]
-    ranks = parallel.dp_shard
-    if parallel.zero == 0:
-        both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
-        axis = REPLICAS if both else "dp_shard" if parallel.dp_shard > 1 else "dp_replicate"
-        ledger.all_reduce(axis, sum(map(prod, local.values())) * precision.stored.itemsize)
-        return
-    padded = {name: ranks * -(-shape[0] // ranks) * prod(shape[1:]) for name, shape in local.items()}
-    if parallel.zero == 1:
-        everything = sum(padded.values())
-        ledger.reduce_scatter("dp_shard", everything * precision.stored.itemsize)
-        ledger.all_reduce("dp_replicate", everything // ranks * precision.stored.itemsize)
-        ledger.all_gather("dp_shard", everything // ranks * precision.computed.itemsize)
-        return
-    for path, names in _groups(model).items():
-        elements = sum(padded[name] for name in names)
-        if not elements:
-            continue
-        # A block that a stack runs several times (ALBERT's) is given back after each, and what was accumulated of its
-        # gradients is reduced after the first.
-        uses = sum(call.path == path for call in microbatches[0]) if path else 1
-        gathers = uses if parallel.zero == 2 else (2 * uses if path else 1) * len(microbatches)
-        reductions = len(microbatches) if parallel.accumulate == "shards" else 1
-        if uses > 1 and len(microbatches) > reductions:
-            reductions += 1
-        ledger.all_gather("dp_shard", elements // ranks * precision.computed.itemsize, times=gathers)
-        ledger.reduce_scatter("dp_shard", elements * precision.stored.itemsize, times=reductions)
-        ledger.all_reduce("dp_replicate", elements // ranks * precision.stored.itemsize, times=reductions)
+    """Of heads that are cut by tokens: logits that are gathered; a loss's maxima, and sums over the vocabulary."""
+    precision, tp, vocabulary = (
+        PRECISIONS[config.train.precision],
+        config.parallel.tp,
+        config.model.vocab_size,
+    )
+    head, _, leaf = call.path.rpartition(".")
+    if call.path in fitted and fitted[call.path].name == "vocabulary head" and not call.is_scalar:
+        assert vocabulary is not None
+        widest = -(-vocabulary // tp)
+        ledger.all_gather("tp", call.made // vocabulary * widest * precision.computed.itemsize)
+    if leaf == "loss" and head in fitted and fitted[head].name == "vocabulary head":
+        seam = model.get_submodule(call.path)
+        numbers = 5 if seam.variant.smoothing else 3  # type: ignore[union-attr]
+        for start in range(0, call.rows, CHUNK):
+            rows = min(CHUNK, call.rows - start) * precision.stored.itemsize
+            ledger.all_reduce("tp", rows)
+            ledger.all_reduce("tp", numbers * rows)
 
 
-def _sums(
-    ledger: Ledger,
-    config: Config,
-    model: nn.Module,
-    styles: Mapping[str, Style],
-    local: Mapping[str, Sequence[int]],
-    shard: int,
-    terms: int,
+def _sends(
+    ledger: Ledger, config: Config, pipeline: Pipeline, pp: int, batch: Arrays, microbatches: Sequence[int]
 ) -> None:
-    """Once a step: partial gradients, the terms' sums and counts, the gradient's norm."""
-    parallel = config.parallel
-    stored = PRECISIONS[config.train.precision].stored.itemsize
-    partial = 0
-    for name, shape in local.items():
-        style = styles[name.rpartition(".")[0]]
-        is_cut = style.dim is not None and -len(shape) <= style.dim < len(shape)
-        sums = style.gradient == "partial" or (style.gradient == "sequence" and parallel.sequence_parallel)
-        if sums and not is_cut:
-            each = -(-shape[0] // parallel.dp_shard) if parallel.zero else shape[0]
-            rows = max(0, min(each, shape[0] - each * shard)) if parallel.zero else shape[0]
-            partial += rows * prod(shape[1:])
-    if partial:
-        ledger.all_reduce("tp", partial * stored)
-    for axis in ("dp_shard", "dp_replicate"):
-        ledger.all_reduce(axis, terms * 8, times=2)
-    ledger.all_reduce("dp_shard", 2 * 8, times=parallel.zero > 0)
-    ledger.all_reduce("tp", 8)
-
-
-def _local_shapes(
-    model: nn.Module, styles: Mapping[str, Style], tp: int, rank: int
-) -> dict[str, tuple[int, ...]]:
-    """What a tensor-parallel rank holds of each parameter before the data axes cut it."""
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        style, shape = styles[name.rpartition(".")[0]], list(parameter.shape)
-        if style.dim is not None and -len(shape) <= style.dim < len(shape):
-            each = -(-shape[style.dim] // tp)
-            shape[style.dim] = max(0, min(each, shape[style.dim] - each * rank))
-        shapes[name] = tuple(shape)
-    return shapes
-
-
-def _groups(model: nn.Module) -> dict[str, list[str]]:
-    """The block that gathers a parameter → its parameters; "" is the whole model, for all that lies in no block."""
-    inside = set(blocks(model))
-    paths = [path for path, module in model.named_modules() if module in inside]
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, _ in model.named_parameters():
-        groups[next((path for path in paths if name.startswith(f"{path}.")), "")].append(name)
-    return groups
+    """What a pipeline rank sends: b·s·h elements for each boundary between stages of two ranks, each way, and as much
+    again where an encoder's memory travels along (its own length); what is int64, as ELECTRA's corrupted tokens, goes
+    one way."""
+    computed, rows = PRECISIONS[config.train.precision].computed.itemsize, config.train.micro_batch
+    for i in microbatches:
+        inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
+        for stage in pipeline.stages[1:]:
+            before = pipeline.stages[stage.index - 1].rank
+            for field in stage.takes.values() if before != stage.rank else ():
+                elements = torch.Size(activation_shape(field, inputs, pipeline.sequence_parts)).numel()
+                if before == pp:
+                    ledger.send("pp", elements * (8 if field.width is None else computed))
+                if stage.rank == pp and field.width is not None:
+                    ledger.send("pp", elements * computed)

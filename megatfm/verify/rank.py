@@ -94,9 +94,9 @@ def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
         block.add_(perturbation(config.train.seed, name, engine.layout[name].shape, *engine.boxes[name]))
     engine.weights_changed()
     axes = {str(mesh.flat_group(several).group_name): " × ".join(several) for several in FLAT_AXES}
-    axes |= {
-        str(mesh.group(axis).group_name): axis for axis in AXES
-    }  # may be the same group: then the axis names it
+    axes |= {str(group.group_name): "pp" for group in engine.ties.groups}
+    # One of several axes may be the same group as the axis alone: then the axis names it.
+    axes |= {str(mesh.group(axis).group_name): axis for axis in AXES}
     with Traffic(axes) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}

@@ -1,6 +1,6 @@
 """The comparison: loss, gradient norm and every gradient, a layout's against one process's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,11 @@ from megatfm.config import Config
 from megatfm.parallel.layout import Box
 from megatfm.registry import import_plugins
 from megatfm.verify.batch import random_batch
-from megatfm.verify.expected import UNPREDICTED, Flows, expected_flows, unpredicted
+from megatfm.verify.expected import expected_flows, unpredicted
+from megatfm.verify.ledger import Flows
 from megatfm.verify.rank import Answer
 from megatfm.verify.ranks import run_ranks
 from megatfm.verify.reference import Step, reference_step
-from megatfm.verify.sends import expected_sends
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
 
@@ -49,8 +49,10 @@ class Verdict:
     loss: Difference
     grad_norm: Difference
     flows: list[Flow]
-    expected: dict[tuple[str, str], tuple[int, int]] | None = None
-    """Axis and collective → calls and bytes by the closed forms, for the rank of `flows`; None: there are none."""
+    expected: Flows
+    """Axis and collective → calls and bytes by the closed forms, for the rank that sends most."""
+    unpredicted: Mapping[str, str]
+    """Axis → why there is no closed form for it."""
     misses: Sequence[str] = ()
     """Flows that are not as expected, on any rank."""
 
@@ -69,9 +71,11 @@ def verify(config: Config) -> Verdict:
     batch = random_batch(small)
     step = reference_step(small, batch)
     answers = run_ranks(small, batch)
-    by_rank = None if unpredicted(small) else expected_flows(small, batch)
-    if small.parallel.pp > 1:
-        by_rank = expected_sends(small, batch)
+    without = unpredicted(small)
+    by_rank = [
+        {key: flow for key, flow in flows.items() if key[0] not in without}
+        for flows in expected_flows(small, batch)
+    ]
     return Verdict(
         config=small,
         shrunk=shrunk,
@@ -79,24 +83,24 @@ def verify(config: Config) -> Verdict:
         loss=_worst("loss", [answer.loss for answer in answers], step.loss),
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm),
         flows=_busiest(answers),
-        expected=None if by_rank is None else _most(by_rank),
-        misses=[]
-        if by_rank is None
-        else traffic_misses(answers, by_rank, "pp" if small.parallel.pp > 1 else None),
+        expected=_most(by_rank),
+        unpredicted=without,
+        misses=traffic_misses(answers, by_rank, without),
     )
 
 
-def traffic_misses(answers: Sequence[Answer], by_rank: Sequence[Flows], axis: str | None = None) -> list[str]:
-    """A line for each flow of a rank that is not what it should be. axis: only what it sends from rank to rank."""
+def traffic_misses(
+    answers: Sequence[Answer], by_rank: Sequence[Flows], without: Collection[str] = ()
+) -> list[str]:
+    """A line for each flow of a rank that is not what it should be. without: axes that are not looked at."""
     found = []
     for rank, (answer, expected) in enumerate(zip(answers, by_rank, strict=True)):
         counted = {(f.axis, f.collective): (f.calls, f.sent_bytes) for f in answer.flows}
-        for over, collective in sorted(counted.keys() | expected.keys()):
-            has, should = (flows.get((over, collective), (0, 0)) for flows in (counted, expected))
-            asked = axis is None or (over, collective) == (axis, "send")
-            if has != should and asked and collective not in UNPREDICTED:
+        for axis, collective in sorted(counted.keys() | expected.keys()):
+            has, should = (flows.get((axis, collective), (0, 0)) for flows in (counted, expected))
+            if has != should and axis not in without:
                 found.append(
-                    f"rank {rank}, {collective} over {over}: {has[1]:,} bytes in {has[0]} calls, expected "
+                    f"rank {rank}, {collective} over {axis}: {has[1]:,} bytes in {has[0]} calls, expected "
                     f"{should[1]:,} in {should[0]}"
                 )
     return found

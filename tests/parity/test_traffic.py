@@ -1,22 +1,25 @@
 """Bytes that a step sends, counted where torch dispatches them, equal the closed forms: by axis, collective, rank."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatfm.config import (
-    AdamWConfig,
     Config,
     DataConfig,
     ModelConfig,
+    MuonConfig,
+    OptimizerSection,
     ParallelConfig,
     TrainConfig,
 )
 from megatfm.config.objective import (
     CausalObjective,
     MaskedObjective,
+    NextSentenceObjective,
     ObjectiveConfig,
     PermutationObjective,
     ReplacedTokenObjective,
@@ -29,18 +32,24 @@ from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer, _step
 from megatfm.verify.verify import traffic_misses
 from tests.parity.test_families import MODELS
+from tests.parity.test_layouts import ADAMW
+from tests.parity.test_pipelines import SCHEDULES
 from tests.workers import Workers
 
 LENGTH = 12
+WITHOUT_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0, "drop_path": 0.0}
 CAUSAL = CausalObjective()
 CASES = {
     "gpt": CAUSAL,
     "llama": CAUSAL,
+    "bert": NextSentenceObjective(),
     "albert": MaskedObjective(),
     "t5": SpanCorruptionObjective(),
     "xlnet": PermutationObjective(),
     "electra": ReplacedTokenObjective(),
 }
+MANY = ("gpt", "bert", "t5", "electra")
+"""Are counted under all layouts, the others under those without stages."""
 LAYOUTS = {
     2: {
         "zero0": ParallelConfig(dp_shard=2, zero=0),
@@ -62,9 +71,35 @@ LAYOUTS = {
         "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
     },
 }
+STAGES = {
+    2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, schedule=schedule) for schedule in SCHEDULES},
+    4: {
+        **{f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, schedule=schedule) for schedule in SCHEDULES},
+        "pp2 × tp2": ParallelConfig(pp=2, tp=2, dp_shard=1),
+        "pp2 × zero0": ParallelConfig(pp=2, dp_shard=2, zero=0),
+        "pp2 × zero1": ParallelConfig(pp=2, dp_shard=2, zero=1),
+        "pp2 × zero2": ParallelConfig(pp=2, dp_shard=2, zero=2),
+        "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
+        "pp2 gpipe × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="gpipe"),
+        "pp2 interleaved × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="interleaved"),
+        "pp2 zbv × zero3": ParallelConfig(pp=2, dp_shard=2, schedule="zbv"),
+    },
+    8: {
+        "tp2 × pp2 × zero3": ParallelConfig(tp=2, pp=2, dp_shard=2),
+        "tp2 × pp2 zbv × replicas": ParallelConfig(tp=2, pp=2, dp_replicate=2, dp_shard=1, schedule="zbv"),
+    },
+}
 
 
-def config_of(model: ModelConfig, objective: ObjectiveConfig, parallel: ParallelConfig) -> Config:
+def config_of(
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    parallel: ParallelConfig,
+    *,
+    optimizer: OptimizerSection = ADAMW,
+    recompute: str = "none",
+) -> Config:
+    """Two micro-batches a step, and one more with stages."""
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     return Config(
         name="x",
@@ -77,29 +112,85 @@ def config_of(model: ModelConfig, objective: ObjectiveConfig, parallel: Parallel
             target_length=LENGTH if model.family == "encoder_decoder" else None,
         ),
         parallel=parallel,
-        optimizer=AdamWConfig(lr=1e-3),
-        train=TrainConfig(steps=1, global_batch=4 * data_ranks, micro_batch=2, precision="fp64"),
+        optimizer=optimizer,
+        train=TrainConfig(
+            steps=1,
+            global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks,
+            micro_batch=2,
+            precision="fp64",
+            recompute=recompute,
+        ),
     )
+
+
+def case(name: str, parallel: ParallelConfig) -> Config:
+    """A model with an objective that uses all of its heads, of seven blocks if eight stages are made of it."""
+    changes = {"boundary_head": False}
+    if parallel.pp * parallel.stages_per_rank > 4:
+        changes["n_layers"] = 7
+    return config_of(MODELS[name].model_copy(update=changes), CASES[name], parallel)
 
 
 def steps(configs: list[Config]) -> list[Answer]:
     return [_step(config, random_batch(config), dist.get_world_size()) for config in configs]
 
 
+def missed(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
+    """Which flows under which layout are not as expected."""
+    by_rank = workers.run(steps, ranks, list(configs.values()), timeout=180.0)
+    found = {}
+    for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
+        if misses := traffic_misses(answers, expected_flows(config, random_batch(config))):
+            found[layout] = misses
+    return found
+
+
 @pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_counted_is_expected(workers: Workers, name: str, ranks: int) -> None:
     configs = {
-        layout: config_of(MODELS[name], CASES[name], parallel)
+        layout: case(name, parallel)
         for layout, parallel in LAYOUTS[ranks].items()
         if name != "xlnet" or parallel.tp == 1
     }
-    by_rank = workers.run(steps, ranks, list(configs.values()))
-    missed = {}
-    for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
-        if misses := traffic_misses(answers, expected_flows(config, random_batch(config))):
-            missed[layout] = misses
-    assert missed == {}
+    assert missed(workers, ranks, configs) == {}
+
+
+@pytest.mark.parametrize("ranks", STAGES)
+@pytest.mark.parametrize("name", MANY)
+def test_counted_is_expected_of_stages(workers: Workers, name: str, ranks: int) -> None:
+    configs = {layout: case(name, parallel) for layout, parallel in STAGES[ranks].items()}
+    assert missed(workers, ranks, configs) == {}
+
+
+WHOLE_TENSORS = {
+    2: ("zero0", "zero3", "tp2"),
+    4: ("hsdp", "zero1 2 × tp2", "zero3 2 × tp2", "pp2 × tp2", "pp2 × zero3"),
+}
+
+
+@pytest.mark.parametrize("ranks", WHOLE_TENSORS)
+def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ranks: int) -> None:
+    layouts = LAYOUTS[ranks] | STAGES[ranks]
+    muon = MuonConfig(lr=1e-3)
+    configs = {
+        layout: config_of(MODELS["llama"], CAUSAL, layouts[layout], optimizer=muon)
+        for layout in WHOLE_TENSORS[ranks]
+    }
+    assert missed(workers, ranks, configs) == {}
+
+
+def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers) -> None:
+    """Before or after a norm and dropout, which keep something after the last sum, and without."""
+    configs = {
+        f"{name}, {layout}, {how}": config_of(
+            MODELS[name].model_copy(update=dropped), CASES[name], LAYOUTS[2][layout], recompute=how
+        )
+        for name, dropped in (("gpt", {}), ("gpt", WITHOUT_DROPOUT), ("albert", {}), ("t5", WITHOUT_DROPOUT))
+        for layout in ("tp2", "tp2 without sequence parallel", "zero3")
+        for how in ("full", "selective")
+    }
+    assert missed(workers, 2, configs) == {}
 
 
 DIVISIBLE = ModelConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, d_ff=48)
@@ -139,11 +230,8 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
 
 def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     """Two gathers a layer; "full" stops before the second scatter, "selective" keeps what both gave."""
-    plain = config_of(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"])
     how = ("none", "full", "selective")
-    configs = [
-        plain.model_copy(update={"train": plain.train.model_copy(update={"recompute": each})}) for each in how
-    ]
+    configs = [config_of(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=each) for each in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
     for answers in workers.run(steps, 2, configs):
         calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]

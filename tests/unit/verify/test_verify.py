@@ -55,6 +55,13 @@ def needless_transfer():
         return found
     pipelined.StagePasses.step = step
 
+def needless_sum():
+    real = native.NativeEngine._sum_partial_gradients
+    def twice(self):
+        real(self)
+        self.mesh.sum(self.gradients()["head.weight"].new_zeros(3), ("tp",))
+    native.NativeEngine._sum_partial_gradients = twice
+
 def needless_reduction():
     real = fully_sharded.FullySharded.begin
     fully_sharded.FullySharded.begin = lambda data, last: real(data, True)
@@ -158,12 +165,32 @@ def test_pipelines_are_the_same_and_send_what_they_should(
     # Each rank is before one boundary and after another; three micro-batches of two rows.
     sent = 2 * 6 * 24 * verdict.config.model.d_model * 8 // 2
     assert [flow for flow in verdict.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
-    assert verdict.expected == {("pp", "send"): (6, sent)}
+    assert verdict.expected["pp", "send"] == (6, sent)
+    assert {axis for axis, _ in verdict.expected} == {"pp", "tp"}
+    assert [(flow.axis, flow.collective) for flow in verdict.flows] == sorted(verdict.expected)
+
+
+def test_an_axis_without_a_closed_form_says_why(
+    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(tmp_path, "parallel.tp=2", "train.recompute=1 kB") == 0
+    [verdict] = verdicts
+    assert verdict.expected == {}
+    assert (
+        "No traffic expected over tp: train.recompute = '1 kB': what blocks keep is"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, verdicts, capsys) -> None:
     assert run_command(tmp_path, plant("needless_transfer"), "parallel.pp=2") == 1
     assert "rank 0, send over pp: " in capsys.readouterr().out
+
+
+def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant, verdicts, capsys) -> None:
+    layout = ["parallel.tp=2", "train.recompute=full", "model.tie_embeddings=false"]
+    assert run_command(tmp_path, plant("needless_sum"), *layout) == 1
+    assert "rank 0, all_reduce over tp: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

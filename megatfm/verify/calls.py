@@ -1,0 +1,106 @@
+"""What the plain model's modules see in a forward pass: the shapes from which traffic is computed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatfm.config import Config
+from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.verify.batch import Arrays, objective_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module's call in the plain forward pass of one micro-batch.
+
+    stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
+    tensor). rows: of the input. in_block: it lies in a block. keeps_more: the block keeps something for the backward
+    pass after this call, so that recomputing the block goes through all of it.
+    """
+
+    path: str
+    stage: int
+    given: int
+    made: int
+    rows: int
+    is_scalar: bool
+    has_gradient: bool
+    in_block: bool = False
+    keeps_more: bool = False
+
+
+class Watcher:
+    """Notes the calls of a model's modules until `take` is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stage = 0
+        self._calls: list[tuple[Call, int]] = []
+        self._kept = 0
+        self._inside: int | None = None
+        in_blocks = set(blocks(model))
+        for path, module in model.named_modules():
+            if module in in_blocks:
+                module.register_forward_pre_hook(lambda *_: self._enter())
+            module.register_forward_hook(lambda _, given, made, path=path: self._note(path, given, made))
+            if module in in_blocks:
+                module.register_forward_hook(lambda *_: self._leave())
+
+    def watching(self) -> saved_tensors_hooks:
+        """In which the model is to run."""
+        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def take(self) -> list[Call]:
+        """The calls since the last time."""
+        calls = [call for call, _ in self._calls]
+        self._calls = []
+        return calls
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._kept += 1
+        return tensor
+
+    def _enter(self) -> None:
+        self._inside = len(self._calls)
+
+    def _leave(self) -> None:
+        for i in range(self._inside or 0, len(self._calls)):
+            call, kept = self._calls[i]
+            self._calls[i] = replace(call, in_block=True, keeps_more=self._kept > kept), kept
+        self._inside = None
+
+    def _note(self, path: str, inputs: tuple[Any, ...], output: Any) -> None:
+        first, made = (
+            value if isinstance(value, Tensor) else torch.empty(0) for value in ((*inputs, None)[0], output)
+        )
+        shapes = first.numel(), made.numel(), first.shape[0], made.dim() == 0, made.requires_grad
+        self._calls.append((Call(path, self.stage, *shapes), self._kept))
+
+
+def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline | None) -> list[list[Call]]:
+    """The calls of each micro-batch of the global batch, in its order."""
+    watcher, objective, rows = Watcher(model), objective_of(config), config.train.micro_batch
+
+    def through_stages(tokens: Tensor, **inputs: Tensor) -> SimpleNamespace:
+        assert pipeline is not None
+        carry: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
+        for stage in pipeline.stages:
+            watcher.stage = stage.index
+            done = stage.steps.start({"tokens": tokens, **inputs}, carry)
+            carry, losses = done.carry, losses | done.losses
+        return SimpleNamespace(losses=losses)
+
+    def found() -> Iterator[list[Call]]:
+        for start in range(0, config.train.global_batch, rows):
+            mine = {name: torch.from_numpy(values[start : start + rows]) for name, values in batch.items()}
+            with watcher.watching():
+                objective(cast(nn.Module, through_stages) if pipeline else model, mine)
+            yield watcher.take()
+
+    return list(found())

@@ -1,0 +1,231 @@
+"""What weights, gradients and sums over a step should send: ZeRO (Rajbhandari et al. 2020), ties between pipeline
+ranks, partial gradients, optimizers of whole tensors. See `expected.py`."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import nn
+
+from megatfm.config import Config, ParallelConfig
+from megatfm.engines.data_parallel import blocks
+from megatfm.engines.precision import PRECISIONS
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.parallel.pipeline_schedule import orders
+from megatfm.parallel.styles import Style
+from megatfm.train.optimizers import optimizer_groups
+from megatfm.verify.batch import objective_of
+from megatfm.verify.calls import Call
+from megatfm.verify.ledger import Ledger
+
+REPLICAS, WHOLE_TENSORS = "dp_replicate × dp_shard", "dp_shard × tp"
+"""Axes that are one group for some collectives."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place on the axes by which ranks differ in what they hold."""
+
+    pp: int
+    shard: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of the plain model's parameters. fitted: module → style."""
+
+    model: nn.Module
+    fitted: Mapping[str, Style]
+    pipeline: Pipeline | None
+    place: Place
+    parallel: ParallelConfig
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Before the data axes cut them, of the parameters that this pipeline rank's stages use."""
+        return {
+            name: self.tp_shape(name, self.place.tp)
+            for name, _ in self.model.named_parameters()
+            if self.pipeline is None or self.place.pp in self.pipeline.holders[name]
+        }
+
+    def tp_shape(self, name: str, tp: int) -> Shape:
+        """What a tensor-parallel rank holds."""
+        shape = list(self.model.get_parameter(name).shape)
+        if self.is_cut(name):
+            dim, parts = self._style(name).dim, self.parallel.tp
+            assert dim is not None
+            each = -(-shape[dim] // parts)
+            shape[dim] = max(0, min(each, shape[dim] - each * tp))
+        return tuple(shape)
+
+    def is_cut(self, name: str) -> bool:
+        dim, dims = self._style(name).dim, self.model.get_parameter(name).dim()
+        return self.parallel.tp > 1 and dim is not None and -dims <= dim < dims
+
+    def is_partial(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has only its share of the gradient."""
+        gradient = self._style(name).gradient
+        sums = gradient == "partial" or (gradient == "sequence" and self.parallel.sequence_parallel)
+        return self.parallel.tp > 1 and sums and not self.is_cut(name)
+
+    def own(self, name: str, place: Place | None = None) -> int:
+        """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
+        place = place or self.place
+        shape, parts = self.tp_shape(name, place.tp), self.parallel.dp_shard if self.parallel.zero else 1
+        each = -(-shape[0] // parts)
+        rows = max(0, min(each, shape[0] - each * (place.shard if parts > 1 else 0)))
+        return rows * prod(shape[1:])
+
+    def padded(self, name: str) -> int:
+        """Elements when each data rank's rows are filled up to equally many."""
+        shape, ranks = self.shapes[name], self.parallel.dp_shard
+        return ranks * -(-shape[0] // ranks) * prod(shape[1:])
+
+    def _style(self, name: str) -> Style:
+        return self.fitted[name.rpartition(".")[0]]
+
+
+def weights_and_gradients(
+    ledger: Ledger, config: Config, held: Held, microbatches: Sequence[Sequence[Call]]
+) -> None:
+    """Of one rank in one step. microbatches: the calls of its stages."""
+    zero, size = config.parallel.zero, PRECISIONS[config.train.precision].stored.itemsize
+    if zero == 0:
+        _replicated(ledger, config, held)
+    elif zero == 1:
+        _sharded_optimizer(ledger, config, held)
+    else:
+        _fully_sharded(ledger, config, held, microbatches)
+    for ranks, tied in _ties(held).items():
+        ledger.all_reduce("pp", sum(held.own(name) for name in tied) * size, among=len(ranks))
+    partial = sum(held.own(name) for name in held.shapes if held.is_partial(name))
+    ledger.all_reduce("tp", partial * size, times=partial > 0)
+    _whole_tensors(ledger, config, held)
+    _scalars(ledger, config)
+
+
+def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
+    parallel = config.parallel
+    both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
+    axis = REPLICAS if both else "dp_shard" if parallel.dp_shard > 1 else "dp_replicate"
+    ledger.all_reduce(
+        axis, sum(map(prod, held.shapes.values())) * PRECISIONS[config.train.precision].stored.itemsize
+    )
+
+
+def _sharded_optimizer(ledger: Ledger, config: Config, held: Held) -> None:
+    precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
+    everything = sum(map(held.padded, held.shapes))
+    ledger.reduce_scatter("dp_shard", everything * precision.stored.itemsize)
+    ledger.all_reduce("dp_replicate", everything // ranks * precision.stored.itemsize)
+    ledger.all_gather("dp_shard", everything // ranks * precision.computed.itemsize)
+
+
+def _fully_sharded(
+    ledger: Ledger, config: Config, held: Held, microbatches: Sequence[Sequence[Call]]
+) -> None:
+    parallel, precision = config.parallel, PRECISIONS[config.train.precision]
+    for path, names in _groups(held).items():
+        elements = sum(map(held.padded, names))
+        # A block that a stack runs several times (ALBERT's) is given back after each.
+        uses = sum(call.path == path for call in microbatches[0]) if path else 1
+        if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
+            gathers = uses if parallel.pp == 1 else 1  # gathered weights are kept until the end of the step
+        elif path:
+            gathers = 2 * uses * len(microbatches)
+        else:
+            gathers = (
+                len(microbatches) if parallel.pp == 1 else _root_gathers(config, held, len(microbatches))
+            )
+        reductions = len(microbatches) if parallel.accumulate == "shards" else 1
+        if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
+            reductions += 1  # what was accumulated of its gradients is reduced after the first use
+        ledger.all_gather(
+            "dp_shard", elements // parallel.dp_shard * precision.computed.itemsize, times=gathers
+        )
+        ledger.reduce_scatter("dp_shard", elements * precision.stored.itemsize, times=reductions)
+        shard = elements // parallel.dp_shard * precision.stored.itemsize
+        ledger.all_reduce("dp_replicate", shard, times=reductions)
+
+
+def _groups(held: Held) -> dict[str, list[str]]:
+    """The block that gathers a parameter → its parameters; "" is the whole model, for all that lies in no block."""
+    inside = set(blocks(held.model))
+    paths = [path for path, module in held.model.named_modules() if module in inside]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in held.shapes:
+        groups[next((path for path in paths if name.startswith(f"{path}.")), "")].append(name)
+    return groups
+
+
+def _root_gathers(config: Config, held: Held, microbatches: int) -> int:
+    """How often what lies in no block is gathered: for the first pass and after each backward pass, which gives it
+    back."""
+    parallel, gathers, is_whole = config.parallel, 0, False
+    order_of = orders(parallel.schedule, parallel.pp, parallel.stages_per_rank, microbatches)
+    for action in order_of[held.place.pp]:
+        gathers += not is_whole
+        is_whole = action.kind != "B"
+    return gathers
+
+
+def _ties(held: Held) -> dict[tuple[int, ...], list[str]]:
+    """Pipeline ranks → the parameters that these and no others hold."""
+    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in held.shapes if held.pipeline else ():
+        assert held.pipeline is not None
+        if len(ranks := held.pipeline.holders[name]) > 1:
+            found[ranks].append(name)
+    return found
+
+
+def _whole_tensors(ledger: Ledger, config: Config, held: Held) -> None:
+    """Optimizers that need whole tensors: blocks of gradients go to a tensor's owner, and blocks of weights back.
+
+    Of the tensors that a pipeline rank holds, the largest goes first, to the rank that owns least.
+    """
+    parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
+    ranks = [
+        Place(held.place.pp, shard, tp) for shard in range(parallel.dp_shard) for tp in range(parallel.tp)
+    ]
+    both = parallel.dp_shard > 1 and parallel.tp > 1
+    axis = WHOLE_TENSORS if both else "tp" if parallel.tp > 1 else "dp_shard"
+    me = ranks.index(held.place)
+    for group in optimizer_groups(config.optimizer, held.model):
+        names = [name for name in group.names if name in held.shapes]
+        if group.needs != "whole_tensor" or not names:
+            continue
+        sizes = {name: held.model.get_parameter(name).numel() for name in names}
+        load, to_owners, from_owner = [0] * len(ranks), 0, 0
+        for name in sorted(names, key=lambda name: (-sizes[name], name)):
+            owner = load.index(min(load))
+            load[owner] += sizes[name]
+            if owner == me:
+                from_owner += sum(held.own(name, other) for i, other in enumerate(ranks) if i != me)
+            elif _sends(held, name):
+                to_owners += held.own(name)
+        ledger.all_to_all(axis, to_owners * size)
+        ledger.all_to_all(axis, from_owner * size)
+
+
+def _sends(held: Held, name: str) -> bool:
+    """Whether this is the first of the ranks that hold the same block."""
+    first_of_tp = held.is_cut(name) or held.place.tp == 0
+    return first_of_tp and (held.parallel.zero > 0 or held.place.shard == 0)
+
+
+def _scalars(ledger: Ledger, config: Config) -> None:
+    """Once a step: each term's sum and count, and the gradient's norm, of what is cut and of what is whole over tp."""
+    terms = len(objective_of(config).weights) * 8
+    for axis in ("dp_shard", "dp_replicate"):
+        ledger.all_reduce(axis, terms, times=2)
+    ledger.all_reduce("pp", terms)
+    ledger.all_reduce("dp_shard", 2 * 8, times=config.parallel.zero > 0)
+    ledger.all_reduce("pp", 2 * 8)
+    ledger.all_reduce("tp", 8)

@@ -1,0 +1,47 @@
+"""What one rank should send, added up by axis and collective.
+
+By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
+all-reduce of x: 2(n − 1)/n·x (Korthikanti et al. 2022; Rajbhandari et al. 2020).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Flows = dict[tuple[str, str], tuple[int, int]]
+"""Axis and collective → calls and bytes sent."""
+
+
+@dataclass
+class Ledger:
+    """sizes: of the axes; an axis of one rank sends nothing."""
+
+    sizes: Mapping[str, int]
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def all_gather(self, axis: str, shard_bytes: int, times: int = 1) -> None:
+        self._add(axis, "all_gather", shard_bytes * (self.sizes[axis] - 1), times)
+
+    def reduce_scatter(self, axis: str, whole_bytes: int, times: int = 1) -> None:
+        self._add(axis, "reduce_scatter", whole_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
+
+    def all_reduce(self, axis: str, whole_bytes: int, times: int = 1, among: int | None = None) -> None:
+        """among: how many of the axis's ranks take part; left out: all of them."""
+        ranks = among or self.sizes[axis]
+        self._add(axis, "all_reduce", 2 * whole_bytes * (ranks - 1) // ranks, times)
+
+    def all_to_all(self, axis: str, others_bytes: int) -> None:
+        """others_bytes: what is sent to other ranks."""
+        self._add(axis, "all_to_all", others_bytes, 1)
+
+    def send(self, axis: str, sent_bytes: int) -> None:
+        self._add(axis, "send", sent_bytes, 1)
+
+    def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
+        if self.sizes[axis] > 1 and times:
+            self.calls[axis, collective] += times
+            self.sent[axis, collective] += sent * times
+
+    def flows(self) -> Flows:
+        return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}

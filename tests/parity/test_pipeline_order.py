@@ -1,0 +1,75 @@
+"""What ranks really do in a step, pass by pass and transfer by transfer, is the schedule's order: so its bubble is the
+formula's."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.pipelined import StagePasses, Step
+from megatfm.parallel.pipeline_cut import Stage
+from megatfm.parallel.pipeline_schedule import (
+    SPLITS_BACKWARD,
+    Action,
+    Kind,
+    bubble,
+    orders,
+    simulate,
+    stage_ranks,
+    with_transfers,
+)
+from tests.parity.test_layouts import CAUSAL, global_batch
+from tests.parity.test_pipelines import SCHEDULES, make_engine
+from tests.workers import Workers
+
+DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, n_heads=2, d_ff=8)
+TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
+METHODS: dict[str, Kind] = {
+    "_run_forward": "F", "_run_backward": "B", "_run_backward_of_input": "I", "_run_later": "W",
+    "_send_forward": "send F", "_receive_forward": "recv F",
+    "_send_backward": "send B", "_receive_backward": "recv B",
+}  # fmt: skip
+
+
+def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable[..., None]:
+    def method(self: StagePasses, step: Step, stage: Stage, i: int) -> None:
+        real(self, step, stage, i)
+        done.append(Action(stage.index, kind, i))
+
+    return method
+
+
+def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
+    """What this rank does under each schedule, with two micro-batches for each rank."""
+    found = {}
+    rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
+    batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
+    for schedule in schedules:
+        engine = make_engine(DEEP, ParallelConfig(pp=ranks, schedule=schedule))
+        done: list[Action] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name, kind in METHODS.items():
+                patch.setattr(StagePasses, name, noted(kind, getattr(StagePasses, name), done))
+            engine.forward_backward(batch, CAUSAL)
+        assert all(torch.isfinite(g).all() for g in engine.gradients().values())
+        found[schedule] = done
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int) -> None:
+    """Whole backward passes: (p − 1) / (v·m + p − 1); split ones, where F = I = W: (p − 1) / (3·v·m + p − 1)."""
+    by_rank = workers.run(one_step, ranks, SCHEDULES, ranks)
+    microbatches = 2 * ranks
+    for schedule in SCHEDULES:
+        virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+        rank_of = stage_ranks(schedule, ranks, virtual)
+        done = [rank[schedule] for rank in by_rank]
+        planned = orders(schedule, ranks, virtual, microbatches)
+        assert done == with_transfers(planned, rank_of), schedule
+        passes = [[action for action in rank if " " not in action.kind] for rank in done]
+        work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
+        assert bubble(simulate(passes, rank_of, TIMES)) == pytest.approx((ranks - 1) / (work + ranks - 1)), (
+            schedule
+        )
