@@ -1,27 +1,25 @@
 """Ids faster than the tokenizer's own library makes them, and the same ones.
 
 Byte-level BPE goes through gigatoken. SentencePiece BPE, whose pieces never reach from one word into the next, is
-encoded word by word with a memory of words that came before. Everything else, and every text that spells a reserved
+encoded word by word (see `word_memory`). Everything else, and every text that spells a reserved
 token, goes through the tokenizer itself; so does a part of every batch, to be compared.
 """
 
 import json
-import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.word_memory import WordMemory
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import NAMES, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 MOST_CHECKED = 2**15
 """Characters of a text that is compared, at most."""
-REMEMBERED = 2**20
-"""Words in memory, after which it begins anew; about 200 MB."""
-LONGEST = 64
 
 Ids = list[NDArray[np.int32]]
 
@@ -31,7 +29,7 @@ class FastEncoder:
 
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self._tokenizer = tokenizer
-        self._fast: _Gigatoken | _Words | None = None
+        self._fast: _Gigatoken | WordMemory | None = None
         if (
             isinstance(tokenizer, HuggingFaceTokenizer)
             and tokenizer.kind == "byte-bpe"
@@ -42,9 +40,8 @@ class FastEncoder:
             isinstance(tokenizer, SentencePieceTokenizer)
             and tokenizer.kind == "sentencepiece"
             and tokenizer.lossless
-            and (white := _white(tokenizer))
         ):
-            self._fast = _Words(tokenizer, white)
+            self._fast = WordMemory(tokenizer)
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> Ids:
         """The ids of each text."""
@@ -81,15 +78,14 @@ class _Gigatoken:
     def __init__(self, encoder: Any, unusual: Sequence[str]) -> None:
         self._encoder = encoder
         self.unusual = unusual
+        self._awkward = import_module("awkward")  # what it gives back; it takes as long as 20 MB of text
 
     def __call__(self, texts: Sequence[str], threads: int) -> Ids:
-        import awkward
-
         if not texts:
             return []
         rows = self._encoder.encode_batch(list(texts), parallel=threads > 1)
-        flat = np.asarray(awkward.flatten(rows)).astype(np.int32)
-        return np.split(flat, np.cumsum(np.asarray(awkward.num(rows)))[:-1])
+        flat = np.asarray(self._awkward.flatten(rows)).astype(np.int32)
+        return np.split(flat, np.cumsum(np.asarray(self._awkward.num(rows)))[:-1])
 
 
 def _gigatoken(tokenizer_json: bytes) -> _Gigatoken | None:
@@ -104,39 +100,3 @@ def _gigatoken(tokenizer_json: bytes) -> _Gigatoken | None:
     values["added_tokens"] = []
     encoder = gigatoken.Tokenizer.from_json(json.dumps(values).encode())
     return _Gigatoken(encoder, added)
-
-
-def _white(tokenizer: SentencePieceTokenizer) -> str:
-    """The kinds of white space before which text can be cut, if no white space stands there already."""
-    pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.vocab_size)]
-    for white in (" \n\t", " \n", " "):
-        if not any(re.search(f"[^{white}][{white}]", piece) for piece in pieces):
-            return white
-    return ""
-
-
-class _Words:
-    """SentencePiece BPE, word by word: between two characters that stand side by side in no piece, none is made, so
-    text can be cut there. A word begins with its white space."""
-
-    def __init__(self, tokenizer: SentencePieceTokenizer, white: str) -> None:
-        self._tokenizer = tokenizer
-        self._word = re.compile(f"[{white}]*[^{white}]+|[{white}]+")
-        self._known: dict[str, bytes] = {}
-        self.unusual = ("\u2581",)
-
-    def __call__(self, texts: Sequence[str], threads: int) -> Ids:
-        cut = [self._word.findall(text) for text in texts]
-        known = self._known
-        if len(known) > REMEMBERED:
-            known.clear()
-        new = [word for word in dict.fromkeys(word for words in cut for word in words) if word not in known]
-        fresh = dict(
-            zip(new, (ids.tobytes() for ids in self._tokenizer.encode_batch(new, threads)), strict=True)
-        )
-        known.update(fresh)
-        result = [np.frombuffer(b"".join(map(known.__getitem__, words)), np.int32) for words in cut]
-        for word in new:
-            if len(word) > LONGEST:
-                del known[word]
-        return result

@@ -1,0 +1,104 @@
+"""SentencePiece BPE word by word, with a memory of the words that came before.
+
+Between two characters that stand side by side in no piece, none is ever made, so a text may be cut there without
+changing an id. Cutting, counting and joining are done for a whole batch at once, by NumPy and Arrow; only words that
+were not seen before reach SentencePiece.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from megatfm.tokenizers import SentencePieceTokenizer
+
+REMEMBERED = 2**21
+"""Words in memory, after which it begins anew; about 300 MB."""
+LONGEST = 64
+"""Bytes of a word that is remembered, at most."""
+TOGETHER = 64
+"""New words in a text for SentencePiece: few texts cost calls, long ones time, which grows faster than they do."""
+_NUL = "\0"
+
+Ids = list[NDArray[np.int32]]
+
+
+class WordMemory:
+    """The ids of texts, as `tokenizer.encode_batch` gives them."""
+
+    unusual = ("\u2581",)  # which is no part of a piece where it stands in a text
+
+    def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
+        self._tokenizer = tokenizer
+        pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.vocab_size)]
+        self._cuts = _cuts(pieces)
+        # Between words that are encoded together stands a NUL, if that is one id whatever stands beside it.
+        nul = tokenizer.encode_batch([_NUL], 1)[0]
+        self._nul = int(nul[0]) if len(nul) == 1 and not any(_NUL in piece for piece in pieces) else None
+        self._known: dict[bytes, bytes] = {}
+
+    def __call__(self, texts: Sequence[str], threads: int) -> Ids:
+        data, begins, first_words = self._cut([text.encode() for text in texts])
+        if not len(begins):
+            return [np.empty(0, np.int32) for _ in texts]
+        offsets = pyarrow.py_buffer(np.append(begins, len(data)).astype("<i8"))
+        buffers = [None, offsets, pyarrow.py_buffer(data)]
+        words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(begins), buffers).dictionary_encode()
+        ids, counts = self._lookup(words.dictionary.to_pylist(), threads)
+        which = words.indices.to_numpy()
+        each = counts[which]
+        ends = np.cumsum(each)
+        starts = (np.cumsum(counts) - counts)[which]
+        result = ids[np.repeat(starts - (ends - each), each) + np.arange(ends[-1])]
+        return np.split(result, np.append(0, ends)[first_words[1:]])
+
+    def _cut(self, texts: Sequence[bytes]) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+        """All texts in one, where words begin in it, and the number of each text's first word."""
+        data = b"".join(texts)
+        values = np.frombuffer(data, np.uint8)
+        pairs = values[:-1].astype(np.uint16) << 8 | values[1:]
+        is_begin = np.empty(len(values), np.bool_)
+        is_begin[:1] = True
+        np.take(self._cuts.ravel(), pairs, out=is_begin[1:])
+        places = np.cumsum([0, *map(len, texts)])[:-1]
+        is_begin[places[places < len(data)]] = True
+        begins = np.flatnonzero(is_begin)
+        return data, begins, np.searchsorted(begins, places)
+
+    def _lookup(self, words: list[bytes], threads: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The ids of all these words, one after the other, and how many each has."""
+        known = self._known
+        if len(known) > REMEMBERED:
+            known.clear()
+        new = [word for word in words if word not in known]
+        known.update(zip(new, self._encode(new, threads), strict=True))
+        found = [known[word] for word in words]
+        for word in new:
+            if len(word) > LONGEST:
+                del known[word]
+        counts = np.fromiter(map(len, found), np.int64, len(found)) // 4
+        return np.frombuffer(b"".join(found), np.int32), counts
+
+    def _encode(self, words: list[bytes], threads: int) -> list[bytes]:
+        texts = [word.decode() for word in words]
+        if self._nul is None or any(_NUL in text for text in texts):
+            return [ids.tobytes() for ids in self._tokenizer.encode_batch(texts, threads)]
+        groups = [texts[at : at + TOGETHER] for at in range(0, len(texts), TOGETHER)]
+        result: list[bytes] = []
+        for ids in self._tokenizer.encode_batch([_NUL.join(group) for group in groups], threads):
+            data, begin = ids.tobytes(), 0
+            for end in (*(np.flatnonzero(ids == self._nul) * 4).tolist(), len(data)):
+                result.append(data[begin:end])
+                begin = end + 4
+        return result
+
+
+def _cuts(pieces: Sequence[str]) -> NDArray[np.bool_]:
+    """[256, 256]: whether text may be cut between two bytes of its UTF-8."""
+    may = np.ones((256, 256), np.bool_)
+    may[:, 0x80:0xC0] = False  # inside a character
+    for piece in pieces:
+        values = np.frombuffer(piece.encode(), np.uint8)
+        may[values[:-1], values[1:]] = False
+    return may
