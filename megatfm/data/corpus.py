@@ -133,12 +133,14 @@ class Corpus:
                     continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
-                source, text_bytes, at = decode_sample(data, at, key, len(tokens), self.manifest.dtype)
+                dtype = self.manifest.dtype
+                source, text_bytes, members, at = decode_sample(data, at, key, len(tokens), dtype)
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage(shard, frame, str(error), sample) from error
-            found.append(Sample(int(self.blocks[number]) + len(found), key, source, text_bytes, tokens))
+            place = int(self.blocks[number]) + len(found)
+            found.append(Sample(place, key, source, text_bytes, tokens, members))
         if not self.manifest.shards[shard].foreign and data[at:].strip(b"\0"):
             raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
         return found

@@ -86,6 +86,7 @@ def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], s
         "key": sample.key,
         "source": sample.source,
         "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
+        **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
     }
     text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
     return f"{_table(facts)}\n\n{text}"

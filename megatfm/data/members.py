@@ -1,9 +1,11 @@
-"""A sample as members of a tar: `KEY.tokens.npy` and `KEY.meta.json`, byte for byte reproducible."""
+"""A sample as members of a tar, byte for byte reproducible: `KEY.tokens.npy` and `KEY.meta.json`, and after them files
+that belong to it, such as `KEY.jpg` and `KEY.cls`, whose extensions the meta.json names."""
 
 import json
 import re
 import tarfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from megatfm.errors import MegatfmError
 
 # WebDataset ends a key at its first dot; without dots and slashes a key is also a safe file name.
 KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
+EXTENSION = re.compile(r"[a-z0-9]{1,16}")
 END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
 NPY_HEADER_BYTES = 128
 PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
@@ -23,27 +26,35 @@ PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One document: `number` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes."""
+    """One document: `number` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes.
+
+    `members` are the files that belong to it, by their extensions (`jpg`, `cls`), as they were.
+    """
 
     number: int
     key: str
     source: str
     text_bytes: int
     tokens: NDArray[Any]
+    members: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def encode_sample(key: str, tokens: NDArray[Any], source: str, text_bytes: int) -> bytes:
-    """The two tar members of a sample, padded to whole tar blocks."""
+def encode_sample(
+    key: str, tokens: NDArray[Any], source: str, text_bytes: int, members: Mapping[str, bytes]
+) -> bytes:
+    """The tar members of a sample, padded to whole tar blocks."""
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
-    meta = json.dumps({"bytes": text_bytes, "source": source}).encode("ascii")
+    more = {"members": list(members)} if members else {}
+    meta = json.dumps({"bytes": text_bytes, **more, "source": source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
-    return _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
+    own = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
+    return own + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())
 
 
 def decode_sample(
     frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
-) -> tuple[str, int, int]:
-    """Read both members of the sample that starts at `start` of a frame: (source, text bytes, its end).
+) -> tuple[str, int, dict[str, bytes], int]:
+    """Read the sample that starts at `start` of a frame: (source, text bytes, files that belong to it, its end).
 
     Raises a MegatfmError whose message is only the reason: the members are not those of this sample.
     """
@@ -55,12 +66,27 @@ def decode_sample(
     start += tarfile.BLOCKSIZE
     try:
         meta = json.loads(frame[start : start + size])
-        source, text_bytes = meta["source"], meta["bytes"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        source, text_bytes, extensions = meta["source"], meta["bytes"], meta.get("members", [])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(f"its meta.json is not readable ({error})") from error
     if not isinstance(source, str) or type(text_bytes) is not int:
         raise MegatfmError("its meta.json lacks a source or a number of bytes")
-    return source, text_bytes, start + _padded(size)
+    if not isinstance(extensions, list) or not all(
+        isinstance(each, str) and EXTENSION.fullmatch(each) for each in extensions
+    ):
+        raise MegatfmError("its meta.json names members that can't be")
+    start += _padded(size)
+    members: dict[str, bytes] = {}
+    for extension in extensions:
+        size = _member_size(frame, start, f"{key}.{extension}")
+        start += tarfile.BLOCKSIZE
+        members[extension] = frame[start : start + size]
+        if len(members[extension]) != size:
+            raise MegatfmError(f"its .{extension} ends outside its frame")
+        start += _padded(size)
+    if len(members) != len(extensions):
+        raise MegatfmError("its meta.json names a member twice")
+    return source, text_bytes, members, start
 
 
 def check_foreign(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from megatfm.data.manifest import (
     Shard,
     TokenDtype,
 )
-from megatfm.data.members import END_OF_ARCHIVE, KEY, PAYLOAD_OFFSET, encode_sample
+from megatfm.data.members import END_OF_ARCHIVE, EXTENSION, KEY, PAYLOAD_OFFSET, encode_sample
 from megatfm.errors import MegatfmError, UsageError
 
 _OURS = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
@@ -61,14 +61,27 @@ class ShardWriter:
         if (self.folder / MANIFEST).exists():
             raise UsageError(f"{self.folder}: already holds a corpus: delete it or choose another folder")
 
-    def add(self, key: str, tokens: NDArray[Any], source: str, text_bytes: int) -> None:
+    def add(
+        self,
+        key: str,
+        tokens: NDArray[Any],
+        source: str,
+        text_bytes: int,
+        members: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
-        `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard.
+        `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard. `members` are files
+        that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`.
         """
         if not KEY.fullmatch(key):
             raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
-        data = encode_sample(key, self._stored(key, tokens), source, text_bytes)
+        for extension in members:
+            if not EXTENSION.fullmatch(extension):
+                raise MegatfmError(
+                    f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
+                )
+        data = encode_sample(key, self._stored(key, tokens), source, text_bytes, members)
         if len(data) + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
         if self._open is not None and self._open.written + len(data) > self._shard_bytes:
