@@ -1,7 +1,7 @@
 """A small real corpus and configs on it, shared by all end-to-end tests."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ import pytest
 import data_prep
 from megatfm.config import Config, load
 from megatfm.config.prep import PrepConfig
+from tests.e2e.ranks import Fault, Ranks, Start
 
+TWO_RANKS = ("parallel.dp_shard=2", "evaluate.every=2", "checkpoint.every=3", "train.steps=10")
 PACKAGES = ("json", "email", "html", "wsgiref", "xmlrpc")
 SMALL = """
 name = "small"
@@ -102,3 +104,23 @@ def make_config(config_file: Path, tmp_path: Path) -> Callable[..., Config]:
         return load(Config, config_file, [f"run_dir={tmp_path / run}", *overrides])
 
     return make
+
+
+@pytest.fixture
+def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
+    """`start("key=value", …, run="name", fault=…)`: two ranks of `megatfm train` in a run directory."""
+    runs: list[Ranks] = []
+
+    def start(
+        *overrides: str,
+        run: str = "run",
+        ranks: int = 2,
+        fault: Fault | None = None,
+        absent: tuple[int, ...] = (),
+    ) -> Ranks:
+        runs.append(Ranks(str(config_file), (*TWO_RANKS, *overrides), tmp_path / run))
+        return runs[-1].start(ranks, fault, absent)
+
+    yield start
+    for each in runs:
+        each.end()

@@ -101,6 +101,9 @@ class Ranks:
                 process.close()
 
 
+Start = Callable[..., Ranks]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -201,6 +204,12 @@ def sticks_and_holds_the_interpreter() -> None:
 def has_no_room_for_a_file() -> None:
     """Files may not grow beyond so many bytes: the kernel then refuses writes, as a full disk does."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def gives_up_its_privileges() -> None:
+    """Root's, to whom no permission is denied."""
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None, use_errno=True).capset(header, data) == 0
 
 
 def has_little_patience() -> None:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,38 +16,15 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.errors import DONE, FAILED, LOCKED, REQUEUE
-from tests.e2e.ranks import Fault, Ranks
+from tests.e2e.ranks import Fault, Ranks, Start
 
 HANG = 6.0
-LAYOUT = ("parallel.dp_shard=2", "evaluate.every=2", "checkpoint.every=3", "train.steps=10")
 HOST = socket.gethostname()
 # Which rank misbehaves in which phase: rank 0, who listens, too.
 FAULTS = [(1, "startup"), (0, "step"), (1, "evaluation"), (0, "save")]
 STEPS = {"startup": 0, "step": 2, "evaluation": 2, "save": 6}
 # A save goes on in the background: to the next one, which waits for it.
 SEEN_IN = {"startup": "start", "step": "step", "evaluation": "evaluation", "save": "(?:save|step|evaluation)"}
-
-Start = Callable[..., Ranks]
-
-
-@pytest.fixture
-def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
-    """`start("key=value", …, run="name", fault=…)`: two ranks of `megatfm train` in a run directory."""
-    runs: list[Ranks] = []
-
-    def start(
-        *overrides: str,
-        run: str = "run",
-        ranks: int = 2,
-        fault: Fault | None = None,
-        absent: tuple[int, ...] = (),
-    ) -> Ranks:
-        runs.append(Ranks(str(config_file), (*LAYOUT, *overrides), tmp_path / run))
-        return runs[-1].start(ranks, fault, absent)
-
-    yield start
-    for each in runs:
-        each.end()
 
 
 @pytest.mark.parametrize("how", ["raises", "exits", "is_killed"])

@@ -1,0 +1,80 @@
+"""What a run finds where it goes on: leftovers, stale locks, what it may not read. It starts, or says why."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatfm import checkpoint
+from megatfm.errors import DONE, FAILED
+from tests.e2e.ranks import Fault, Start
+
+HOST = socket.gethostname()
+UNPRIVILEGED = Fault(-1, "meeting", "gives_up_its_privileges")
+QUICK = ("evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]", "checkpoint.every=4")
+
+
+@pytest.fixture
+def closed() -> Iterator[list[Path]]:
+    """Folders that are closed when the test is; opened again at its end, so that they can be removed."""
+    paths: list[Path] = []
+    yield paths
+    for path in paths:
+        if path.exists():
+            path.chmod(0o755)
+
+
+def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start, closed: list[Path]) -> None:
+    first = start(*QUICK, "train.steps=8")
+    assert first.wait(120) == [DONE, DONE], first.said(0)
+    folder = first.folder / "checkpoints"
+    newest, before = folder / "step-00000008", folder / "step-00000004"
+    partial, stuck = folder / ".step-00000012.partial-0123abcd", folder / ".step-00000001.removed-0123abcd"
+    for leftover in (partial, stuck):
+        leftover.mkdir()
+        (leftover / "rank-00000-000.safetensors").write_bytes(b"half")
+    (first.folder / "lock").write_text(json.dumps({"host": HOST, "pid": 2**22 - 1, "job": None}))
+    (first.folder / ".config.toml.tmp").write_text("half")
+    closed += [newest, stuck]
+    for path in closed:
+        path.chmod(0)
+    again = start(*QUICK, "train.steps=8", fault=UNPRIVILEGED)
+    assert again.wait(120) == [DONE, DONE], again.said(0)
+    log = (first.folder / "logs" / "rank-0.log").read_text()
+    assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
+    assert f"what a killed save left stays: cannot remove {stuck}" in log
+    assert not partial.exists()
+    assert [event["detail"] for event in again.events() if event["event"] == "resumed"] == [
+        f"from {before.name}"
+    ]
+    aside = [path for path in folder.iterdir() if path.name.startswith(".step-00000008.damaged-")]
+    closed += aside
+    assert len(aside) == 1, "out of the way of the one that is saved in its place"
+    checkpoint.verify(newest)
+
+
+CLOSED = {
+    "checkpoints": r"cannot list RUN/checkpoints: Permission denied",
+    "lock": r"RUN: can't write the run directory: Permission denied",
+    ".": r"RUN: can't write the run directory: Permission denied",
+    "checkpoints/step-00000004": r"RUN/checkpoints: none of its 1 checkpoints is whole, see above; move them away",
+}
+
+
+def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path]) -> None:
+    first = start(*QUICK, "train.steps=4")
+    assert first.wait(120) == [DONE, DONE], first.said(0)
+    for name, said in CLOSED.items():
+        closed.append(first.folder / name)
+        mode = closed[-1].stat().st_mode
+        closed[-1].chmod(0)
+        again = start(*QUICK, "train.steps=4", fault=UNPRIVILEGED)
+        assert again.wait(120) == [FAILED, FAILED], again.said(0)
+        closed[-1].chmod(mode)
+        for rank in range(2):
+            last = again.said(rank).splitlines()[-1]
+            assert re.match(rf"error: .*{said.replace('RUN', str(first.folder))}", last), again.said(rank)
+            assert "Traceback" not in again.said(rank)
