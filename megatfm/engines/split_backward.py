@@ -43,10 +43,14 @@ def backward_of_inputs(
     for hook in hooks:
         hook.remove()
 
+    # Up to torch 2.11 a Python object of an autograd Function's node doesn't keep the node: these do.
+    owners = [get_gradient_edge(root) for root in roots if root.grad_fn is not None]
+
     def later() -> None:
         for node, weights in branches.items():
             edges = [(GradientEdge(node, i), g) for i, g in enumerate(arrived.pop(node)) if g is not None]
             torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
+        owners.clear()
 
     return later
 

@@ -28,14 +28,12 @@ def run_folder(config: Config) -> Path:
 
 def environment() -> dict[str, str]:
     """Versions and machine of this process, for whoever reads the run later."""
-    versions = {
-        package: metadata.version(package)
-        for package in ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers")
-    }
+    packages = ("numpy", "safetensors", "sentencepiece", "tokenizers")
     return {
         "megatfm": __version__,
         "python": platform.python_version(),
-        **versions,
+        "torch": torch.__version__,  # with its build, as in 2.13.0+cpu
+        **{package: metadata.version(package) for package in packages},
         "system": platform.platform(),
         "cpu cores": str(os.cpu_count()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
