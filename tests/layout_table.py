@@ -1,7 +1,7 @@
 """The table of docs/parallel.md, model × layout, made from the cases of tests/parity: `python -m tests.layout_table`.
 
 Nothing is written down here about what works: a cell is green because a case of that name is run by the suite, which
-fails if a gradient differs; it is empty where there is no such case, or says why there can be none.
+fails if a gradient differs; it is empty where there is no such case.
 """
 
 import re
@@ -19,9 +19,7 @@ from tests.parity import test_families, test_pipelines
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- made by tests/layout_table.py -->", "<!-- end -->"
-GREEN, IMPOSSIBLE = "✓", "–"
-UNCUT = "xlnet"
-"""Is neither cut by tensor parallelism nor into stages: `test_two_streams_are_not_cut`, `test_xlnet_is_refused`."""
+GREEN = "✓"
 
 Proven = dict[str, set[str]]
 """Layout → models."""
@@ -48,7 +46,7 @@ def proven() -> Proven:
     found: Proven = defaultdict(set)
     for layouts in test_families.LAYOUTS.values():
         for parallel in layouts.values():
-            found[named(parallel)] |= {m for m in test_families.NAMES if m != UNCUT or parallel.tp == 1}
+            found[named(parallel)] |= set(test_families.NAMES)
     for models, parallel in pipelines():
         found[named(parallel)] |= set(models)
     return found
@@ -88,8 +86,7 @@ def table() -> str:
     models = list(dict.fromkeys([*test_families.NAMES, *sorted(set().union(*found.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for layout, green in found.items():
-        cut = "tp" in layout or "pp" in layout
-        marks = [GREEN if m in green else IMPOSSIBLE if m == UNCUT and cut else "" for m in models]
+        marks = [GREEN if m in green else "" for m in models]
         lines.append(f"| {layout} | {' | '.join(marks)} |")
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """The whole training config."""
 
+from math import gcd
 from typing import Self, get_args
 
 from pydantic import Field, model_validator
@@ -113,6 +114,11 @@ class Config(Section):
                     f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
                     f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
                 )
+        if self.model.family == "xlnet" and 16 % tp:
+            raise ValueError(
+                f"parallel.tp = {tp}: model.family = 'xlnet' cuts its queries in groups of 16, not a multiple of it: "
+                f"choose tp = {gcd(tp, 16)}, or parallel.sequence_parallel=false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
     share = getattr(config.objective, "rate", 1.0) if model.family in ("encoder", "electra") else 1.0
     if model.family == "xlnet":
         share = 1 / getattr(config.objective, "every", 1)
+    last = f"encoder.layers.{(model.distinct_layers or model.n_layers) - 1}."
     repeats = model.n_layers / (model.distinct_layers or model.n_layers)
 
     def seen(name: str) -> float:
@@ -48,8 +49,10 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
         if model.family == "xlnet" and SHARED.match(name):
             if name.endswith("wk_position.weight"):
                 return (2 * s - 1) * repeats
-            content_alone = re.search(r"\.attn\.w[kv]\.", name)
-            return s * repeats * (1.0 if content_alone else 1 + share)
+            if re.search(r"\.attn\.w[kv]\.", name):
+                return s * repeats
+            # The content stream ends where nothing looks at it any more.
+            return s * (repeats - name.startswith(last) + repeats * share)
         if re.match(r"^(generator\.)?head\.", name):
             return heads(name)
         if name.startswith("boundary."):
@@ -70,8 +73,9 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
     work = sum(prod(shape) * seen(name) for name, shape in shapes.items())
     full, half = _attention(model, s, t)
     if model.family == "xlnet":
-        # Two streams, and scores of 2 s − 1 relative positions beside those of content.
-        full *= (1 + share) * (1 + (2 * s - 1) / (2 * s))
+        # Two streams, of which the content's has no last layer, and scores of 2 s − 1 relative positions beside those
+        # of content.
+        full *= (1 - 1 / model.n_layers + share) * (1 + (2 * s - 1) / (2 * s))
     return Row(s + t, work, full, full - half)
 
 

@@ -58,10 +58,11 @@ class Pass:
 @dataclass(frozen=True)
 class Field:
     """The shape of a part of the carry: as the input `like` [B, T], and with a width [B, T, D] of the activations'
-    type; without one int64."""
+    type; without one int64. length: of the batch's inputs, where T is another."""
 
     like: str
     width: int | None = None
+    length: Callable[[Mapping[str, Tensor]], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not here: a row is all that is seen.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
+
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +22,16 @@ from megatfm.layers.residual import RESIDUALS
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import layout_of
+from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
+
+TOGETHER = 16
+"""Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
+PREDICTED_SHARE = 1 / 6
+"""Of tokens, as the paper has it: these alone have queries."""
 
 
 @MODELS.register("xlnet")
@@ -57,32 +66,54 @@ class XLNet(nn.Module):
         Without order, tokens see one another and themselves, as for fine-tuning. With it, the logits at a token are
         the prediction of that very token from those of lower ranks.
         """
-        layout = layout_of(tokens, positions, documents, keys_B=keys)
-        segments = torch.zeros_like(tokens) if segments is None else segments
-        if order is None and targets is None:
-            content = _stream(
-                layout, layout.indices.expand_as(tokens), segments, segments, layout.mask("full")
-            )
-            hidden_BTD, _ = self.encoder(tokens, layout, content, None)
-            return Output(hidden_BTD, logits=self.head(hidden_BTD))
-        order = torch.zeros_like(tokens) if order is None else order
-        places_BQ = _places(tokens, targets)
-        content, query = streams(layout, segments, order, places_BQ)
-        _, hidden_BQD = self.encoder(tokens, layout, content, query)
+        inputs = {
+            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "order": order,
+            "targets": targets, "keys": keys,
+        }  # fmt: skip
+        batch = self.steps().through(Pass(inputs))
+        hidden = batch.carry.get("query", batch.carry["content"])
+        return Output(hidden, logits=batch.logits, losses=batch.losses or None)
+
+    def steps(self) -> Steps:
+        """What forward does."""
+        return Steps(
+            [*self.encoder.steps(), Step("head", self._head, ("head",), ("query",), share=PREDICTED_SHARE)]
+        )
+
+    def _head(self, batch: Pass) -> None:
+        targets = batch.get("targets")
         if targets is None:
-            return Output(hidden_BQD, logits=self.head(hidden_BQD))
-        return Output(hidden_BQD, losses={"permutation": self.head(hidden_BQD, targets.gather(1, places_BQ))})
+            batch.logits = self.head(batch.carry.get("query", batch.carry["content"]))
+        else:
+            places_BQ = places(batch["tokens"], targets)
+            batch.losses["permutation"] = self.head(batch.carry["query"], targets.gather(1, places_BQ))
 
 
-class TwoStreamStack(nn.Module):
-    """Embedding and blocks. The query stream starts from one learned vector, which stands for any token."""
+class Query(nn.Module):
+    """The learned vector with which the query stream starts; it stands for any token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.d_model))
         initial = initialiser(config, "encoder")
+        self.initial, self.roles = (
+            {"weight": initial("embedding", 1, config.d_model)},
+            {"weight": "embedding"},
+        )
+
+    def forward(self, like_BQ: Tensor) -> Tensor:
+        """[B, Q, D]."""
+        return self.weight.expand(*like_BQ.shape, -1)
+
+
+class TwoStreamStack(nn.Module):
+    """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.d_model = config.d_model
         self.embedding = Embedding(config, "encoder")
-        self.query = nn.Parameter(torch.empty(config.d_model))
-        self.initial, self.roles = {"query": initial("embedding", 1, config.d_model)}, {"query": "embedding"}
+        self.query = Query(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.layers = nn.ModuleDict({str(i): TwoStreamBlock(config) for i in range(distinct)})
@@ -90,31 +121,60 @@ class TwoStreamStack(nn.Module):
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
         make_table = POSITIONS.get(config.position).bias
         assert make_table is not None
-        self.position = make_table(config, initial)
+        self.position = make_table(config, initialiser(config, "encoder"))
         self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
         self.dropout = Dropout(config.dropout, "output")
 
-    def forward(
-        self, tokens_BT: Tensor, layout: SequenceLayout, content: Stream, query: Stream | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The content stream [B, T, D], and if there is one the query stream [B, Q, D]; the last one is dropped out."""
-        x_BTD = self.embedding(tokens_BT, layout)
-        g_BQD = None
+    def steps(self) -> Iterator[Step]:
+        """The carry's "content" [B, T, D] and, where something is predicted, its "query" [B, Q, D]."""
+        content = {"content": Field("tokens", self.d_model)}
+        query = {"query": Field("tokens", self.d_model, _n_queries)}
+        last = len(self.order) - 1
+        yield Step("encoder.embedding", self._embed, ("encoder.embedding",), (), content)
+        yield Step("encoder.query", self._start, ("encoder.query", "encoder.query_dropout"), (), query)
+        for depth, name in enumerate(self.order):
+            yield Step(
+                f"encoder.layers.{depth}",
+                self._through(depth),
+                (f"encoder.layers.{name}", "encoder.position"),
+                ("content", "query"),
+                query if depth == last else content | query,
+                share=(depth < last) + PREDICTED_SHARE,
+            )
+        ends = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
+        yield Step("encoder.norm", self._finish, ends, ("query",), query)
+
+    def _embed(self, batch: Pass) -> None:
+        batch.carry["content"] = self.embedding(batch["tokens"], streams(batch)[0].layout)
+
+    def _start(self, batch: Pass) -> None:
+        query = streams(batch)[1]
         if query is not None:
-            g_BQD = self.query.to(x_BTD.dtype).expand(*query.layout.positions.shape, -1)
-            g_BQD = self.query_dropout(g_BQD, query.layout)
-        table_RD = self.position(layout, "full")
-        for depth, (name, skip_rate) in enumerate(zip(self.order, self.skip_rates, strict=True)):
+            batch.carry["query"] = self.query_dropout(self.query(query.layout.positions), query.layout)
+
+    def _through(self, depth: int) -> Callable[[Pass], None]:
+        name, skip_rate, last = self.order[depth], self.skip_rates[depth], depth == len(self.order) - 1
+
+        def block(batch: Pass) -> None:
+            content, query = streams(batch)
+            table_RD = batch.once("relative positions", lambda: self.position(content.layout, "full"))
             x_BTD, g_BQD = self.layers[name](
-                x_BTD,
-                g_BQD,
+                batch.carry["content"],
+                batch.carry.get("query"),
                 table_RD,
-                content.at_layer(depth, skip_rate),
+                None if query is not None and last else content.at_layer(depth, skip_rate),
                 None if query is None else query.at_layer(depth, skip_rate),
             )
-        if query is None:
-            return self.dropout(x_BTD if self.norm is None else self.norm(x_BTD), layout), None
-        return x_BTD, self.dropout(g_BQD if self.norm is None else self.norm(g_BQD), query.layout)
+            made = {"content": x_BTD, "query": g_BQD}
+            batch.carry.update({part: tensor for part, tensor in made.items() if tensor is not None})
+
+        return block
+
+    def _finish(self, batch: Pass) -> None:
+        content, query = streams(batch)
+        part, layout = ("content", content.layout) if query is None else ("query", query.layout)
+        hidden = batch.carry[part] if self.norm is None else self.norm(batch.carry[part])
+        batch.carry[part] = self.dropout(hidden, layout)
 
 
 class TwoStreamBlock(nn.Module):
@@ -133,26 +193,44 @@ class TwoStreamBlock(nn.Module):
         x_BTD: Tensor,
         g_BQD: Tensor | None,
         table_RD: Tensor,
-        content: Stream,
+        content: Stream | None,
         query: Stream | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The content and, where there is one, the query stream."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The content and the query stream after the block, each where it goes through."""
         seen = self.attn.seen(self.attn_residual.before(x_BTD), table_RD)
 
-        def through(y_BQD: Tensor, stream: Stream) -> Tensor:
+        def through(y_BQD: Tensor | None, stream: Stream | None) -> Tensor | None:
+            if y_BQD is None or stream is None:
+                return None
             z_BQD = self.attn(self.attn_residual.before(y_BQD), seen, stream)
             y_BQD = self.attn_residual.after(y_BQD, z_BQD, stream.layout)
             z_BQD = self.ffn(self.ffn_residual.before(y_BQD), stream.layout)
             return self.ffn_residual.after(y_BQD, z_BQD, stream.layout)
 
-        x_BTD = through(x_BTD, content)
-        return x_BTD, None if g_BQD is None or query is None else through(g_BQD, query)
+        return through(x_BTD, content), through(g_BQD, query)
 
 
-def streams(
+def streams(batch: Pass) -> tuple[Stream, Stream | None]:
+    """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
+    Without order and targets all see all, and nothing is predicted."""
+
+    def make() -> tuple[Stream, Stream | None]:
+        tokens, order, targets = batch["tokens"], batch.get("order"), batch.get("targets")
+        layout = layout_of(tokens, batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys"))
+        given = batch.get("segments")
+        segments = torch.zeros_like(tokens) if given is None else given
+        if order is not None or targets is not None:
+            order = torch.zeros_like(tokens) if order is None else order
+            return _two_streams(layout, segments, order, places(tokens, targets))
+        everywhere = layout.indices.expand_as(tokens)
+        return _stream(layout, everywhere, segments, segments, layout.mask("full")), None
+
+    return batch.once("streams", make)
+
+
+def _two_streams(
     layout: SequenceLayout, segments_BT: Tensor, order_BT: Tensor, places_BQ: Tensor
 ) -> tuple[Stream, Stream]:
-    """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks."""
     same_B1TS = layout.mask("full")
     allowed_BTS = order_BT[:, None, :] <= order_BT[:, :, None]
     below_BQS = order_BT[:, None, :] < order_BT.gather(1, places_BQ)[:, :, None]
@@ -183,10 +261,16 @@ def _stream(
     return Stream(layout, mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
-def _places(tokens_BT: Tensor, targets_BT: Tensor | None) -> Tensor:
+def places(tokens_BT: Tensor, targets_BT: Tensor | None) -> Tensor:
     """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
     if targets_BT is None:
         return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-    wanted_BT = targets_BT != IGNORE
-    most = max(int(wanted_BT.sum(1).max()), 1)
-    return (~wanted_BT).long().argsort(dim=1, stable=True)[:, :most]
+    first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
+    return first_others_BT[:, : _n_queries({"tokens": tokens_BT, "targets": targets_BT})]
+
+
+def _n_queries(inputs: Mapping[str, Tensor]) -> int:
+    """Q: the most targets of a row, rounded up to whole groups."""
+    targets_BT, together = inputs["targets"], gcd(inputs["tokens"].shape[1], TOGETHER)
+    most = max(int((targets_BT != IGNORE).sum(1).max()), 1)
+    return -(-most // together) * together

@@ -4,7 +4,7 @@ A model is known here as a list of steps by name (`megatfm.models.steps`). A ran
 a parameter that stages of several ranks use is held by each of these, under its one name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ class Field(Protocol):
 
     @property
     def width(self) -> int | None: ...
+
+    @property
+    def length(self) -> Callable[[Mapping[str, torch.Tensor]], int] | None: ...
 
 
 class Step(Protocol):
@@ -161,7 +164,7 @@ def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1 and key not in roles:
                     total += parameter.numel()
-            if hasattr(module, "core") and isinstance(module.wo, nn.Module):
+            if isinstance(getattr(module, "wo", None), nn.Module):
                 total += 2 * length * module.wo.get_parameter("weight").shape[1]
     return total * step.share * length
 
@@ -263,6 +266,8 @@ def keep(model: nn.Module, stages: Sequence[Stage]) -> None:
 def activation_shape(field: Field, batch: Mapping[str, torch.Tensor], sequence_parts: int) -> tuple[int, ...]:
     """Of a part of the carry, on a rank that holds one of so many parts of the sequence."""
     rows, length = batch[field.like].shape
+    if field.length is not None:
+        length = field.length(batch)
     if field.width is None:
         return rows, length
     return rows, length // sequence_parts, field.width

@@ -198,6 +198,9 @@ SHARED_BY_HEADS = Style("shared by heads", gradient="partial")
 ENTER = Style("enter", install=_enter_hook, shown=True)
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
 
+ENTER_HEADS = Style("enter, heads", dim=-2, install=_enter_hook, shown=True)
+"""The same, with vectors for each head, the heads last but one."""
+
 ENTER_OUTPUT = Style("enter output", install=_enter_output, shown=True)
 """A module whose output is gathered once for all the columns that use it."""
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.ops.initial import initialise
 from tests.parity.test_layouts import (
@@ -169,8 +168,6 @@ def compare(name: str, ranks: int) -> list[str]:
     expected = {n: p.grad for n, p in reference.named_parameters()}
     compared = []
     for layout, parallel in LAYOUTS[ranks].items():
-        if name == "xlnet" and parallel.tp > 1:
-            continue
         engine = make_engine(config, parallel, ADAMW)
         for n, parameter in reference.named_parameters():
             initial = block(engine, n, parameter.detach())
@@ -186,16 +183,4 @@ def compare(name: str, ranks: int) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     (compared, *_) = workers.run(compare, ranks, name, ranks)
-    uncut = [layout for layout in LAYOUTS[ranks] if name != "xlnet" or "tp" not in layout]
-    assert compared == uncut
-
-
-def refuse() -> None:
-    with pytest.raises(
-        UsageError, match=r"parallel\.tp = 2: model\.family = 'xlnet' .* set parallel\.tp = 1"
-    ):
-        make_engine(MODELS["xlnet"], ParallelConfig(tp=2), ADAMW)
-
-
-def test_two_streams_are_not_cut(workers: Workers) -> None:
-    workers.run(refuse, 2)
+    assert compared == list(LAYOUTS[ranks])

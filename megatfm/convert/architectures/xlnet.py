@@ -75,7 +75,7 @@ def rules(config: ModelConfig) -> list[Rule]:
     ]
     return [
         Rule(
-            ("encoder.query",),
+            ("encoder.query.weight",),
             ("transformer.mask_emb",),
             lambda tensors: [tensors[0][None, None]],
             lambda tensors: [tensors[0][0, 0]],

@@ -60,6 +60,7 @@ class TwoStreamAttention(nn.Module):
         d, heads, self.head_dim = config.d_model, config.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
+        self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))
         self.wv = Linear(d, width, initial("value", d, width))
@@ -78,7 +79,7 @@ class TwoStreamAttention(nn.Module):
 
     def seen(self, content_BSD: Tensor, table_RD: Tensor) -> Seen:
         """What the queries of both streams look at; table: of relative positions."""
-        positions_RD = table_RD.to(content_BSD.dtype)
+        content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
         return Seen(keys, values, self._heads(self.wk_position, positions_RD))
 

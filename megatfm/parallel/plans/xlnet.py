@@ -1,19 +1,30 @@
-"""XLNet has no tensor parallelism: its two streams are of different lengths, and only one of them is the row's."""
+"""XLNet: both streams are cut along their own sequences; what the content is to the queries is gathered in a seam."""
 
-from torch import nn
-
-from megatfm.errors import UsageError
 from megatfm.parallel.plan import PLANS, Plan
-from megatfm.parallel.styles import Own, Ranks, Style
+from megatfm.parallel.plans.transformer import EMBEDDING, FFN, HEAD, RESIDUAL
+from megatfm.parallel.styles import (
+    COLUMN,
+    ENTER_HEADS,
+    ENTER_OUTPUT,
+    OWN_OUTPUT,
+    PART_DROPOUT,
+    ROW,
+    TOKEN_DROPOUT,
+)
 
-
-def _refuse(module: nn.Module, ranks: Ranks, own: Own) -> None:
-    raise UsageError(
-        f"parallel.tp = {ranks.group.size()}: model.family = 'xlnet' is not cut by tensor parallelism: set "
-        "parallel.tp = 1 and use parallel.dp_shard"
-    )
-
-
-UNCUT = Style("whole, no tp", install=_refuse)
-XLNET: Plan = (("*", UNCUT),)
+XLNET: Plan = (
+    *EMBEDDING,
+    ("encoder.query", OWN_OUTPUT),
+    ("encoder.query_dropout", TOKEN_DROPOUT),
+    *RESIDUAL,
+    ("*.layers.*.attn", ENTER_HEADS),
+    ("*.layers.*.attn.content", ENTER_OUTPUT),
+    ("*.layers.*.attn.w[qkv]", COLUMN),
+    ("*.layers.*.attn.wk_position", COLUMN),
+    ("*.layers.*.attn.dropout", PART_DROPOUT),
+    ("*.layers.*.attn.wo", ROW),
+    *FFN,
+    ("encoder.dropout", TOKEN_DROPOUT),
+    *HEAD,
+)
 PLANS.register("xlnet")(XLNET)

@@ -9,7 +9,7 @@ from megatfm.parallel.pipeline_cut import activation_shape
 from tests.parity.test_families import MODELS, batch_for
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "xlnet"])
+@pytest.mark.parametrize("name", MODELS)
 def test_steps_in_turn_are_forward(name: str) -> None:
     config = MODELS[name]
     model = build(config).double().train()
