@@ -164,8 +164,9 @@ def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1 and key not in roles:
                     total += parameter.numel()
-            if isinstance(getattr(module, "wo", None), nn.Module):
-                total += 2 * length * module.wo.get_parameter("weight").shape[1]
+            out = getattr(module, "wo", None)  # attention's
+            if isinstance(out, nn.Module):
+                total += 2 * length * out.get_parameter("weight").shape[1]
     return total * step.share * length
 
 
