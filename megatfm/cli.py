@@ -2,6 +2,9 @@
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -40,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = parser.parse_args(words)
     try:
         code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except MegatfmError as error:
         if args.debug:
             raise
@@ -48,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of the output is closed: whoever read, as in `megatfm … | head`, has read enough."""
+    output = select.poll()
+    output.register(sys.stdout.fileno())
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 class Parser(argparse.ArgumentParser):

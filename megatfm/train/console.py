@@ -2,11 +2,12 @@
 
 import faulthandler
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -15,6 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatfm.train.run import Run
 
 log = logging.getLogger("megatfm")
+
+
+class Screen(logging.StreamHandler[TextIO]):
+    """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+            return
+        log.removeHandler(self)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+        log.warning(
+            "nobody reads the screen any more: the run goes on, and says in its log what it would say here"
+        )
 
 
 class RunLog:
@@ -42,7 +58,7 @@ class RunLog:
                 )
             )
         elif self._shows:
-            to_screen = logging.StreamHandler(sys.stdout)
+            to_screen = Screen(sys.stdout)
             to_screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
             self._add(to_screen)
         crashes = self._stack.enter_context(self._path.open("a", encoding="utf-8"))

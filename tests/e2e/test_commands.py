@@ -155,3 +155,12 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, words, code, said):
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 or words[0] == "launch"
     assert not (tmp_path / "runs/quickstart/checkpoints").exists()
+
+
+def test_whoever_reads_the_output_may_stop(tmp_path):
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "megatfm", "config", "schema"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -149,3 +150,19 @@ def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
             log.info(message)
     lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
     assert [line.split()[-1] for line in lines] == ["first", "second"]
+
+
+def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with Run(tmp_path, 0) as run, open(writes, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with RunLog(run, steps=1):
+            for message in ("first", "second"):
+                log.info(message)
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert text.count("nobody reads the screen any more") == 1
+    assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
+    assert capsys.readouterr().err == "", "no traceback of logging's"
