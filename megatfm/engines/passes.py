@@ -1,6 +1,6 @@
 """How a rank takes micro-batches through its model: one after another, or in turn with other pipeline ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -44,12 +44,3 @@ class WholeModel:
 
     def evaluate(self, batch: Batch, objective: Objective) -> Terms:
         return objective(self._model, batch)
-
-
-def added_up(found: Sequence[Mapping[str, Tensor]], zeros: Mapping[str, Tensor]) -> Terms:
-    """Each term over all micro-batches, in the precision of `zeros`."""
-    sums = dict(zeros)
-    for terms in found:
-        for name, term in terms.items():
-            sums[name] = sums[name] + term
-    return sums

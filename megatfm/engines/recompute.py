@@ -6,7 +6,8 @@ attention and of sums over tensor-parallel ranks, so that only cheap operations 
 written out, its scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" keeps all of as many blocks as fit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megatfm.parallel.collectives import functional
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -56,10 +59,25 @@ def size_of(text: str) -> int:
 def _again(block: nn.Module, forward: Forward, how: str, *args: Any, **kwargs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if how == "selective" else {}
-    )
+    options: dict[str, Any] = {}
+    if how == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = contexts if torch.compiler.is_compiling() else partial(_keepable, contexts)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+
+def _keepable(
+    contexts: Callable[[], Any],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Those of the two passes, in which collectives are operators with results."""
+    first, again = contexts()
+    return _within(first), _within(again)
+
+
+@contextmanager
+def _within(context: AbstractContextManager[None]) -> Iterator[None]:
+    with functional(), context:
+        yield
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,9 +4,14 @@ A tensor is, over the ranks of a group, either *sharded* along a dim, *replicate
 the sum over the ranks). The gradient of a replicated tensor is replicated where all ranks compute the same from it
 and partial where each computes its own share. `tests/parity/test_collectives.py` holds <f(x), y> = <x, fᵀ(y)>.
 
-The functional operators of torch are called directly: torch.compile follows them, and their names have been the
-same from torch 2.4 to 2.13, while those of the Python wrappers change.
+Eager code asks the process group itself, which costs a third of torch's functional operators. Those are what
+torch.compile follows, and what selective recomputation can keep the results of; their names have been the same from
+torch 2.4 to 2.13, while those of the Python wrappers change.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -16,25 +21,60 @@ from torch.distributed import ProcessGroup
 _ops = torch.ops._c10d_functional
 
 
+def _options(operation: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(operation)
+    return options
+
+
+_REDUCTIONS = {"sum": _options(dist.ReduceOp.SUM), "max": _options(dist.ReduceOp.MAX)}
+_kept: ContextVar[bool] = ContextVar("kept", default=False)
+
+
+@contextmanager
+def functional() -> Iterator[None]:
+    """Within, collectives are operators that return what they made, so that their results can be kept."""
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def _functional() -> bool:
+    return torch.compiler.is_compiling() or _kept.get()
+
+
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim`."""
-    first = x.movedim(dim, 0).contiguous()
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name)).movedim(
-        0, dim
-    )
+    first = x.movedim(dim, 0).contiguous()  # no copy for a single row
+    if _functional():
+        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
+    else:
+        whole = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
+        group._allgather_base(whole, first).wait()
+    return whole.movedim(0, dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its shard along `dim`."""
     first = x.movedim(dim, 0).contiguous()
-    shard: Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
+    if _functional():
+        shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
+    else:
+        shard = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
+        group._reduce_scatter_base(shard, first).wait()
     return shard.movedim(0, dim)
 
 
 def all_sum(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Sum (or "max") over the ranks, outside autograd."""
-    reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
-    return reduced
+    if _functional():
+        reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+        return reduced
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    group.allreduce([total], _REDUCTIONS[op]).wait()
+    return total
 
 
 class _GatherShards(torch.autograd.Function):

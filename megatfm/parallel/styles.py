@@ -122,10 +122,12 @@ def _own_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 
 def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    biased = "bias" in own
+
     def forward(x: Tensor) -> Tensor:
-        y = ranks.leave(F.linear(x, module.get_parameter("weight")))
+        y = ranks.leave(F.linear(x, module.weight))  # type: ignore[arg-type]
         # Added to the sum, and not by every rank to its part of it.
-        return y + module.get_parameter("bias") if "bias" in own else y
+        return y + module.bias if biased else y  # type: ignore[operator]
 
     module.forward = forward
 
