@@ -6,9 +6,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-
-_ops = torch.ops._c10d_functional  # see megatfm/parallel/collectives.py
+from torch.distributed import ProcessGroup, Work
 
 BUCKET_ELEMENTS = 2**24
 """Enough for a network to run at its full rate, little enough to lie beside the gradients (64 MB in float32)."""
@@ -82,7 +80,7 @@ class Bucket:
         return columns
 
 
-def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int = BUCKET_ELEMENTS) -> Iterator[Bucket]:
+def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:
     """Buckets of neighbouring tensors, each of at most so many elements or of one tensor."""
     bucket: dict[str, Sequence[int]] = {}
     filled = 0
@@ -97,13 +95,14 @@ def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int = BUCKET_ELE
         yield Bucket(bucket, ranks)
 
 
-def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> Tensor:
-    """[ranks, width] → [width], this rank's row of the sum over the ranks."""
-    row: Tensor = _ops.reduce_scatter_tensor(buffer.view(-1), "sum", group.size(), group.group_name)
-    return _ops.wait_tensor(row)
+def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """[ranks, width] → [width], this rank's row of the sum over the ranks, and what to wait for before it is used."""
+    row = buffer.new_empty(buffer.shape[1])
+    return row, group._reduce_scatter_base(row, buffer.view(-1))
 
 
 def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> Tensor:
     """[width] of each rank → [ranks, width]."""
-    buffer: Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(row, ranks, group.group_name))
-    return buffer.view(ranks, -1)
+    buffer = row.new_empty(ranks, row.numel())
+    group._allgather_base(buffer.view(-1), row).wait()
+    return buffer

@@ -1,19 +1,21 @@
 """ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step.
 
-Nothing happens within forward and backward passes, so any pipeline schedule will do. The price: the reduction waits
-for the last backward pass instead of running beside it, as in stages 2 and 3.
+Gradients add up in `.grad`. In the last backward pass of a step a bucket is on its way as soon as it is complete, while
+the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Work
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
-from megatfm.engines.buckets import all_gather, deal, reduce_scatter
+from megatfm.engines.buckets import BUCKET_ELEMENTS, all_gather, deal, reduce_scatter
 from megatfm.engines.data_parallel import Stages, blocks, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.parallel.layout import Box, Layout
@@ -44,8 +46,14 @@ class Replicated:
         self._parameters = dict(named_parameters(stages))
         self._cut = zero == 1 and mesh.size("dp_shard") > 1
         self._rank, ranks = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if self._cut else (0, 1)
-        self._buckets = list(deal({name: p.shape for name, p in self._parameters.items()}, ranks))
+        self._buckets = list(
+            deal({name: p.shape for name, p in self._parameters.items()}, ranks, BUCKET_ELEMENTS)
+        )
         self._gradients: dict[str, Tensor] = {}
+        self._flying: dict[int, tuple[Tensor, Work]] = {}
+        self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
+        if mesh.data_ranks > 1:
+            self._watch()
         self.cut_axes: tuple[str, ...] = ("dp_shard",) if zero == 1 else ()
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Box] = {}
@@ -59,39 +67,70 @@ class Replicated:
                 self.boxes[name] = layout[name].inside(offsets, (count, *shape[1:]))
 
     def begin(self, last: bool) -> None:
-        """Nothing: gradients add up in `.grad`."""
+        """In the last pass, every bucket misses the gradients of all of its parameters."""
+        self._missing = [{self._parameters[name] for name in b.shapes} for b in self._buckets] if last else []
 
     def begin_pipeline(self, keep_whole: bool) -> None:
-        """Nothing, likewise."""
+        """No pass is known to be the last."""
+        self._missing = []
 
     def reduce(self) -> None:
+        self._missing = []
         if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
             self._gradients = {
                 name: torch.zeros_like(self.local[name]) if p.grad is None else p.grad
                 for name, p in self._parameters.items()
             }
             return
-        for bucket in self._buckets:
-            parameters = {name: self._parameters[name] for name in bucket.shapes}
-            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            buffer = bucket.pack(gradients, next(iter(self.local.values())))
-            del gradients
-            for parameter in parameters.values():  # at once, so that no two whole copies are held
-                parameter.grad = None
+        while len(self._flying) < len(self._buckets):
+            self._send_next()
+        for place, (row, work) in self._flying.items():
+            work.wait()
             if self._cut:
-                row = reduce_scatter(buffer, self._mesh.group("dp_shard"))
                 self._mesh.sum(row, ("dp_replicate",))
-            else:
-                row = buffer[0]
-                if self._mesh.data_ranks > 1:
-                    dist.all_reduce(row, group=self._mesh.flat_group(REPLICAS))
-            self._gradients |= bucket.unpack_own(row, self._rank)
+            self._gradients |= self._buckets[place].unpack_own(row, self._rank)
+        self._flying = {}
+
+    def _watch(self) -> None:
+        places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._complete, places[name]))
+
+    def _complete(self, place: int, parameter: Tensor) -> None:
+        """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
+        if not self._missing:
+            return
+        if place in self._flying:
+            raise RuntimeError("a gradient came after its bucket was sent: a pass has changed it twice")
+        self._missing[place].discard(parameter)
+        while len(self._flying) < len(self._buckets) and not self._missing[self._next]:
+            self._send_next()
+
+    @property
+    def _next(self) -> int:
+        return len(self._buckets) - 1 - len(self._flying)
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        place, bucket = self._next, self._buckets[self._next]
+        parameters = {name: self._parameters[name] for name in bucket.shapes}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        buffer = bucket.pack(gradients, next(iter(self.local.values())))
+        del gradients
+        for parameter in parameters.values():  # at once, so that no two whole copies are held
+            parameter.grad = None
+        if self._cut:
+            self._flying[place] = reduce_scatter(buffer, self._mesh.group("dp_shard"))
+        else:
+            row = buffer[0]
+            group = self._mesh.flat_group(REPLICAS)
+            self._flying[place] = row, dist.all_reduce(row, group=group, async_op=True)
 
     def gradients(self) -> dict[str, Tensor]:
         return dict(self._gradients)
 
     def zero_grad(self) -> None:
-        self._gradients = {}
+        self._gradients, self._flying = {}, {}
         for parameter in self._parameters.values():
             parameter.grad = None
 

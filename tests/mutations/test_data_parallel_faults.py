@@ -57,12 +57,23 @@ def replicas_are_not_summed(patch: Patch) -> None:
 def whole_gradients_are_averaged(patch: Patch) -> None:
     real = dist.all_reduce
 
-    def all_reduce(tensor: Tensor, **options: Any) -> None:
-        real(tensor, **options)
+    def all_reduce(tensor: Tensor, **options: Any) -> Any:
+        work = real(tensor, **options)
         if tensor.numel() > 100:
+            work.wait()
             tensor /= 2
+        return work
 
     patch.setattr(replicated.dist, "all_reduce", all_reduce)
+
+
+def buckets_are_sent_before_they_are_complete(patch: Patch) -> None:
+    def complete(self: Replicated, place: int, parameter: Tensor) -> None:
+        if self._missing and len(self._flying) < len(self._buckets):
+            self._send_next()
+
+    patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
+    patch.setattr(Replicated, "_complete", complete)
 
 
 def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
@@ -203,6 +214,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[str], bool], str]] = {
     rows_are_dealt_off_by_one: (gradients_differ, "zero1 on 2"),
     replicas_are_not_summed: (gradients_differ, "zero1 2 × replicas 2"),
     whole_gradients_are_averaged: (gradients_differ, "zero0 on 2"),
+    buckets_are_sent_before_they_are_complete: (gradients_differ, "zero1 on 2"),
     weights_are_not_gathered_after_a_step: (two_steps_differ, "zero1 on 2"),
     gathered_weights_are_kept_over_a_step: (two_steps_differ, "zero2 on 2"),
     the_norm_counts_copies: (two_steps_differ, "zero0 on 2"),
