@@ -21,6 +21,7 @@ from markupsafe import Markup
 import megatfm
 from megatfm.errors import MegatfmError
 from megatfm.report.chart import Chart, Level, Line, chart, number, smooth
+from megatfm.report.layers import layer_charts
 from megatfm.report.run import Curve, Run
 
 SAMPLES = 12
@@ -190,6 +191,7 @@ def charts(run: Run) -> list[Chart]:
         ),
         chart("Waiting for data", "% of the step", smoothed("wait", waiting(run)), from_zero=True),
         chart("Memory", "GiB", [Line("memory", scaled(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
+        *layer_charts(run),
     )
     return [drawing for drawing in drawn if drawing]
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -210,3 +211,44 @@ def test_terms_of_the_loss_have_a_chart_where_there_are_several(run: Path) -> No
     assert "masked: 6.5 at step 1" in page.charts()[1]
     assert "sentence: 0.7 at step 1" in page.charts()[1]
     assert "Bits per byte" not in page.text
+
+
+def with_norms(layers: int, steps: int = 40) -> list[dict[str, object]]:
+    """Records of a run with `log.norms_every = 1`; a block's weight is its number."""
+    names = ["decoder.embedding", *(f"decoder.layers.{i}" for i in range(layers)), "head"]
+    return [
+        {
+            "step": step,
+            "loss": 3.0,
+            "norms": {
+                name: {"weight": float(i + 1), "gradient": 0.1 / step}
+                | ({"activation": float(step)} if ".layers." in name else {})
+                for i, name in enumerate(names)
+            },
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
+    replace_metrics(run, with_norms(layers=3))
+    page = report(run)
+    titles = [label.split(",")[0] for label in page.charts()]
+    assert titles == ["Loss", "Gradients by layer", "Activations by layer", "Weights by layer"]
+    weights = page.charts()[3]
+    shown = ["decoder.embedding: 1 ", "decoder 0: 2 ", "decoder 1: 3 ", "decoder 2: 4 ", "head: 5 "]
+    assert [weights.index(text) for text in shown] == sorted(weights.index(text) for text in shown)
+    assert "decoder.embedding" not in page.charts()[2], "only blocks have an output in the residual stream"
+    assert "decoder 2: 1 at step 1, 40 at step 40" in page.charts()[2]
+
+
+def test_of_many_layers_some_are_drawn_in_order_and_few_named(run: Path) -> None:
+    replace_metrics(run, with_norms(layers=48))
+    page = report(run)
+    weights = page.charts()[3]
+    named = [int(value) for value in re.findall(r": (\d+) at step 1,", weights)]
+    assert (len(named), named[0], named[-1]) == (6, 1, 50)
+    assert named == sorted(named), "block 10 comes after block 2"
+    assert "root mean square, 12 of 50 layers" in page.text
+    thin = [a for tag, a in page.tags if tag == "path" and str(a.get("class")).startswith("thin")]
+    assert len(thin) == 1 + 6 + 6 + 6, "of the loss, and of each kind"

@@ -1,0 +1,46 @@
+"""Charts of what happens inside the model: root mean squares of weights, gradients and activations, layer by layer."""
+
+import re
+from collections.abc import Sequence
+
+from megatfm.report.chart import Chart, Line, chart
+from megatfm.report.run import Run
+
+DRAWN, NAMED = 12, 6
+"""Layers that are drawn, evenly spread, and those among them that get a colour and a place in the legend; the others
+are thin lines."""
+KINDS = {"gradient": "Gradients", "activation": "Activations", "weight": "Weights"}
+
+
+def layer_charts(run: Run) -> list[Chart | None]:
+    """One chart for each kind; None where the run has recorded none (see `log.norms_every`)."""
+    return [_chart(run, kind, title) for kind, title in KINDS.items()]
+
+
+def _chart(run: Run, kind: str, title: str) -> Chart | None:
+    paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
+    paths.sort(key=lambda path: _in_order(path[1]))
+    drawn = _spread(paths, DRAWN)
+    colours = {path: 1 + i for i, path in enumerate(_spread(drawn, NAMED))}
+    lines, colour = [], 1
+    for path in drawn:
+        colour = colours.get(path, colour)
+        lines.append(Line(_short(path[1]), run.curve(*path), colour, "line" if path in colours else "thin"))
+    some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
+    return chart(f"{title} by layer", f"root mean square{some}", lines)
+
+
+def _spread(paths: Sequence[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
+    """At most so many, evenly spread, the first and the last among them."""
+    if len(paths) <= most:
+        return list(paths)
+    return [paths[round(i * (len(paths) - 1) / (most - 1))] for i in range(most)]
+
+
+def _in_order(layer: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", layer)]
+
+
+def _short(layer: str) -> str:
+    return layer.replace(".layers.", " ")
