@@ -1,5 +1,6 @@
 """A run whose layers are cut into pipeline stages is the run of one process, and goes on as a run without stages."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,6 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(
     layout = ["parallel.pp=2", "parallel.schedule=zbv", "evaluate.every=0"]
     assert workers.run(run_training, 2, make_config(*layout, run="whole"), timeout=PATIENCE) == [DONE, DONE]
     config = make_config(*layout, run="stopped")
-    assert workers.run(run_until, 2, config, 5, timeout=PATIENCE) == [REQUEUE, REQUEUE]
+    assert workers.run(run_until, 2, config, 5, signal.SIGUSR1, timeout=PATIENCE) == [REQUEUE, REQUEUE]
     assert workers.run(run_training, 2, config, timeout=PATIENCE) == [DONE, DONE]
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")

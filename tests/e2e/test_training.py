@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -24,14 +25,14 @@ def run_training(config: Config) -> int:
     return train(config)
 
 
-def run_until(config: Config, step: int) -> int:
-    """Train, and send SIGTERM to the last rank alone once that step is in the metrics."""
+def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) -> int:
+    """Train, and send a signal to the last rank alone once that step is in the metrics."""
     metrics = Path(config.run_dir) / "metrics.jsonl"
 
     def watch() -> None:
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
             time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), name)
 
     if dist.get_rank() == dist.get_world_size() - 1:
         threading.Thread(target=watch, daemon=True).start()
@@ -65,14 +66,19 @@ HALF = ["train.precision=fp16", "train.recompute=full", "log.norms_every=4"]
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [["parallel.dp_shard=2"], ["parallel.tp=2"], ["parallel.dp_shard=2", "parallel.zero=1", *HALF]],
-    ids=["zero3 on 2", "tp2", "zero1 on 2, float16, recomputed"],
+    ("layout", "name"),
+    [
+        (["parallel.dp_shard=2"], signal.SIGTERM),
+        (["parallel.tp=2"], signal.SIGUSR1),
+        (["parallel.dp_shard=2", "parallel.zero=1", *HALF], signal.SIGINT),
+        (["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1),
+    ],
+    ids=["zero3 on 2", "tp2", "zero1 on 2, float16, recomputed", "zero0 on 2"],
 )
-def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout):
+def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_config, tmp_path, layout, name):
     assert workers.run(run_training, 2, make_config(*layout, run="whole")) == [DONE, DONE]
     config = make_config(*layout, run="stopped")
-    assert workers.run(run_until, 2, config, 5) == [REQUEUE, REQUEUE], "both ranks stop on one rank's signal"
+    assert workers.run(run_until, 2, config, 5, name) == [REQUEUE, REQUEUE], "both stop on one rank's signal"
     stopped_at = len(curve(tmp_path / "stopped"))
     assert 5 <= stopped_at < 12
     assert workers.run(run_training, 2, config) == [DONE, DONE]
@@ -95,8 +101,12 @@ def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_pa
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)], ids=["from 2 on 1", "from 1 on 2"])
 def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, first, second):
-    workers.run(run_training, 1, make_config(run="whole"))
-    config = make_config(run="moved")
+    dropout = [
+        "model.dropout=0.1",
+        "model.attention_dropout=0.1",
+    ]  # drawn by sample and position, not by rank
+    workers.run(run_training, 1, make_config(*dropout, run="whole"))
+    config = make_config(*dropout, run="moved")
     assert workers.run(run_until, first, config, 5) == [REQUEUE] * first
     assert workers.run(run_training, second, config) == [DONE] * second
     whole, moved = curve(tmp_path / "whole"), curve(tmp_path / "moved")
@@ -126,14 +136,30 @@ def error_of(config: Config) -> tuple[str, str]:
     raise AssertionError("no error")
 
 
-def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_config):
+def errors_of(configs: list[Config]) -> list[tuple[str, str]]:
+    return [error_of(config) for config in configs]
+
+
+def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_config, corpus):
     workers.run(run_training, 1, make_config("train.steps=4"))
-    kind, message = workers.run(error_of, 1, make_config("train.steps=6", "optimizer.lr=1e-3"))[0]
-    assert kind == UsageError.__name__
-    assert "optimizer.lr: 0.003 → 0.001" in message
-    assert "train.steps: 4 → 6" in message
+    changes = {
+        "optimizer": ("optimizer.lr=1e-3", "optimizer.lr: 0.003 → 0.001"),
+        "schedule": ("train.steps=6", "train.steps: 4 → 6"),
+        "seed": ("train.seed=1", "train.seed: 0 → 1"),
+        "model": ("model.d_ff=96", "model.d_ff: 64 → 96"),
+        "batch": ("train.global_batch=4", "train.global_batch: 8 → 4"),
+        "data": (f"data.train={corpus}/validation", "data.fingerprint: "),
+    }
+    configs = [make_config("train.steps=4", override) for override, _ in changes.values()]
+    (errors,) = workers.run(errors_of, 1, configs)
+    for (group, (_, words)), (kind, message) in zip(changes.items(), errors, strict=True):
+        assert kind == UsageError.__name__
+        assert words in message
+        assert re.search(rf'resume\.allow=\[.*"{group}".*\]', message), message
+    both = ["train.steps=6", "optimizer.lr=1e-3"]
+    kind, message = workers.run(error_of, 1, make_config(*both))[0]
     assert 'resume.allow=["optimizer", "schedule"]' in message
-    allowed = make_config("train.steps=6", "optimizer.lr=1e-3", 'resume.allow=["optimizer", "schedule"]')
+    allowed = make_config(*both, 'resume.allow=["optimizer", "schedule"]')
     assert workers.run(run_training, 1, allowed) == [DONE]
 
 
