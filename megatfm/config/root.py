@@ -92,12 +92,16 @@ class Config(Section):
         }
         if smaller := self.model.generator:
             heads |= {"model.generator.n_heads": smaller.n_heads, "model.generator.d_ff": smaller.d_ff}
+
+        def divides(tp: int, key: str) -> bool:
+            return heads[key] % tp == 0 or (key == "model.n_kv_heads" and tp % heads[key] == 0)
+
         for key, count in heads.items():
-            sliced = key == "model.n_kv_heads" and self.parallel.tp % count == 0
-            if count % self.parallel.tp and not sliced:
+            if not divides(self.parallel.tp, key):
+                fitting = [t for t in range(1, self.parallel.tp) if all(divides(t, each) for each in heads)]
                 raise ValueError(
-                    f"parallel.tp = {self.parallel.tp} does not divide {key} = {count}: choose a tp that divides it, "
-                    f"e.g. {max(t for t in range(1, self.parallel.tp) if count % t == 0)}"
+                    f"parallel.tp = {self.parallel.tp} does not divide {key} = {count}: the nearest tp that fits is "
+                    f"{fitting[-1]}"
                 )
         tp = self.parallel.tp if self.parallel.sequence_parallel else 1
         lengths = {

@@ -36,8 +36,8 @@ class Placement:
         size = self.shape[self.dim]
         if self.uneven and self._size * (self.parts - 1) >= size:
             raise UsageError(
-                f"parallel.tp = {self.parts} leaves ranks without a part of {self.name} {list(self.shape)}: choose a "
-                f"smaller tp"
+                f"parallel.tp = {self.parts} leaves ranks without a part of {self.name} {list(self.shape)}: the "
+                f"nearest tp that fits is {next(t for t in range(self.parts, 0, -1) if -(-size // t) * (t - 1) < size)}"
             )
         if not self.uneven and size % self.parts:
             raise UsageError(

@@ -136,7 +136,13 @@ def cut(
     steps: Steps = make_steps()
     rank_of = stage_ranks(schedule, ranks, virtual)
     costs = [cost(model, step, lengths) for step in steps]
-    bounds = _named_cuts(steps, at, len(rank_of)) if at else _balanced(steps, costs, len(rank_of))
+    starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step))]
+    if not at and len(starts) < len(rank_of):
+        raise UsageError(
+            f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
+            f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
+        )
+    bounds = _named_cuts(steps, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(steps)], strict=True)):
         stages.append(
@@ -185,17 +191,17 @@ def _named_cuts(steps: Steps, at: Sequence[str], stages: int) -> list[int]:
     return bounds
 
 
-def _balanced(steps: Steps, costs: Sequence[float], stages: int) -> list[int]:
-    """Where stages 1, 2, … begin, so that the sum of the stages' squared costs is least.
+def _fewer(schedule: str, ranks: int, virtual: int, most: int) -> str:
+    """The nearest layout of at most so many stages."""
+    if schedule.startswith("interleaved") and most // ranks > 1:
+        return f"parallel.virtual_stages = {most // ranks}"
+    if most // virtual > 1:
+        return f"parallel.pp = {most // virtual}"
+    return f"parallel.pp = {min(ranks, most)} and parallel.schedule = '1f1b'"
 
-    A stage begins with a block or with a head that costs something, never with an embedding's neighbour or a norm.
-    """
-    starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step))]
-    if len(starts) < stages:
-        raise UsageError(
-            f"{stages} pipeline stages (parallel.pp × stages on each rank), but the model can be cut into "
-            f"{len(starts)} at most: choose fewer"
-        )
+
+def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
+    """Where stages 1, 2, … begin, so that the sum of the stages' squared costs is least. starts: where they may."""
     ends = [*starts[1:], len(costs)]
     pieces = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
     sums = [0.0]
@@ -217,6 +223,7 @@ def _balanced(steps: Steps, costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _may_begin(step: Step) -> bool:
+    """A stage begins with a block or a head that costs something, never with an embedding's neighbour or a norm."""
     parent, _, last = step.name.rpartition(".")
     return parent.endswith("layers") or last in ("head", "embedding") or parent == "future"
 

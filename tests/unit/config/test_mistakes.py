@@ -75,7 +75,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.head_dim=3", "model: rope turns pairs of channels, so head_dim = 3 must be even: choose head_dim = 4"),
         ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
         ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
-        ("parallel.tp=4", "parallel.tp = 4 does not divide model.n_heads = 2: choose a tp that divides it, e.g. 2"),
+        ("parallel.tp=4", "parallel.tp = 4 does not divide model.n_heads = 2: the nearest tp that fits is 2"),
         ("parallel.cp=2", "parallel: cp = 2: this axis is not there yet: use cp = 1 with tp, pp or dp_shard"),
         ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it"),
         ('parallel.cuts=["head"]', "parallel: cuts are for pipeline stages, and pp = 1: leave them out"),

@@ -1,0 +1,159 @@
+"""A layout that doesn't fit is refused in one line: which number, why, and the nearest that fits, which does."""
+
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatfm.config import load_config
+from megatfm.data.loader import check_batch
+from megatfm.errors import UsageError
+from megatfm.models import build
+from megatfm.parallel.mesh import axis_sizes
+from megatfm.parallel.plan import PLANS, _place, match
+from megatfm.train.build import cut_model
+
+GPT = (
+    "gpt2-124m", "model.vocab_size=96", "model.d_model=32", "model.n_layers=2", "model.n_heads=4", "model.d_ff=48",
+    "data.sequence_length=24", "train.global_batch=8", "train.micro_batch=2", "parallel.dp_shard=1",
+)  # fmt: skip
+XLNET = (
+    "xlnet-base",
+    "model.vocab_size=96",
+    "data.sequence_length=48",
+    "model.n_heads=12",
+    "parallel.dp_shard=1",
+)
+
+
+def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None) -> None:
+    """All that is asked of a layout before ranks meet, and what laying the plan asks on each of them."""
+    config = load_config(base[0], [*base[1:], *overrides])
+    parallel = config.parallel
+    ranks = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    sizes = axis_sizes(parallel, processes or ranks)
+    check_batch(
+        config.train.global_batch, config.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"]
+    )
+    with torch.device("meta"):
+        model = build(config.model)
+    group: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: parallel.tp), sequence_parallel=True)
+    for path, planned in match(model, PLANS.get(config.model.family)).items():
+        module = model.get_submodule(path)
+        style = planned.fitted(module, parallel.tp)
+        for key, tensor in module.named_parameters(recurse=False):
+            for part in range(parallel.tp) if parallel.tp > 1 else ():
+                _place(f"{path}.{key}", tensor, style, part, group)
+    if parallel.pp > 1:
+        cut_model(config, model)
+
+
+REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
+    # tensor parallelism
+    (GPT, ["parallel.tp=3"], None, r"parallel\.tp = 3 does not divide model\.n_heads = 4: the nearest .* is (2)$",
+     ["parallel.tp={0}"]),
+    (GPT, ["parallel.tp=4", "model.d_ff=50"], None,
+     r"parallel\.tp = 4 does not divide model\.d_ff = 50: the nearest .* is (2)$", ["parallel.tp={0}"]),
+    (GPT, ["parallel.tp=4", "model.n_heads=6", "model.d_model=48"], None,
+     r"parallel\.tp = 4 does not divide model\.n_heads = 6: the nearest .* is (3)$", ["parallel.tp={0}"]),
+    (GPT, ["parallel.tp=6", "model.n_heads=12", "model.d_model=48", "model.n_kv_heads=4"], None,
+     r"parallel\.tp = 6 does not divide model\.n_kv_heads = 4: the nearest .* is (4)$", ["parallel.tp={0}"]),
+    (GPT, ["parallel.tp=4", "model.vocab_size=5"], None,
+     r"parallel\.tp = 4 leaves ranks without a part of .*tokens\.weight \[5, 32\]: the nearest .* is (3)$",
+     ["parallel.tp={0}", "model.n_heads=3", "model.head_dim=8"]),
+    (GPT, ["parallel.tp=4", "data.sequence_length=22"], None,
+     r"data\.sequence_length = 22 does not divide .* parallel\.tp = 4 .*: choose (20), or parallel\.(seq.*=false)$",
+     ["data.sequence_length={0}"]),
+    (GPT, ["parallel.tp=4", "data.sequence_length=22"], None, r"or parallel\.(sequence_parallel=false)$",
+     ["parallel.{0}"]),
+    (XLNET, ["parallel.tp=3"], None, r"parallel\.tp = 3: .* groups of 16, .*: choose tp = (1), or",
+     ["parallel.tp={0}"]),
+    (XLNET, ["parallel.tp=12"], None, r"parallel\.tp = 12: .* groups of 16, .*: choose tp = (4), or",
+     ["parallel.tp={0}"]),
+    # pipelines
+    (GPT, ["parallel.pp=5"], None, r"5 pipeline stages .* into 4 at most: choose parallel\.(pp = 4)$",
+     ["parallel.{0}"]),
+    (GPT, ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=3"], None,
+     r"6 pipeline stages .* into 4 at most: choose parallel\.(virtual_stages = 2)$", ["parallel.{0}"]),
+    (GPT, ["parallel.pp=3", "parallel.schedule=zbv"], None,
+     r"6 pipeline stages .* 2 on each rank\), .* 4 at most: choose parallel\.(pp = 2)$", ["parallel.{0}"]),
+    (GPT, ["parallel.pp=3", "parallel.schedule=dualpipev", "model.n_layers=1"], None,
+     r"6 pipeline stages .* 3 at most: choose parallel\.(pp = 3) and parallel\.(schedule = '1f1b')$",
+     ["parallel.{0}", "parallel.{1}"]),
+    (GPT, ["parallel.pp=2", "parallel.virtual_stages=2"], None,
+     r"virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it out, or use (schedule = 'interleaved')$",
+     ["parallel.{0}"]),
+    (GPT, ["parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=3"], None,
+     r"virtual_stages = 3: schedule = 'zbv' has 2 on each rank: .* (schedule = 'interleaved')$",
+     ["parallel.{0}", "model.n_layers=4"]),
+    (GPT, ["parallel.pp=2", "parallel.schedule=zbv", "train.compile=true"], None,
+     r"'zbv' takes backward passes in two parts, .* train\.compile = True .*: use .*, or (train\.compile = False)$",
+     ["{0}"]),
+    (GPT, ["parallel.pp=2", "parallel.schedule=dualpipev", "train.recompute=full"], None,
+     r"train\.recompute = 'full' .*: use parallel\.(schedule = 'interleaved') or", ["parallel.{0}"]),
+    (GPT, ["parallel.pp=2", "parallel.accumulate=shards"], None,
+     r"parallel\.accumulate = 'shards': under pipeline stages .*: leave it out$", ["parallel.accumulate=whole"]),
+    (GPT, ["parallel.pp=2", "parallel.cuts=['decoder.layers.7']"], None,
+     r"parallel\.cuts: no step is called 'decoder\.layers\.7' after the first; there are .*, (decoder\.layers\.1),",
+     ["parallel.cuts=['{0}']"]),
+    (GPT, ["parallel.pp=2", "parallel.cuts=['decoder.layers.1', 'head']"], None,
+     r"parallel\.cuts = .*: 2 stages need 1 different names", ["parallel.cuts=['head']"]),
+    (GPT, ["parallel.cuts=['head']"], None, r"cuts are for pipeline stages, and pp = 1: leave them out$",
+     ["parallel.cuts=[]"]),
+    # data parallelism and the rest
+    (GPT, ["parallel.zero=1", "parallel.accumulate=shards"], None,
+     r"accumulate = 'shards': zero = 1 doesn't shard gradients: use (zero = 2)", ["parallel.{0}"]),
+    (GPT, ["parallel.dp_shard=0"], None, r"dp_shard = 0: choose (-1) \(all ranks that are left\)",
+     ["parallel.dp_shard=1"]),
+    (GPT, ["parallel.dp_shard=3"], None,
+     r"global batch 8 does not divide into micro-batches of 2 × 3 data ranks: the nearest that does is (\d+)$",
+     ["train.global_batch={0}"]),
+    (GPT, ["train.micro_batch=3"], None, r"train\.global_batch = 8 does not divide .* the nearest that does is (9)$",
+     ["train.global_batch={0}"]),
+    (GPT, ["train.compile=true", "train.recompute=2 GB"], None,
+     r"recompute = '2 GB': .*: choose (recompute = 'full') or", ["train.{0}"]),
+    (GPT, ["parallel.cp=2"], None, r"cp = 2: this axis is not there yet: use (cp = 1) with tp, pp or dp_shard$",
+     ["parallel.{0}"]),
+    (GPT, ["parallel.ep=2"], None, r"ep = 2: this axis is not there yet: use (ep = 1) with tp, pp or dp_shard$",
+     ["parallel.{0}"]),
+]  # fmt: skip
+
+
+def refusal(base: Sequence[str], overrides: Sequence[str], processes: int | None) -> str:
+    with pytest.raises(UsageError) as error:
+        accept(base, overrides, processes)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "processes", "line", "mended"), REFUSED, ids=[" ".join(r[1]) for r in REFUSED]
+)
+def test_what_does_not_fit_is_refused_with_what_does(
+    base: tuple[str, ...], overrides: list[str], processes: int | None, line: str, mended: list[str]
+) -> None:
+    found = re.search(line, refusal(base, overrides, processes))
+    assert found, refusal(base, overrides, processes)
+    words = [each.format(*found.groups()).replace(" = ", "=").replace("'", '"') for each in mended]
+    gone = {word.partition("=")[0] for word in words}
+    accept(base, [*(each for each in overrides if each.partition("=")[0] not in gone), *words], processes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [
+        (["parallel.tp=2", "parallel.pp=2"], 6),
+        (["parallel.tp=2", "parallel.dp_shard=-1"], 3),
+        (["parallel.pp=2", "parallel.dp_replicate=2"], 2),
+    ],
+)
+def test_processes_that_are_not_the_product_of_the_axes(overrides: list[str], processes: int) -> None:
+    said = refusal(GPT, overrides, processes)
+    found = re.search(
+        rf"the layout .* does not fit {processes} processes?: start (\d+), or change parallel\.tp", said
+    )
+    assert found, said
+    accept(GPT, overrides, int(found[1]))
