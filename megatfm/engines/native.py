@@ -51,7 +51,7 @@ class NativeEngine:
         compile_blocks: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
-        self.dtype = PRECISIONS[precision].stored
+        self.precision, self.dtype = PRECISIONS[precision], PRECISIONS[precision].stored
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():

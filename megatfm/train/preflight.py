@@ -23,6 +23,7 @@ from megatfm.config import Config
 from megatfm.engines import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import AXES, Mesh
+from megatfm.train.needs import MOMENTS, needs
 from megatfm.train.run import Run
 
 SLOW = 3.0
@@ -31,8 +32,6 @@ SLACK_SECONDS = {"writing and syncing a file": 0.5, "a matrix product": 0.005}
 """… and so much above it, what each takes now and then on a sound machine; a sum over an axis:"""
 SUM_SLACK_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
-MOMENTS = 2
-"""Optimizer state per weight, as Adam has it: near enough to see that something will not fit."""
 REDUCED = 2**16
 """Elements of the collective on each axis."""
 LAG_SECONDS = 10.0
@@ -56,7 +55,7 @@ def preflight(config: Config, run: Run, engine: NativeEngine, nodes: Nodes | Non
             check_space(run.folder, run.checkpoints, state, keep, instead)
         if nodes and nodes.leads:
             check_node(nodes, state)
-        check_memory(engine)
+        check_memory(config, engine)
         seconds["a matrix product"] = product_seconds(engine.device)
     except (MegatfmError, OSError) as error:
         problems.append(str(error))
@@ -119,15 +118,15 @@ def check_node(nodes: Nodes, state: int) -> None:
     check_space(nodes.folder, nodes.folder, share, KEEP, instead)
 
 
-def check_memory(engine: NativeEngine) -> None:
-    """Gradients and optimizer state come on top of the weights, which are in memory already; activations besides."""
-    local = sum(block.numel() * block.element_size() for block in engine.local.values())
-    needed = local * (1 + MOMENTS)
-    free = free_memory(engine.device)
-    if needed > free:
+def check_memory(config: Config, engine: NativeEngine) -> None:
+    """What a step takes at least must be there, on top of the weights, which are in memory already."""
+    needed, free = needs(config, engine), free_memory(engine.device)
+    if needed.total > free:
         raise MegatfmError(
-            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need {_size(needed)} "
-            "besides the weights: shard over more ranks (parallel.dp_shard, parallel.tp), or make the model smaller"
+            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{_size(needed.gradients + needed.moments)}, gathered weights {_size(needed.gathered)} and the inputs of "
+            f"blocks {_size(needed.inputs)} besides the weights: lower train.micro_batch, or shard over more ranks "
+            "(parallel.zero, parallel.dp_shard, parallel.tp, parallel.pp), or make the model smaller"
         )
 
 
