@@ -28,8 +28,14 @@ from megatfm.checkpoint.folder import step_of
 from tests.e2e.doomed import Kill, fork, free_port, live, wait
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
-BY_RANK_0 = PHASES[3:]
-"""What only rank 0 does."""
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ()),
+    "zero 3 on 2": (2, ("parallel.dp_shard=2",)),
+    "stages on 2": (2, ("parallel.pp=2",)),
+    "zero 1 on 4": (4, ("parallel.dp_shard=4", "parallel.zero=1")),
+    "stages and zero 3 on 4": (4, ("parallel.pp=2", "parallel.dp_shard=2")),
+}
+"""Name → ranks, and the words that ask for it. The last three phases are rank 0's alone."""
 CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 STEPS, EVERY = 24, 2
 PATIENCE_SECONDS = 120.0
@@ -69,12 +75,12 @@ preflight = false
 
 @dataclass
 class Series:
-    """The kills of one number of ranks, in run directories under `folder`."""
+    """The kills of one layout, in run directories under `folder`."""
 
     config: str
     folder: Path
     world: int
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str]
     hits: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -137,13 +143,7 @@ class Series:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
-            words = [
-                "train",
-                self.config,
-                f"run_dir={run}",
-                f"parallel.dp_shard={self.world}",
-                *self.overrides,
-            ]
+            words = ["train", self.config, f"run_dir={run}", *self.overrides]
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
             mine = kill if kill and kill.rank == rank else None
             pids[fork(lambda: live(words, variables, said[rank], mine, hit, counts))] = rank  # noqa: B023
@@ -172,45 +172,50 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
 
 
-def draw_kills(count: int, world: int, events: Mapping[int, Mapping[str, int]], seed: int) -> list[Kill]:
-    """Seeded kills that go through the phases by turns, in one of the first two saves after a start."""
-    draw = random.Random(f"{seed} {world}")
-    phases = [PHASES[(number + world) % len(PHASES)] for number in range(count)]
-    draw.shuffle(phases)
+def draw_kills(
+    phases: Sequence[str], world: int, events: Mapping[int, Mapping[str, int]], seed: str
+) -> list[Kill]:
+    """Seeded kills, one in each of these phases, in an order that is drawn, in one of the first two saves."""
+    draw = random.Random(seed)
     kills = []
-    for number, phase in enumerate(phases):
-        rank = 0 if phase in BY_RANK_0 else draw.randrange(world)
+    for number, phase in enumerate(draw.sample(phases, len(phases))):
+        rank = draw.choice([r for r in range(world) if events[r].get(phase)])
         per_save = events[rank][phase] * EVERY / STEPS
         event = draw.randint(1, max(1, round((1 if phase == "retention" else 2) * per_save)))
         kills.append(Kill(rank, phase, event, settle=world > 1 and number % 3 == 0))
     return kills
 
 
-def shares(kills: int) -> dict[int, int]:
-    """Most of them on one rank, which is the quickest to start."""
-    four, two = kills // 10, kills * 3 // 10
-    return {1: kills - two - four, 2: two, 4: four}
+def shares(kills: int) -> dict[str, int]:
+    """Kills by layout: 40 of a hundred on one rank, 30 on two, 30 on four."""
+    others = {layout: kills * 3 // 20 for layout in LAYOUTS if layout != "alone"}
+    return {"alone": kills - sum(others.values()), **others}
 
 
 def run_series(
-    corpus: Path, folder: Path, kills: Mapping[int, int], seed: int, overrides: Sequence[str] = ()
+    corpus: Path, folder: Path, kills: Mapping[str, int], seed: int, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Kills by number of ranks; returns hits by phase, runs that were compared, and seconds."""
+    """Kills by layout, which go through the phases by turns; returns hits, runs that were compared, and seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "crashes.toml"
     config.write_text(CONFIG.replace("CORPUS", str(corpus)))
     hits: Counter[str] = Counter()
-    start, starts, runs = time.monotonic(), 0, 0
-    for world, count in kills.items():
-        series = Series(str(config), folder / f"on-{world}", world, overrides)
+    by_layout: dict[str, dict[str, int]] = {}
+    start, starts, runs, phases = time.monotonic(), 0, 0, itertools.cycle(PHASES)
+    for layout, count in kills.items():
+        world, words = LAYOUTS[layout]
+        series = Series(str(config), folder / layout.replace(" ", "-"), world, [*words, *overrides])
         series.folder.mkdir()
-        series.kill(draw_kills(count, world, series.reference(), seed))
+        due = list(itertools.islice(phases, count))
+        series.kill(draw_kills(due, world, series.reference(), f"{seed} {layout}"))
         hits += series.hits
+        by_layout[layout] = dict(series.hits)
         starts += len(series.seconds)
         runs += series.runs
     seconds = round(time.monotonic() - start, 1)
     return {
         "hits": dict(hits),
+        "hits by layout": by_layout,
         "kills": sum(hits.values()),
         "starts": starts,
         "compared": runs,

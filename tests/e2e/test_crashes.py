@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.crashes import PHASES
+from tests.e2e.crashes import LAYOUTS, PHASES
 
 
 def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
@@ -28,4 +28,5 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, t
     print(report)
     assert report["kills"] == 20
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
-    assert report["compared"] >= 3
+    assert all(sum(report["hits by layout"][layout].values()) >= 3 for layout in LAYOUTS)
+    assert report["compared"] >= len(LAYOUTS)
