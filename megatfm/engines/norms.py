@@ -23,16 +23,15 @@ class LayerNorms:
     def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, *, compiled: bool) -> None:
         self._layout, self._mesh, self._watches = layout, mesh, False
         inside = set(blocks(model))
-        self._blocks = [path for path, module in model.named_modules() if module in inside]
+        here = [path for path, module in model.named_modules() if module in inside]
+        # The layout has the names of the whole model, and each pipeline rank some of its blocks.
+        self._blocks = sorted({path for rank in mesh.gather_objects(here, ("pp",)) for path in rank})
         self._seen: dict[str, Tensor] = {}
         layer_of = {name: self._layer(name) for name in layout}
-        layers = sorted(set(layer_of.values()))
-        # Pipeline ranks have different ones.
-        self._layers = sorted({layer for rank in mesh.gather_objects(layers, ("pp",)) for layer in rank})
+        self._layers = sorted(set(layer_of.values()))
         self._places = {name: self._layers.index(layer) for name, layer in layer_of.items()}
-        for path in (
-            () if compiled else self._blocks
-        ):  # a compiled block has no place for a hook that may do nothing
+        # A compiled block has no place for a hook that may do nothing.
+        for path in () if compiled else here:
             model.get_submodule(path).register_forward_hook(self._hook(path))
 
     def watch(self, watches: bool) -> None:

@@ -137,6 +137,7 @@ def plant(fault: Fault) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
     from megatfm.engines import NativeEngine
+    from megatfm.engines.pipelined import StagePasses
     from megatfm.train import loop
 
     if fault.phase in ("preflight", "meeting"):
@@ -147,6 +148,7 @@ def plant(fault: Fault) -> None:
         "startup": (loop, "build_engine", 1),
         "step": (NativeEngine, "forward_backward", 3),
         "evaluation": (NativeEngine, "evaluate", 2),
+        "schedule": (StagePasses, "_run_backward", 6),
         "save": (shard, "write", 1),
         "second save": (shard, "write", 2),
     }[fault.phase]

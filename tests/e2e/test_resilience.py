@@ -50,6 +50,23 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, how: str) 
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST]), phase
 
 
+def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is_named(start: Start) -> None:
+    """While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for."""
+    layouts = {4: ("parallel.pp=4", "parallel.dp_shard=1"), 8: ("parallel.pp=4", "parallel.dp_shard=2")}
+    for ranks, layout in layouts.items():
+        rank = ranks // 2 + 1
+        run = start(*layout, run=f"on-{ranks}", ranks=ranks, fault=Fault(rank, "schedule", "raises"))
+        run.processes[rank].join(120)
+        ended = time.monotonic()
+        assert run.wait(30) == [FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
+        assert time.monotonic() - ended < 20
+        (failed,) = [event for event in run.events() if event["event"] == "failed"]
+        assert failed["ranks"] == [rank]
+        assert "ZeroDivisionError: a planted fault" in run.said(rank)
+        others = [run.said(each) for each in range(ranks) if each != rank]
+        assert all(f"error: rank {rank} on {HOST} at step " in said for said in others), others
+
+
 @pytest.mark.parametrize(
     ("how", "faults"),
     [

@@ -1,20 +1,25 @@
 """Root mean squares by layer, against one device's tensors, under every kind of layout."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from megatfm.config import ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import NativeEngine
 from megatfm.engines.data_parallel import blocks
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
     MODEL,
+    TIED,
     global_batch,
     make_engine,
     microbatches,
     one_device,
     one_device_gradients,
 )
+from tests.parity.test_pipelines import make_engine as make_stages
 from tests.workers import Workers
 
 LAYOUTS = [
@@ -23,11 +28,15 @@ LAYOUTS = [
     ParallelConfig(tp=2),
     ParallelConfig(tp=2, sequence_parallel=False),
 ]
+STAGES = {
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, schedule="zbv")],
+    4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)],
+}
 
 
-def expected() -> dict[str, dict[str, float]]:
+def expected(config: ModelConfig = MODEL) -> dict[str, dict[str, float]]:
     """By plain tensors: every parameter and gradient of a layer in one vector."""
-    model, batch = one_device(MODEL), global_batch(seed=3)
+    model, batch = one_device(config), global_batch(seed=3)
     outputs = {}
     for path, module in model.named_modules():
         if module in set(blocks(model)):
@@ -37,6 +46,8 @@ def expected() -> dict[str, dict[str, float]]:
     layers = ["decoder.embedding", "decoder.layers.0", "decoder.layers.1", "decoder.norm", "head"]
     for layer in layers:
         names = [name for name, _ in model.named_parameters() if name.startswith(f"{layer}.")]
+        if not names:  # a tied head
+            continue
         weights = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
         gradient = torch.cat([gradients[name].flatten() for name in names])
         found[layer] = {"weight": float(weights.square().mean() ** 0.5)}
@@ -46,10 +57,10 @@ def expected() -> dict[str, dict[str, float]]:
     return found
 
 
-def measure() -> None:
-    wanted = expected()
-    for parallel in LAYOUTS:
-        engine = make_engine(MODEL, parallel, ADAMW)
+def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]) -> None:
+    wanted = expected(config)
+    for parallel in layouts:
+        engine = make(config, parallel, ADAMW)
         for watches in (True, False):
             engine.norms.watch(watches)
             engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
@@ -63,4 +74,10 @@ def measure() -> None:
 
 
 def test_norms_are_those_of_one_device(workers: Workers) -> None:
-    workers.run(measure, 2)
+    workers.run(compare, 2, MODEL, make_engine, LAYOUTS)
+
+
+@pytest.mark.parametrize("ranks", STAGES)
+def test_norms_over_pipeline_stages_are_those_of_one_device(workers: Workers, ranks: int) -> None:
+    """Every rank knows all layers by their global names; a tied table, which two stages hold, counts once."""
+    workers.run(compare, ranks, TIED, make_stages, STAGES[ranks])
