@@ -1,10 +1,11 @@
 """How fast one core cleans, compares and tokenizes real text, each stage in rounds that take turns.
 
-    python benchmarks/prep.py --megabytes 1000 --rounds 10 > benchmarks/results/DATE-prep.md
+    python benchmarks/prep.py --megabytes 1000 --rounds 10 --out benchmarks/results
 
 The text is what the machine has: /usr/share/doc, manual pages, the sources of Python and its packages; each file is
 read once. Every round of a stage gets text that no round had before, so that nothing is timed on a repeated corpus;
-encoders and caches start cold, in a process of their own. CPU seconds of one thread; medians over rounds.
+encoders start cold, in processes of their own, with a tokenizer trained on 8 MB. CPU seconds of one thread; medians of
+rounds.
 """
 
 import argparse
@@ -19,8 +20,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 PIECE = 8192
@@ -33,6 +37,9 @@ PLACES = (
 )
 FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "redact", "language")
 ENCODERS = ("byte-bpe", "sentencepiece-bpe")
+TRAIN_BYTES = 8 * 10**6
+COMPARED = 40
+"""Of so many documents one is encoded by the tokenizer itself, which is slow, and compared."""
 
 
 def texts(limit: int) -> Iterator[str]:
@@ -62,39 +69,56 @@ def texts(limit: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=1000, help="text for all rounds together")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--encode", nargs=2, metavar=("KIND", "ROUND"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="folder for DATE-prep.md; left out, it is printed")
+    parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.encode:
+        print(encode(*map(Path, arguments.encode)))
+        return
     # Documents are shuffled, so that every round has text of all kinds.
     documents = list(texts(arguments.megabytes * 10**6))
     random.Random(0).shuffle(documents)
     parts = [documents[number :: arguments.rounds] for number in range(arguments.rounds)]
-    if arguments.encode:
-        print(encode(arguments.encode[0], parts[int(arguments.encode[1])], arguments.vocabulary))
-        return
+    with TemporaryDirectory() as name:
+        speeds = rounds(parts, Path(name), arguments.vocabulary)
+    page = write(speeds, sum(len(text.encode()) for text in documents), len(documents), arguments)
+    if arguments.out is None:
+        print(page)
+    else:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{date.today()}-prep.md").write_text(page, encoding="utf-8")
+
+
+def rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
+    """The speeds of all rounds. What encodes runs in processes of its own, on the other core."""
     speeds: dict[str, list[float]] = {}
+    for kind in ENCODERS:
+        train(folder / kind, kind, parts[0], vocabulary)
     for number, part in enumerate(parts):
-        for name, speed in measure(part):
+        (folder / "texts.json").write_text(json.dumps(list(part)), encoding="utf-8")
+        with ThreadPoolExecutor(1) as aside:
+            encoded = aside.submit(encode_cold, folder)
+            found = [*measure(part), *encoded.result()]
+        for name, speed in found:
             speeds.setdefault(name, []).append(speed)
-        for kind in ENCODERS:
-            again = [sys.executable, __file__, "--megabytes", str(arguments.megabytes)]
-            again += [
-                "--rounds",
-                str(arguments.rounds),
-                "--vocabulary",
-                str(arguments.vocabulary),
-                "--encode",
-                kind,
-                str(number),
-            ]
-            for name, speed in json.loads(
-                subprocess.run(again, check=True, stdout=subprocess.PIPE).stdout
-            ).items():
-                speeds.setdefault(name, []).append(speed)
-    write(speeds, sum(len(text.encode()) for text in documents), len(documents), arguments)
+        print(f"round {number + 1} of {len(parts)}", file=sys.stderr)
+    return speeds
+
+
+def encode_cold(folder: Path) -> list[tuple[str, float]]:
+    """Names and speeds of the encoders, each in a process that begins cold."""
+    found: list[tuple[str, float]] = []
+    for kind in ENCODERS:
+        again = [sys.executable, __file__, "--encode", str(folder / kind), str(folder / "texts.json")]
+        done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
+        found += [(name, speed) for name, speed in json.loads(done.stdout).items()]
+    return found
 
 
 def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -103,11 +127,12 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
 
     from data_prep.documents import Document
     from data_prep.duplicates import make as make_search
-    from data_prep.steps import ExactDuplicates, FixUnicode, make
+    from data_prep.steps import FixUnicode, exact, make
     from megatfm.config.prep_steps import DuplicatesConfig, StepConfig
 
     some = [Document(str(number), text) for number, text in enumerate(documents)]
-    megabytes = sum(document.text_bytes for document in some) / 1e6
+    size = megabytes(documents)
+    quarter = some[::4]
     pieces = [
         Document(f"{document.source}.{at}", document.text[at : at + PIECE])
         for document in some
@@ -122,15 +147,15 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
         return lambda: list(search.scan(over))
 
     stages: dict[str, tuple[Callable[[], object], float]] = {
-        "fix unicode, MB/s": (step(FixUnicode()), megabytes),
-        "exact duplicates, MB/s": (step(ExactDuplicates()), megabytes),
+        "fix unicode, MB/s": (step(FixUnicode()), size),
+        "hashes for exact duplicates, MB/s": (lambda: [exact.digest(each) for each in some], size),
         "MinHash with shingling, thousand documents of 8 KB/s": (scan("near", pieces), len(pieces) / 1000),
-        "lines, scan, MB/s": (scan("lines", some), megabytes),
-        "substrings, scan, MB/s": (scan("substrings", some), megabytes),
+        "lines, scan, MB/s": (scan("lines", some), size),
+        "substrings, scan, MB/s": (scan("substrings", quarter), megabytes(documents[::4])),
     }
     for name in FILTERS:
         config = TypeAdapter(StepConfig).validate_python({"name": name})
-        stages[f"{name}, MB/s"] = (step(make(config)), megabytes)
+        stages[f"{name}, MB/s"] = (step(make(config)), size)
     order = list(stages)
     random.shuffle(order)
     for name in order:
@@ -140,36 +165,53 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
         yield name, amount / (time.process_time() - begin)
 
 
-def encode(kind: str, documents: Sequence[str], vocabulary: int) -> str:
-    """Speed of the fast encoder, cold, with writing to disk, and of the tokenizer on a tenth of the same, as JSON."""
-    import tempfile
+def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) -> None:
+    """Put a tokenizer for text like this into a folder."""
+    from itertools import accumulate, takewhile
 
     from data_prep import tokenizer
-    from data_prep.fast import FastEncoder
     from megatfm.config.prep import TokenizerConfig
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files = tokenizer.make(TokenizerConfig(kind=kind, vocab_size=vocabulary), iter(documents[::4]))  # type: ignore[arg-type]
-        reference = tokenizer.write(folder, files)
-        fast = FastEncoder(reference, folder)
-        size = sum(len(text.encode()) for text in documents) / 1e6
-        begin = time.process_time()
-        with open(folder / "ids", "wb") as file:
-            for batch in batches(documents):
-                for ids in fast.encode_batch(batch, 1):
-                    file.write(ids.tobytes())
-            os.fsync(file.fileno())
-        speed = size / (time.process_time() - begin)
-        tenth = documents[::10]
-        begin = time.process_time()
-        expected = reference.encode_batch(tenth, 1)
-        own = sum(len(text.encode()) for text in tenth) / 1e6 / (time.process_time() - begin)
-        ours = [ids for batch in batches(tenth) for ids in fast.encode_batch(batch, 1)]
-        assert all(a.tolist() == b.tolist() for a, b in zip(ours, expected, strict=True)), "the ids differ"
-    return json.dumps(
-        {f"tokenize to disk, {kind}, cold, MB/s": speed, f"the tokenizer's own {kind}, MB/s": own}
-    )
+    sizes = accumulate(map(len, documents))
+    some = (text for text, size in takewhile(lambda pair: pair[1] < TRAIN_BYTES, zip(documents, sizes)))  # noqa: B905
+    folder.mkdir()
+    tokenizer.write(folder, tokenizer.make(TokenizerConfig(kind=kind, vocab_size=vocabulary), some))  # type: ignore[arg-type]
+
+
+def encode(folder: Path, path: Path) -> str:
+    """Speed of the fast encoder, cold, with writing shards, and of the tokenizer on a part of the same, as JSON."""
+    from data_prep.fast import FastEncoder
+    from megatfm import tokenizers
+    from megatfm.data import ShardWriter
+
+    documents: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    reference = tokenizers.load(folder)
+    fast = FastEncoder(reference, folder)
+    size = megabytes(documents)
+    begin = time.process_time()
+    with (
+        TemporaryDirectory() as shards,
+        ShardWriter(shards, tokenizer_hash=reference.hash, token_dtype=reference.token_dtype) as writer,
+    ):
+        number = 0
+        for batch in batches(documents):
+            for text, ids in zip(batch, fast.encode_batch(batch, 1), strict=True):
+                writer.add(f"{number:09d}", ids, "", len(text))
+                number += 1
+        writer.finish({})
+    speed = size / (time.process_time() - begin)
+    some = documents[::COMPARED]
+    begin = time.process_time()
+    expected = reference.encode_batch(some, 1)
+    own = megabytes(some) / (time.process_time() - begin)
+    ours = [ids for batch in batches(some) for ids in fast.encode_batch(batch, 1)]
+    assert all(a.tolist() == b.tolist() for a, b in zip(ours, expected, strict=True)), "the ids differ"
+    names = f"tokenize to shards, {folder.name}, cold, MB/s", f"the tokenizer's own {folder.name}, MB/s"
+    return json.dumps(dict(zip(names, (speed, own), strict=True)))
+
+
+def megabytes(documents: Sequence[str]) -> float:
+    return sum(len(text.encode()) for text in documents) / 1e6
 
 
 def batches(documents: Sequence[str]) -> Iterator[list[str]]:
@@ -184,17 +226,20 @@ def batches(documents: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def write(speeds: dict[str, list[float]], size: int, count: int, arguments: argparse.Namespace) -> None:
-    names = ("numpy", "rensa", "gigatoken", "tokenizers", "sentencepiece", "py3langid", "ftfy")
-    print("# Preparing text\n")
-    print(f"`python benchmarks/prep.py --megabytes {arguments.megabytes} --rounds {arguments.rounds}`\n")
-    print(
-        f"{size / 1e6:,.0f} MB in {count:,} documents; {platform.processor() or platform.machine()}, one thread; Python"
-    )
-    print(f"{platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names) + ".\n")
-    print("| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|")
+def write(speeds: dict[str, list[float]], size: int, count: int, arguments: argparse.Namespace) -> str:
+    names = ("numpy", "rensa", "gigatoken", "pyarrow", "tokenizers", "sentencepiece", "py3langid", "ftfy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    machine = platform.processor() or platform.machine()
+    lines = [
+        f"# Preparing text, {date.today()}\n",
+        f"`python benchmarks/prep.py --megabytes {arguments.megabytes} --rounds {arguments.rounds}`\n",
+        f"{size / 1e6:,.0f} MB in {count:,} documents; {machine}, one thread; Python",
+        f"{platform.python_version()}, {versions}.\n",
+        "| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|",
+    ]
     for name, found in sorted(speeds.items()):
-        print(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
+        lines.append(f"| {name} | {statistics.median(found):.1f} | {min(found):.1f} | {max(found):.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """The first stage: files become documents, which pass the steps; identical ones are joined."""
 
 import json
-from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
 from data_prep import steps
 from data_prep.counts import Counts, why
 from data_prep.documents import DocumentWriter, PartsWriter, part_path, read_parts
-from data_prep.files import Listing
+from data_prep.duplicates.index import Rows, RowsWriter
+from data_prep.files import Listing, runs
 from data_prep.read import Read
 from data_prep.readers import format_of
 from data_prep.split import choose
 from data_prep.stages import Facts, Stages
-from data_prep.steps import ExactDuplicates, FixUnicode, pass_through
+from data_prep.steps import ExactDuplicates, FixUnicode, exact, pass_through
 from megatfm.errors import UsageError
 
 
@@ -34,7 +36,7 @@ class Clean:
         notes += [note for each in self._steps for note in each.notes]
         if listing.left_out:
             notes.append(f"left out by name: {listing.left_out:,} files or folders")
-        ranges = _ranges([file.size for file in listing.files], self._config.part_bytes)
+        ranges = runs([file.size for file in listing.files], self._config.part_bytes)
         found_bad = list(listing.bad)
         total = sum(file.size for file in listing.files)
         with self._stages.reporter.stage("read and clean", total) as advance:
@@ -44,10 +46,13 @@ class Clean:
                 known = len(listing.bad)
                 read = Read(listing, limit, listing.files[first:end], found_bad if number == 0 else ())
                 passes: list[steps.Step] = [FixUnicode(), *self._fresh_steps()]
+                digests = bytearray()
                 with DocumentWriter(part_path(self._folder, "read", number)) as writer:
                     for document in pass_through(passes, read.documents(advance)):
                         writer.add(document)
+                        digests += exact.digest(document)
                     writer.commit()
+                RowsWriter(self._digests(number)).write(iter([np.frombuffer(digests, np.uint8)]))
                 skipped = [f"{bad.path}: {bad.reason}" for bad in listing.bad[known:]]
                 return {
                     "skipped_files": skipped,
@@ -65,27 +70,32 @@ class Clean:
 
     def _deduplicate(self, parts: list[Facts]) -> Facts:
         """Join what was read, without exact duplicates."""
-        exact, digest = ExactDuplicates(), blake3()
+        rows = Rows([self._digests(number) for number in range(len(parts))], *exact.ROW)
+        first = exact.firsts(rows, self._folder / "first.npy", self._config.memory_bytes)
+        step, digest = ExactDuplicates(first), blake3()
         with PartsWriter(self._folder, "clean", self._config.part_bytes) as writer:
-            for document in pass_through([exact], read_parts(self._folder, "read", len(parts))):
+            for document in pass_through([step], read_parts(self._folder, "read", len(parts))):
                 digest.update(json.dumps(document.as_json()).encode())
                 writer.add(document)
             counts = [
                 *(
-                    Counts.joined([part["steps"][step] for part in parts])
-                    for step in range(len(parts[0]["steps"]))
+                    Counts.joined([part["steps"][number] for part in parts])
+                    for number in range(len(parts[0]["steps"]))
                 ),
-                exact.counts,
+                step.counts,
             ]
-            if not exact.counts.documents_out:
+            if not step.counts.documents_out:
                 raise UsageError(f"{self._listing.root}: no document is left: {why(counts)}")
             writer.commit()
         return {
-            "bytes": exact.counts.bytes_out,
+            "bytes": step.counts.bytes_out,
             "parts": writer.parts,
             "blake3": digest.hexdigest(),
             "steps": [each.as_json() for each in counts],
         }
+
+    def _digests(self, number: int) -> Path:
+        return self._folder / f"digests.{number:05d}"
 
     def _document_limit(self) -> tuple[int, list[str]]:
         """How long a document may be. The files of a corpus may be too few to hold some of them out: then they
@@ -104,15 +114,3 @@ class Clean:
         for each in self._steps:
             each.counts = Counts(each.counts.step)
         return self._steps
-
-
-def _ranges(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
-    """Cut a list of files into runs of about `part_bytes`: (first, end) of each, at least one."""
-    ends, size = [], 0
-    for index, each in enumerate(sizes):
-        if size >= part_bytes:
-            ends.append(index)
-            size = 0
-        size += each
-    ends.append(len(sizes))
-    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -16,9 +18,11 @@ from data_prep.statistics import Statistics
 from megatfm import tokenizers
 from megatfm.data import ShardWriter
 from megatfm.data.files import WholeFile
-from megatfm.data.manifest import MANIFEST
+from megatfm.data.manifest import MANIFEST, TokenDtype
 
 BATCH_BYTES = 2**22
+NO_TOKENIZER: Facts = {"kind": "none", "blake3": "none", "vocab_size": 0}
+"""What is said of the tokenizer of a corpus without ids."""
 
 
 class Encode:
@@ -38,6 +42,12 @@ class Encode:
             texts = (document.text for document in documents if _in_sample(document, share))
             files = tokenizer.make(config, texts)
         return tokenizer.write(self._stages.out, files).describe()
+
+    def copy_tokenizer(self) -> Facts:
+        """The tokenizer of what is taken over, if there is one."""
+        if self._config.tokenizer.file is None:
+            return NO_TOKENIZER
+        return tokenizer.write(self._stages.out, tokenizer.make(self._config.tokenizer, ())).describe()
 
     def run(self, name: str, documents: Facts, provenance: Facts, basis: Facts) -> Facts:
         encoder = tokenizers.load(self._stages.out)
@@ -69,20 +79,37 @@ class Encode:
         """Where the ids of a part wait, as int32, one document after the other."""
         return self._folder / f"{name}.{number:05d}.tokens"
 
+    def members(self, name: str, number: int) -> Path:
+        """Where the files that belong to the documents of a part wait, one after the other."""
+        return self._folder / f"{name}.{number:05d}.members"
+
+    def _members(self, name: str, number: int, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
+        """The files beside each document."""
+        with ExitStack() as stack:
+            file = None
+            for _, _, _, *sizes in documents:
+                if sizes and file is None:
+                    file = stack.enter_context(open(self.members(name, number), "rb"))
+                yield {extension: file.read(size) for extension, size in sizes[0]} if sizes and file else {}
+
     def write_shards(
-        self, name: str, parts: list[Facts], encoder: tokenizers.Tokenizer, provenance: Facts
+        self, name: str, parts: list[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts
     ) -> Facts:
+        """Shards of what waits; without an encoder there are no ids."""
         folder = self._stages.out / name
         # There can be a manifest only if a run was killed between writing it and committing this stage.
         (folder / MANIFEST).unlink(missing_ok=True)
-        with ShardWriter(folder, tokenizer_hash=encoder.hash, token_dtype=encoder.token_dtype) as writer:
+        digest = encoder.hash if encoder else NO_TOKENIZER["kind"]
+        dtype: TokenDtype = encoder.token_dtype if encoder else "uint16"
+        with ShardWriter(folder, tokenizer_hash=digest, token_dtype=dtype) as writer:
             number = text_bytes = 0
             statistics = Statistics(encoder)
             for part, facts in enumerate(parts):
                 ids, at = np.fromfile(self.tokens(name, part), "<i4"), 0
                 statistics.add(ids, facts["documents"])
-                for source, count, size in facts["documents"]:
-                    writer.add(f"{number:09d}", ids[at : at + count], source, size)
+                members = self._members(name, part, facts["documents"])
+                for (source, count, size, *_), beside in zip(facts["documents"], members, strict=True):
+                    writer.add(f"{number:09d}", ids[at : at + count], source, size, beside)
                     at, number, text_bytes = at + count, number + 1, text_bytes + size
             manifest = writer.finish({**provenance, "split": name})
         tokens = sum(shard.tokens for shard in manifest.shards)
@@ -90,7 +117,7 @@ class Encode:
             "documents": number,
             "text_bytes": text_bytes,
             "tokens": tokens,
-            "bytes_per_token": round(text_bytes / tokens, 4),
+            "bytes_per_token": round(text_bytes / max(1, tokens), 4),
             "shards": len(manifest.shards),
             "bytes": sum(shard.bytes for shard in manifest.shards),
             "fingerprint": manifest.fingerprint,

@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,11 @@ from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
 STDLIB_INCLUDE = ("*.py",)
-MEGATRON_INCLUDE = ("*.bin",)  # each has its index beside it
+_OF_IMAGES = ("jpg", "jpeg", "png", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
+USUAL_INCLUDE = {
+    "megatron": ("*.bin",),  # each has its index beside it
+    "images": tuple(f"*.{spelled}" for each in _OF_IMAGES for spelled in (each, each.upper())),
+}
 STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
@@ -48,7 +52,7 @@ class Listing:
         self.config = config
         self.root = _root(config)
         stdlib = config.folder is None
-        usual = STDLIB_INCLUDE if stdlib else MEGATRON_INCLUDE if config.format == "megatron" else ("*",)
+        usual = STDLIB_INCLUDE if stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
         self._include = config.include or usual
         self._exclude = (*config.exclude, *(STDLIB_EXCLUDE if stdlib else ()))
         self._skip_bad = config.on_bad == "skip"
@@ -111,6 +115,18 @@ class Listing:
                 self.left_out += 1
             else:
                 yield path
+
+
+def runs(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
+    """Cut a list of files into runs of about `part_bytes`: (first, end) of each, at least one."""
+    ends, size = [], 0
+    for index, each in enumerate(sizes):
+        if size >= part_bytes:
+            ends.append(index)
+            size = 0
+        size += each
+    ends.append(len(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _root(config: ReadConfig) -> Path:

@@ -18,7 +18,9 @@ from data_prep.hold_out import HoldOut
 from data_prep.progress import Reporter
 from data_prep.stages import Facts, Stages
 from data_prep.summary import PrepSummary
-from data_prep.take_over import NOTE, TakeOver
+from data_prep.take_ids import IdFiles
+from data_prep.take_images import ImageFiles
+from data_prep.take_over import Source, TakeOver
 from data_prep.team import Alone, Claims, Team
 from data_prep.thin import Thin
 from data_prep.work import Workspace, identity
@@ -74,7 +76,7 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         "part_bytes": config.part_bytes,
         **{name: values[name] for name in ("version", "read", "split", "steps") if name in values},
     }
-    if config.imports_tokens:
+    if config.read.takes_over:
         return _finish(workspace, stages, _take_over(stages, listing, values, basis))
     clean = Clean(stages, listing).run(basis)
     if "duplicates" in values:
@@ -104,21 +106,30 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
 
 
 def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) -> Facts:
-    """The shorter story of token ids that were made elsewhere."""
+    """The shorter story of token ids that were made elsewhere, and of images."""
     basis["tokenizer"] = values["tokenizer"]
+    config = stages.config
+    facts = stages.once("tokenizer", basis, Encode(stages).copy_tokenizer)
+    known = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
+    source: Source
+    if config.read.format == "images":
+        source = ImageFiles(listing, known, config.part_bytes)
+    else:
+        assert known is not None  # as the config is checked
+        source = IdFiles(listing, known)
 
     def provenance(digest: str) -> Facts:
-        libraries = _libraries(stages.config, tokenizers.load(stages.out).describe())
-        return {"config": values, "input_blake3": digest, "libraries": libraries}
+        return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts)}
 
-    found = TakeOver(stages, listing).run(basis, provenance)
+    skipped = [f"{bad.path}: {bad.reason}" for bad in listing.bad]
+    found = TakeOver(stages, source).run(basis, provenance)
     return {
         **found["provenance"],
-        "notes": [NOTE],
-        "skipped_files": [f"{bad.path}: {bad.reason}" for bad in listing.bad] + found["skipped_files"],
+        "notes": [source.note],
+        "skipped_files": skipped + found["skipped_files"],
         "steps": found["steps"],
         "held_out": {"level": "document", "names": []},
-        "tokenizer": tokenizers.load(stages.out).describe(),
+        "tokenizer": facts,
         **{name: found[name] for name in SPLITS},
     }
 
@@ -135,7 +146,7 @@ def _finish(workspace: Workspace, stages: Stages, result: Facts) -> Facts:
 
 def _libraries(config: PrepConfig, tokenizer: Facts) -> dict[str, str]:
     """The versions of what took part."""
-    names = {*LIBRARIES}
+    names = {*LIBRARIES, *(["pillow"] if config.read.format == "images" else [])}
     if not tokenizer["kind"].startswith("sentencepiece"):
         names.add("tokenizers")
     names |= {

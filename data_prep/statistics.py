@@ -15,17 +15,17 @@ LARGEST = 12
 class Statistics:
     """Adds up over the documents of a split."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._bytes = tokenizer.token_bytes()
-        self._uses = np.zeros(tokenizer.vocab_size, np.int64)
+        self._bytes = tokenizer.token_bytes() if tokenizer else None
+        self._uses = np.zeros(tokenizer.vocab_size if tokenizer else 0, np.int64)
         self._lengths: dict[int, int] = {}
         self._sources: dict[str, list[int]] = {}
 
-    def add(self, ids: NDArray[Any], documents: Sequence[tuple[str, int, int]]) -> None:
-        """The ids of documents, one after the other, and of each its source, tokens and bytes of text."""
+    def add(self, ids: NDArray[Any], documents: Sequence[Sequence[Any]]) -> None:
+        """The ids of documents, one after the other, and of each its source, tokens and bytes of text first."""
         self._uses += np.bincount(ids, minlength=len(self._uses))
-        for source, tokens, size in documents:
+        for source, tokens, size, *_ in documents:
             bucket = max(0, tokens - 1).bit_length()
             self._lengths[bucket] = self._lengths.get(bucket, 0) + 1
             total = self._sources.setdefault(Document(source, "").entry, [0, 0, 0])
@@ -34,22 +34,26 @@ class Statistics:
 
     def as_json(self) -> dict[str, Any]:
         """`lengths`: [most tokens, documents]; `sources`: the largest, as [name, documents, bytes, tokens], and
-        how many more there are; `vocabulary`: ids that occur, and the commonest as [piece, times]."""
+        how many more there are; `vocabulary`, if there is one: ids that occur, and the commonest as [piece, times]."""
         sources = sorted(self._sources.items(), key=lambda item: (-item[1][1], item[0]))
-        order = np.argsort(-self._uses, kind="stable")[:LARGEST]
+        vocabulary = {"vocabulary": self._vocabulary(self._tokenizer)} if self._tokenizer else {}
         return {
             "lengths": [[2**bucket, count] for bucket, count in sorted(self._lengths.items())],
             "sources": [[name, *total] for name, total in sources[:LARGEST]],
             "more_sources": max(0, len(sources) - LARGEST),
-            "vocabulary": {
-                "size": len(self._uses),
-                "used": int((self._uses > 0).sum()),
-                "used_100_times": int((self._uses >= 100).sum()),
-                "common": [[self._spelled(int(token)), int(self._uses[token])] for token in order],
-            },
+            **vocabulary,
         }
 
-    def _spelled(self, token: int) -> str:
+    def _vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        order = np.argsort(-self._uses, kind="stable")[:LARGEST].tolist()
+        return {
+            "size": len(self._uses),
+            "used": int((self._uses > 0).sum()),
+            "used_100_times": int((self._uses >= 100).sum()),
+            "common": [[self._spelled(tokenizer, token), int(self._uses[token])] for token in order],
+        }
+
+    def _spelled(self, tokenizer: Tokenizer, token: int) -> str:
         """The text that a token stands for, as far as it is known."""
         known = self._bytes[token] if self._bytes else b""
-        return known.decode("utf-8", "backslashreplace") if known else self._tokenizer.piece(token)
+        return known.decode("utf-8", "backslashreplace") if known else tokenizer.piece(token)

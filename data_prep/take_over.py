@@ -1,127 +1,167 @@
-"""Token ids that were made elsewhere: cut into documents, split, and written as shards; nothing is encoded again."""
+"""What needs no cleaning: taken over as it is, split document by document, and written as shards.
 
-from collections.abc import Callable, Iterator
+There are two kinds, each with a class of its own: token ids that were made elsewhere, and images.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from dataclasses import field as field_of
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from data_prep import tokenizer
 from data_prep.counts import Counts, why
 from data_prep.encode import Encode
-from data_prep.files import Listing, TextFile
-from data_prep.readers import ids as reader
-from data_prep.readers.record import BadFileError
+from data_prep.progress import Advance
 from data_prep.stages import Facts, Stages
-from megatfm import tokenizers
 from megatfm.data.files import WholeFile
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
+from megatfm.tokenizers import Tokenizer
 
 SPLITS = ("train", "validation")
-NOTE = "token ids were taken over as they are: no text was looked at for duplicates"
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A document: where it was read, its ids [n], the bytes of the text that they stand for, and files beside it."""
+
+    source: str
+    ids: NDArray[Any]
+    text_bytes: int
+    members: Mapping[str, bytes] = field_of(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that it holds."""
+        return self.text_bytes + sum(map(len, self.members.values()))
+
+
+class Source(Protocol):
+    """Where documents are taken from, in parts that don't depend on who reads which."""
+
+    note: str
+    """What the user should know."""
+    parts: int
+    bytes: int
+    skipped: list[str]
+    """Files and records that could not be used so far."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the ids; None if there are none."""
+        ...
+
+    def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
+        """The documents of a part; `counts` is told of those that are left out, `advance` of the bytes read."""
+        ...
 
 
 class TakeOver:
-    """Reads the files of a listing, one in a part."""
+    """Writes the documents of a source as shards of both splits."""
 
-    def __init__(self, stages: Stages, listing: Listing) -> None:
+    def __init__(self, stages: Stages, source: Source) -> None:
         self._stages = stages
-        self._config = stages.config
-        self._listing = listing
         self._split = stages.config.split
+        self._source = source
+        self._encode = Encode(stages)
 
     def run(self, basis: Facts, provenance: Callable[[str], Facts]) -> Facts:
-        """Write the shards of both splits; `provenance` makes, of a hash of all ids, what their manifests say."""
-        stages = self._stages
-        stages.once("tokenizer", basis, self._tokenizer)
-        encode = Encode(stages)
-        known = tokenizers.load(stages.out)
-        lengths = np.array([len(each) for each in known.token_bytes() or []], np.int64)
-        files = self._listing.files
-        with stages.reporter.stage("take over", sum(file.size for file in files)) as advance:
+        """`provenance` makes, of a hash of all documents, what the manifests say."""
+        source = self._source
+        with self._stages.reporter.stage("take over", source.bytes) as advance:
+            return self._stages.parts(
+                "take-over",
+                basis,
+                source.parts,
+                lambda part: self._work(part, advance),
+                lambda parts: self._join(parts, provenance),
+            )
 
-            def work(number: int) -> Facts:
-                counts, digest, bad = Counts("read"), blake3(), len(self._listing.bad)
-                found: dict[str, list[Any]] = {name: [] for name in SPLITS}
-                with ExitStack() as stack:
-                    outs = {name: WholeFile(encode.tokens(name, number)) for name in SPLITS}
-                    for out in outs.values():
-                        stack.callback(out.discard)
-                    for source, ids in self._documents(files[number], counts, known.vocab_size):
-                        size = (
-                            int(lengths[ids].sum())
-                            if len(lengths)
-                            else len(known.decode(ids.tolist()).encode())
-                        )
-                        counts.take(size)
-                        counts.keep(size)
-                        digest.update(np.ascontiguousarray(ids, "<i8").tobytes())
-                        name = SPLITS[self._holds_out(source)]
-                        outs[name].write(ids.astype("<i4").tobytes())
-                        found[name].append([source, len(ids), size])
-                    for out in outs.values():
-                        out.commit()
-                advance(files[number].size)
-                skipped = [f"{each.path}: {each.reason}" for each in self._listing.bad[bad:]]
-                return {
-                    **found,
-                    "steps": [counts.as_json()],
-                    "blake3": digest.hexdigest(),
-                    "skipped": skipped,
-                }
+    def _work(self, part: int, advance: Advance) -> Facts:
+        """Documents of a part wait for the shards to be written."""
+        counts, digests, known = Counts("read"), list[str](), len(self._source.skipped)
+        with ExitStack() as stack:
+            outs = {name: stack.enter_context(_Waiting(self._encode, name, part)) for name in SPLITS}
+            for document in self._source.documents(part, counts, advance):
+                counts.take(document.size)
+                counts.keep(document.size)
+                digests.append(_digest(document))
+                outs[SPLITS[self._holds_out(document.source)]].add(document)
+            for out in outs.values():
+                out.commit()
+        return {
+            **{name: out.documents for name, out in outs.items()},
+            "steps": [counts.as_json()],
+            "blake3": digests,
+            "skipped": self._source.skipped[known:],
+        }
 
-            def join(parts: list[Facts]) -> Facts:
-                counts = Counts.joined([part["steps"][0] for part in parts])
-                empty = [name for name in SPLITS if not any(part[name] for part in parts)]
-                if empty:
-                    raise UsageError(
-                        f"{self._listing.root}: no document for {empty[0]} ({why([counts])}): add files, or change "
-                        "split.validation"
-                    )
-                made = provenance(blake3("".join(part["blake3"] for part in parts).encode()).hexdigest())
-                written = {
-                    name: encode.write_shards(
-                        name, [{"documents": part[name]} for part in parts], known, made
-                    )
-                    for name in SPLITS
-                }
-                return {
-                    **written,
-                    "provenance": made,
-                    "steps": [counts.as_json()],
-                    "skipped_files": [line for part in parts for line in part["skipped"]],
-                }
-
-            return stages.parts("take-over", basis, len(files), work, join)
-
-    def _tokenizer(self) -> Facts:
-        files = tokenizer.make(self._config.tokenizer, ())
-        return tokenizer.write(self._stages.out, files).describe()
-
-    def _documents(
-        self, file: TextFile, counts: Counts, vocab_size: int
-    ) -> Iterator[tuple[str, NDArray[Any]]]:
-        try:
-            for number, ids in enumerate(reader.read(file.path, self._listing.config)):
-                if not len(ids):
-                    counts.take(0)
-                    counts.drop("is empty", 0, f"{file.name}#{number}")
-                    continue
-                if ids.min() < 0 or ids.max() >= vocab_size:
-                    wrong = max(int(ids.max()), -int(ids.min()))
-                    raise MegatfmError(
-                        f"{file.path}: document {number} has id {wrong}, but the tokenizer has {vocab_size:,}: set "
-                        "tokenizer.file to the one that made it, or mend read.tokens.dtype"
-                    )
-                yield f"{file.name}#{number}", ids
-        except BadFileError as error:
-            self._listing.on_bad(file.path, str(error))
-            counts.take(0)
-            counts.drop("breaks off", 0, f"{file.name}: {error}")
+    def _join(self, parts: list[Facts], provenance: Callable[[str], Facts]) -> Facts:
+        counts = Counts.joined([part["steps"][0] for part in parts])
+        empty = [name for name in SPLITS if not any(part[name] for part in parts)]
+        if empty:
+            raise UsageError(
+                f"{self._stages.config.read.folder}: no document for {empty[0]} ({why([counts])}): add files, or "
+                "change split.validation"
+            )
+        made = provenance(
+            blake3("".join(each for part in parts for each in part["blake3"]).encode()).hexdigest()
+        )
+        written = {
+            name: self._encode.write_shards(
+                name, [{"documents": part[name]} for part in parts], self._source.tokenizer, made
+            )
+            for name in SPLITS
+        }
+        return {
+            **written,
+            "provenance": made,
+            "steps": [counts.as_json()],
+            "skipped_files": [line for part in parts for line in part["skipped"]],
+        }
 
     def _holds_out(self, source: str) -> bool:
         """A fixed random choice of documents."""
         digest = blake3(f"{self._split.seed}:{source}".encode()).digest(8)
         return int.from_bytes(digest, "big") < self._split.validation * 2**64
+
+
+class _Waiting:
+    """The documents of a part and split while they wait: ids in one file, what lies beside them in another."""
+
+    def __init__(self, encode: Encode, name: str, part: int) -> None:
+        self.documents: list[list[Any]] = []
+        self._ids = WholeFile(encode.tokens(name, part))
+        self._members = WholeFile(encode.members(name, part))
+
+    def add(self, document: Taken) -> None:
+        sizes = [[extension, len(data)] for extension, data in document.members.items()]
+        self.documents.append(
+            [document.source, len(document.ids), document.text_bytes, *([sizes] if sizes else [])]
+        )
+        self._ids.write(document.ids.astype("<i4").tobytes())
+        for data in document.members.values():
+            self._members.write(data)
+
+    def commit(self) -> None:
+        self._ids.commit()
+        self._members.commit()
+
+    def __enter__(self) -> "_Waiting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ids.discard()
+        self._members.discard()
+
+
+def _digest(document: Taken) -> str:
+    digest = blake3(np.ascontiguousarray(document.ids, "<i8").tobytes())
+    for extension, data in document.members.items():
+        digest.update(f"{extension}:{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest(length=16)

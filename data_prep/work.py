@@ -150,10 +150,10 @@ class Workspace:
 
     def _check_complete(self, result: Mapping[str, Any]) -> None:
         model, tokenizer_json, _ = tokenizers.NAMES
-        is_model = str(result["tokenizer"]["kind"]).startswith("sentencepiece")
+        kind = str(result["tokenizer"]["kind"])
         names = [
-            *([model] if is_model else []),
-            tokenizer_json,
+            *([model] if kind.startswith("sentencepiece") else []),
+            *([tokenizer_json] if kind != "none" else []),
             *(f"{name}/manifest.json" for name in SPLITS),
         ]
         missing = [path for path in map(self.out.joinpath, names) if not path.exists()]

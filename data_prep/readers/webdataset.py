@@ -2,9 +2,10 @@
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
 from megatfm.config.prep import ReadConfig
@@ -20,25 +21,37 @@ _EXTENSIONS = (
 _MAX_EXTENSION_BYTES = 2**20
 
 
+class Part(NamedTuple):
+    """A member of a sample: its name, its extension, and its data if it was asked for, or why it can't be used."""
+
+    name: str
+    extension: str
+    data: bytes | None
+    fault: str | None
+
+
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The samples of a tar, by their keys: members that follow one another and have all before the first dot of
-    their names in common. Captions of images are read as any text; the images are left alone."""
+    """The samples of a tar, by their keys. Captions of images are read as any text; the images are left alone: the
+    format for these is `images`."""
+    for key, parts in samples(path, (*_TEXTS, "json")):
+        found: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.fields.text!r}")
+        for part in parts:
+            usable = _use(part, key, config)
+            if usable is not None and not isinstance(found, Record):
+                found = usable
+        yield found
+
+
+def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]]]:
+    """Key and members of each sample: members that follow one another and have all before the first dot of their names
+    in common. Raises BadFileError where the tar can't be read on."""
     last = "the first member"
     try:
         with opened(path) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
-            for key, members in groupby(tar, key=lambda member: _split(member.name)[0]):
+            files = (member for member in tar if not member.isdir())
+            for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last = key
-                found: Record | Bad = Bad(
-                    key, f"has no .txt and no .json with a field {config.fields.text!r}"
-                )
-                for member in members:
-                    if member.isdir():
-                        break
-                    usable = _use(tar, member, key, config)
-                    if usable is not None and not isinstance(found, Record):
-                        found = usable
-                else:
-                    yield found
+                yield key, [_part(tar, member, wanted) for member in members]
     except (tarfile.TarError, EOFError) as error:
         raise BadFileError(f"is no whole tar, after {last!r} ({error})") from None
 
@@ -50,32 +63,45 @@ class _Member(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Member":
         if not buf:
             raise tarfile.ReadError("the blocks that end it are missing")
-        member = super().frombuf(buf, encoding, errors)
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the blocks of zeros that end it
+            raise
+        except tarfile.HeaderError as error:  # in the middle, the library takes it for the end
+            raise tarfile.ReadError(f"a damaged header: {error}") from None
         if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
             raise tarfile.ReadError(f"a header of {member.size:,} bytes")
         return member
 
 
-def _use(tar: tarfile.TarFile, member: tarfile.TarInfo, key: str, config: ReadConfig) -> Record | Bad | None:
-    """The text of a member, why it can't be used, or None if it holds something else."""
-    if not member.isfile():
-        return Bad(key, f"has a link or device: {member.name}")
+def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str]) -> Part:
     extension = _split(member.name)[1]
-    if extension not in (*_TEXTS, "json"):
-        return None
+    if not member.isfile():
+        return Part(member.name, extension, None, f"has a link or device: {member.name}")
+    if extension not in wanted:
+        return Part(member.name, extension, None, None)
     if member.size > MAX_RECORD_BYTES:
-        return Bad(key, f"has a member of over {MAX_RECORD_BYTES:,} bytes: {member.name}")
+        fault = f"has a member of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
+        return Part(member.name, extension, None, fault)
     file = tar.extractfile(member)
-    data = file.read() if file is not None else b""
+    return Part(member.name, extension, file.read() if file is not None else b"", None)
+
+
+def _use(part: Part, key: str, config: ReadConfig) -> Record | Bad | None:
+    """The text of a member, why it can't be used, or None if it holds something else."""
+    if part.fault is not None:
+        return Bad(key, part.fault)
+    if part.data is None:
+        return None
     try:
-        text = data.decode("utf-8")
-        if extension in _TEXTS:
+        text = part.data.decode("utf-8")
+        if part.extension in _TEXTS:
             return Record(key, text)
         found = from_fields(key, json.loads(text), config.fields.text, config.fields.url)
     except UnicodeDecodeError as error:
-        return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {member.name}")
+        return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
     except (ValueError, RecursionError):
-        return Bad(key, f"has a member that is not JSON: {member.name}")
+        return Bad(key, f"has a member that is not JSON: {part.name}")
     return found if isinstance(found, Record) else None
 
 

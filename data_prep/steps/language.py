@@ -9,6 +9,8 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 from megatfm.config.prep_steps import LanguageConfig
 
+WINDOWS = 5
+
 
 class Language:
     """Marks each document with its language, and keeps those that are asked for.
@@ -24,9 +26,7 @@ class Language:
         self._keep = frozenset(config.keep)
 
     def apply(self, document: Document, counts: Counts) -> Document | str:
-        text, length = document.text, self._config.characters
-        begin = max(0, (len(text) - length) // 2)
-        found, probability = _identifier().classify(text[begin : begin + length])
+        found, probability = _identifier().classify(_looked_at(document.text, self._config.characters))
         language = str(found)
         counts.meet(language)
         if self._keep and language not in self._keep:
@@ -34,6 +34,16 @@ class Language:
         if probability < self._config.min_probability:
             return "is in no certain language"
         return replace(document, language=language)
+
+
+def _looked_at(text: str, characters: int) -> str:
+    """As many characters of a text, from windows that lie evenly over it: its begin and end may be in another language
+    than the rest, and so may any one place."""
+    length = -(-characters // WINDOWS)
+    if len(text) <= WINDOWS * length:
+        return text
+    gap = (len(text) - length) / (WINDOWS - 1)
+    return "\n".join(text[begin : begin + length] for begin in (round(gap * at) for at in range(WINDOWS)))
 
 
 @cache

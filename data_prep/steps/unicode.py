@@ -4,6 +4,8 @@ import re
 from dataclasses import replace
 
 import ftfy
+from ftfy.badness import is_bad
+from ftfy.chardata import CONTROL_CHARS
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
@@ -19,8 +21,11 @@ REPAIR = ftfy.TextFixerConfig(
     normalization=None,
     explain=False,
 )
-# Plain ASCII needs repair only if it has control characters; ftfy is spared the rest, most of a code corpus.
-_ASCII_CONTROL = re.compile(r"[\x00-\x08\x0b\r\x0e-\x1f\x7f]")
+# What ftfy's fixers look for besides mojibake: control characters of both kinds, line breaks other than \n, halves of
+# surrogate pairs. A line without these that does not look like mojibake is one that ftfy leaves alone.
+_ODD = re.compile(f"[{re.escape(''.join(map(chr, CONTROL_CHARS)))}\r\x80-\x9f\u2028\u2029\ud800-\udfff]")
+
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class FixUnicode:
@@ -31,13 +36,31 @@ class FixUnicode:
 
     def __call__(self, document: Document) -> Document | None:
         self.counts.take(document.text_bytes)
-        if document.text.isascii() and not _ASCII_CONTROL.search(document.text):
+        text = repaired(document.text)
+        if text is document.text:
             self.counts.keep(document.text_bytes)
             return document
-        fixed = replace(document, text=ftfy.fix_text(document.text, REPAIR))
+        fixed = replace(document, text=text)
         if not fixed.text.strip():
             self.counts.drop("empty once repaired", document.text_bytes, document.source)
             return None
-        self.counts.changed += fixed.text != document.text
+        self.counts.changed += 1
         self.counts.keep(fixed.text_bytes)
         return fixed
+
+
+def repaired(text: str) -> str:
+    """The text as `ftfy.fix_text` would give it back, the same object if that is equal.
+
+    ftfy repairs line by line, each by itself, so it is only asked for the lines that it could change.
+    """
+    is_odd = _ODD.search(text) is not None
+    if text.isascii() and not is_odd:
+        return text
+    lines = _LINE.findall(text)
+    changed = False
+    for number, line in enumerate(lines):
+        if (not line.isascii() or is_odd) and (_ODD.search(line) or is_bad(line)):
+            lines[number] = ftfy.fix_text(line, REPAIR)
+            changed = changed or lines[number] != line
+    return "".join(lines) if changed else text

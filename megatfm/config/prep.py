@@ -22,11 +22,24 @@ class ReadConfig(Section):
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
     format: (
-        Literal["text", "jsonl", "parquet", "arrow", "warc", "mediawiki", "webdataset", "megatron", "tokens"]
+        Literal[
+            "text",
+            "jsonl",
+            "parquet",
+            "arrow",
+            "warc",
+            "mediawiki",
+            "webdataset",
+            "images",
+            "megatron",
+            "tokens",
+        ]
         | None
     ) = None
     """The format of all files; left out, each file's own as the end of its name says, and text where it says
-    nothing. The last two hold token ids: they are taken over as they are, with the tokenizer in `tokenizer.file`."""
+    nothing. The last three are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
+    them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with the
+    tokenizer in `tokenizer.file`."""
     fields: FieldsConfig = FieldsConfig()
     """Names of the fields of records."""
     tokens: TokensConfig = TokensConfig()
@@ -36,6 +49,11 @@ class ReadConfig(Section):
     field): stop at the first one, or skip it, count it and list it."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
     """A longer file or record is cut into several documents, at blank lines where there are any."""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether nothing is cleaned, split by source or searched for duplicates."""
+        return self.format in ("images", "megatron", "tokens")
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -128,21 +146,21 @@ class PrepConfig(Section):
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
 
-    @property
-    def imports_tokens(self) -> bool:
-        return self.read.format in ("megatron", "tokens")
-
     @model_validator(mode="after")
-    def _token_ids_stay(self) -> Self:
-        if self.imports_tokens:
-            if self.tokenizer.file is None:
+    def _stays_as_it_is(self) -> Self:
+        read = f"read.format = {self.read.format!r}"
+        if not self.read.takes_over:
+            return self
+        if self.steps or self.duplicates:
+            raise ValueError(f"{read}: there is no text for steps and duplicates: leave them out")
+        if self.read.format == "images":
+            if self.tokenizer.file is None and self.tokenizer != TokenizerConfig():
                 raise ValueError(
-                    f"read.format = {self.read.format!r}: set tokenizer.file to the tokenizer of these ids"
+                    f"{read}: no tokenizer is trained on captions: set tokenizer.file, or leave it out"
                 )
-            if self.steps or self.duplicates:
-                raise ValueError(
-                    f"read.format = {self.read.format!r}: there is no text for steps and duplicates: leave them out"
-                )
-            if self.read.format == "tokens" and self.read.tokens.end is None:
-                raise ValueError("read.format = 'tokens': set read.tokens.end to the id that ends a document")
+            return self
+        if self.tokenizer.file is None:
+            raise ValueError(f"{read}: set tokenizer.file to the tokenizer of these ids")
+        if self.read.format == "tokens" and self.read.tokens.end is None:
+            raise ValueError(f"{read}: set read.tokens.end to the id that ends a document")
         return self

@@ -34,7 +34,7 @@ class LanguageConfig(Section):
     min_probability: Share = 0.0
     """Drop a document whose language is less probable than this."""
     characters: PositiveInt = 1000
-    """How much of a document is looked at, from its middle."""
+    """How much of a document is looked at, from five places evenly over it."""
 
 
 class GopherQualityConfig(Section):

@@ -259,6 +259,17 @@ def test_languages() -> None:
     assert outcome(step("language", min_probability=1.0), "ok")[1] == "is in no certain language"
 
 
+def test_a_language_is_that_of_most_of_the_text() -> None:
+    """What is in the middle, or at one end, may be in another."""
+    english = "Nobody knows why the quick brown fox would jump over the lazy dog at such an hour. " * 60
+    german = "Niemand weiß, warum der schnelle braune Fuchs über den faulen Hund gesprungen ist. " * 15
+    half = len(english) // 2
+    for text in (english[:half] + german + english[half:], german + english, english + german):
+        kept = step("language")(Document("x", text))
+        assert kept is not None
+        assert kept.language == "en"
+
+
 def test_normal_forms() -> None:
     assert outcome(step("normalize"), "e\u0301")[0] == "é"
     assert outcome(step("normalize", form="NFKC"), "ﬁ ＡＢ")[0] == "fi AB"

@@ -2,15 +2,20 @@
 
 import hashlib
 import io
+import random
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 
 import ftfy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_prep.documents import Document
-from data_prep.steps import ExactDuplicates, FixUnicode, pass_through
-from data_prep.steps.unicode import REPAIR
+from data_prep.duplicates.index import Rows
+from data_prep.steps import ExactDuplicates, FixUnicode, exact, pass_through
+from data_prep.steps.unicode import _ODD, REPAIR, repaired
 
 MENDED = {
     "mojibake": ("schÃ¶n â€“ voilÃ\xa0", "schön – voilà"),
@@ -54,6 +59,42 @@ def test_the_short_cut_for_ascii_changes_nothing() -> None:
         assert step(Document("x", text)) == Document("x", ftfy.fix_text(text, REPAIR))
 
 
+def test_what_is_not_given_to_ftfy_is_what_it_leaves_alone() -> None:
+    """Every character: those that a fixer touches by themselves are known, in a line of their own."""
+    fixers = (
+        ftfy.fixes.fix_c1_controls,
+        ftfy.fixes.fix_line_breaks,
+        ftfy.fixes.fix_surrogates,
+        ftfy.fixes.remove_terminal_escapes,
+        ftfy.fixes.remove_control_chars,
+    )
+    calm = "".join(chr(code) for code in range(0x110000) if not _ODD.search(chr(code)))
+    assert len(calm) > 1_100_000
+    for fixer in fixers:
+        assert fixer(calm) == calm
+    for code in range(0x110000):
+        if _ODD.search(chr(code)) and not 0xD800 <= code < 0xE000:
+            text = f"a{chr(code)}b"
+            assert repaired(text) == ftfy.fix_text(text, REPAIR)
+
+
+_BROKEN = st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs"]), max_size=12).map(
+    lambda text: text.encode().decode("latin-1")
+)
+_WINDOWS = st.sampled_from(["schön – voilà", "“naïve” café…", "Ελλάδα", "żółć", "東京"]).map(
+    lambda text: text.encode().decode("windows-1252", "replace")
+)
+_PLAIN = st.sampled_from(
+    ["plain words ", "\n", "\r\n", "\r", "\n\n", " ", "é", "\x85", "\u2028", "\x1b[0m", "\xa0"]
+)
+
+
+@given(st.lists(st.one_of(_BROKEN, _WINDOWS, _PLAIN, st.text(max_size=6)), max_size=25).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_the_same_as_ftfy_on_the_whole_text(text: str) -> None:
+    assert repaired(text) == ftfy.fix_text(text, REPAIR)
+
+
 def test_source_code_keeps_its_tokens() -> None:
     for path in sorted(Path(tokenize.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -71,9 +112,39 @@ def test_what_holds_nothing_but_rubbish_is_dropped() -> None:
     assert step.counts.dropped["empty once repaired"].examples == ["rubbish"]
 
 
-def test_the_first_of_identical_texts_stays() -> None:
+def exact_duplicates(folder: Path, texts: Sequence[str], memory_bytes: int = 2**20) -> ExactDuplicates:
+    """The step for these texts, whose hashes lie in two parts."""
+    files = [folder / "digests.0", folder / "digests.1"]
+    for file, some in zip(files, (texts[:3], texts[3:]), strict=True):
+        file.write_bytes(b"".join(exact.digest(Document("", text)) for text in some))
+    return ExactDuplicates(exact.firsts(Rows(files, *exact.ROW), folder / "first.npy", memory_bytes))
+
+
+def test_identical_texts_are_found_in_little_memory(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    texts = [str(rng.randrange(300)) for _ in range(2000)]
+    for memory in (2**20, 2**12):  # in one range of hashes, and in many
+        step = exact_duplicates(tmp_path, texts, memory)
+        kept = list(pass_through([step], (Document(str(at), text) for at, text in enumerate(texts))))
+        assert [document.text for document in kept] == list(dict.fromkeys(texts))
+        examples = step.counts.dropped["same text"].examples
+        assert all(texts[int(each.split()[0])] == texts[int(each.split()[2])] for each in examples)
+    assert exact.firsts(Rows([tmp_path / "digests.0"], *exact.ROW), tmp_path / "x", 2**20).tolist() == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_half_of_a_hash_is_not_enough(tmp_path: Path) -> None:
+    (tmp_path / "digests").write_bytes(bytes(16) + bytes(8) + b"12345678" + bytes(16))
+    rows = Rows([tmp_path / "digests"], *exact.ROW)
+    assert exact.firsts(rows, tmp_path / "first.npy", 2**20).tolist() == [0, 1, 0]
+
+
+def test_the_first_of_identical_texts_stays(tmp_path: Path) -> None:
     texts = ["a", "b", "a", "c", "b", "a", "a "]
-    step = ExactDuplicates()
+    step = exact_duplicates(tmp_path, texts)
     kept = list(pass_through([step], (Document(str(number), text) for number, text in enumerate(texts))))
     # The reference: first appearances by SHA-256.
     first = {
@@ -84,16 +155,18 @@ def test_the_first_of_identical_texts_stays() -> None:
     assert step.counts.documents_in == 7
 
 
-def test_steps_count_what_the_steps_before_them_passed_on() -> None:
-    steps = [FixUnicode(), ExactDuplicates()]
+def test_steps_count_what_the_steps_before_them_passed_on(tmp_path: Path) -> None:
+    texts = ["x\n", "x\n"]
+    steps = [FixUnicode(), exact_duplicates(tmp_path, texts)]
     documents = [Document("1", "x\r\n"), Document("2", "x\n"), Document("3", "\x01")]
     assert list(pass_through(steps, documents)) == [Document("1", "x\n")]
     assert [step.counts.documents_in for step in steps] == [3, 2]
     assert [step.counts.documents_out for step in steps] == [2, 1]
 
 
-def test_only_so_many_examples_are_kept() -> None:
-    step = ExactDuplicates()
+def test_only_so_many_examples_are_kept(tmp_path: Path) -> None:
+    texts = ["x"] * 50
+    step = exact_duplicates(tmp_path, texts)
     list(pass_through([step], (Document(str(number), "x") for number in range(50))))
     dropped = step.counts.dropped["same text"]
     assert (dropped.documents, dropped.bytes, len(dropped.examples)) == (49, 49, 10)

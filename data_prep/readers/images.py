@@ -1,0 +1,119 @@
+"""Images with what is said of them: files beside one another, or the samples of a tar, that differ in their extensions.
+
+An image is a `.jpg`, `.jpeg` or `.png`; a `.cls` holds the number of its class, a `.json` anything, a `.txt` its
+caption. All are checked, and none is changed.
+"""
+
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from data_prep.readers.record import MAX_RECORD_BYTES, Bad, field
+from data_prep.readers.webdataset import samples
+from megatfm.config.prep import ReadConfig
+
+IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
+BESIDE = ("cls", "json", "txt")
+EXTENSIONS = (*IMAGES, *BESIDE)
+MAX_PIXELS = 2**26
+"""A larger image is a bomb: it would take over 200 MB to decode. Nothing is decoded here."""
+
+_NUMBER = re.compile(rb"\s*[0-9]{1,18}\s*")
+_SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.1)
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image and the files beside it, by their extensions, the image first; `text` is the caption."""
+
+    key: str
+    members: Mapping[str, bytes]
+    text: str
+
+
+def of_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
+    """The samples of a tar, by their keys. Raises BadFileError where the tar can't be read on."""
+    for key, parts in samples(path, EXTENSIONS):
+        names = [part.extension for part in parts]
+        fault = next((part.fault for part in parts if part.fault), None)
+        other = next((part.name for part in parts if part.data is None), None)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if fault is None and other is not None:
+            fault = f"has a member that is neither an image nor {_spelled(BESIDE)}: {other}"
+        if fault is None and twice is not None:
+            fault = f"has a .{twice} twice"
+        yield (
+            Bad(key, fault)
+            if fault
+            else record(key, {part.extension: part.data for part in parts if part.data is not None}, config)
+        )
+
+
+def of_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | Bad:
+    """The image whose files, by their extensions, lie beside one another."""
+    members = {}
+    for extension, path in paths.items():
+        try:
+            with open(path, "rb") as file:
+                members[extension] = file.read(MAX_RECORD_BYTES + 1)
+        except OSError as error:
+            return Bad(key, f"has a .{extension} that can't be read ({error.strerror})")
+        if len(members[extension]) > MAX_RECORD_BYTES:
+            return Bad(key, f"has a .{extension} of over {MAX_RECORD_BYTES:,} bytes")
+    return record(key, members, config)
+
+
+def record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
+    """The record of these files, or why they make none."""
+    images = [extension for extension in members if extension in IMAGES]
+    if len(images) != 1:
+        return Bad(key, f"has {' and '.join(f'.{each}' for each in images) or 'no image'}, not one image")
+    if fault := _image_fault(members[images[0]], IMAGES[images[0]]):
+        return Bad(key, f"has a .{images[0]} that {fault}")
+    if not _NUMBER.fullmatch(members.get("cls", b"0")):
+        return Bad(key, "has a .cls that is no number of a class")
+    try:
+        text = members.get("txt", b"").decode()
+    except UnicodeDecodeError as error:
+        return Bad(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
+    try:
+        said = json.loads(members.get("json", b"null"))
+    except (ValueError, RecursionError):
+        return Bad(key, "has a .json that is not JSON")
+    caption = field(said, config.fields.text)
+    if "txt" not in members and isinstance(caption, str):
+        text = caption
+    order = [*images, *(extension for extension in BESIDE if extension in members)]
+    return ImageRecord(key, {extension: members[extension] for extension in order}, text)
+
+
+def _image_fault(data: bytes, format_: str) -> str | None:
+    """Why bytes are no image, as what follows "it", or None. Only headers and checksums are read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=[format_]) as image:
+                width, height = image.size
+                image.verify()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        width, height = MAX_PIXELS, 2
+    except UnidentifiedImageError:  # which tells of an object in memory
+        return f"is no whole {format_}"
+    except Exception as error:  # the library raises many kinds, down to SyntaxError
+        return f"is no whole {format_} ({str(error).partition(chr(10))[0] or type(error).__name__})"
+    if width * height > MAX_PIXELS:
+        return f"claims over {MAX_PIXELS:,} pixels"
+    if format_ == "JPEG" and data.find(_END, max(0, data.rfind(_SCAN))) < 0:
+        return "is cut off: a JPEG without its end"
+    return None
+
+
+def _spelled(extensions: tuple[str, ...]) -> str:
+    return ", ".join(f".{each}" for each in extensions)

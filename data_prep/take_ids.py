@@ -1,0 +1,58 @@
+"""Token ids that were made elsewhere: cut into documents; nothing is encoded again."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from data_prep.counts import Counts
+from data_prep.files import Listing, TextFile
+from data_prep.progress import Advance
+from data_prep.readers import ids as reader
+from data_prep.readers.record import BadFileError
+from data_prep.take_over import Taken
+from megatfm.errors import MegatfmError
+from megatfm.tokenizers import Tokenizer
+
+
+class IdFiles:
+    """The files of a listing, one in a part."""
+
+    note = "token ids were taken over as they are: no text was looked at for duplicates"
+
+    def __init__(self, listing: Listing, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.parts = len(listing.files)
+        self.bytes = sum(file.size for file in listing.files)
+        self.skipped: list[str] = []
+        self._listing = listing
+        self._lengths = np.array([len(each) for each in tokenizer.token_bytes() or []], np.int64)
+
+    def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
+        file = self._listing.files[part]
+        try:
+            for number, ids in enumerate(reader.read(file.path, self._listing.config)):
+                if len(ids):
+                    yield self._taken(file, number, ids)
+                else:
+                    counts.take(0)
+                    counts.drop("is empty", 0, f"{file.name}#{number}")
+        except BadFileError as error:
+            self._listing.on_bad(file.path, str(error))
+            self.skipped.append(f"{file.path}: {error}")
+            counts.take(0)
+            counts.drop("breaks off", 0, f"{file.name}: {error}")
+        advance(file.size)
+
+    def _taken(self, file: TextFile, number: int, ids: reader.Ids) -> Taken:
+        size = self.tokenizer.vocab_size
+        if ids.min() < 0 or ids.max() >= size:
+            wrong = max(int(ids.max()), -int(ids.min()))
+            raise MegatfmError(
+                f"{file.path}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
+                "tokenizer.file to the one that made it, or mend read.tokens.dtype"
+            )
+        if len(self._lengths):
+            text_bytes = int(self._lengths[ids].sum())
+        else:
+            text_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
+        return Taken(f"{file.name}#{number}", ids, text_bytes)

@@ -1,0 +1,85 @@
+"""Images with their captions and classes, in folders or in tars: checked, and written byte for byte as they are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.counts import Counts
+from data_prep.files import Listing, TextFile, runs
+from data_prep.progress import Advance
+from data_prep.readers import FORMATS, images
+from data_prep.readers.record import Bad, BadFileError
+from data_prep.take_over import Taken
+from megatfm.tokenizers import Tokenizer
+
+TARS = FORMATS["webdataset"]
+
+
+class ImageFiles:
+    """The images of a listing, in parts of about `part_bytes`; a tar is never divided. Captions become ids if there is
+    a tokenizer."""
+
+    note = "images were taken over as they are: nothing was looked at for duplicates"
+
+    def __init__(self, listing: Listing, tokenizer: Tokenizer | None, part_bytes: int) -> None:
+        self.tokenizer = tokenizer
+        self.bytes = sum(file.size for file in listing.files)
+        self.skipped: list[str] = []
+        self._listing = listing
+        self._units = _units(listing.files)
+        self._runs = runs([sum(file.size for file in unit) for unit in self._units], part_bytes)
+        self.parts = len(self._runs)
+
+    def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
+        for unit in self._units[slice(*self._runs[part])]:
+            path = unit[0].path
+            try:
+                for source, found in self._records(unit):
+                    if isinstance(found, Bad):
+                        self._skip(path, f"{source} {found.reason}", found.reason.partition(":")[0], counts)
+                    else:
+                        yield self._taken(source, found)
+            except BadFileError as error:
+                self._skip(path, str(error), "breaks off", counts)
+            advance(sum(file.size for file in unit))
+
+    def _records(self, unit: list[TextFile]) -> Iterator[tuple[str, images.ImageRecord | Bad]]:
+        config = self._listing.config
+        if _is_tar(unit[0].path):
+            for found in images.of_tar(unit[0].path, config):
+                yield f"{unit[0].name}#{found.key}", found
+            return
+        paths: dict[str, Path] = {}
+        for file in unit:
+            extension = file.path.suffix[1:].lower()
+            if extension in paths:
+                yield file.name, Bad(file.name, f"has a .{extension} twice")
+                return
+            paths[extension] = file.path
+        yield unit[0].name, images.of_files(unit[0].name, paths, config)
+
+    def _taken(self, source: str, found: images.ImageRecord) -> Taken:
+        if self.tokenizer is None or not found.text:
+            return Taken(source, np.empty(0, np.int32), 0, found.members)
+        (ids,) = self.tokenizer.encode_batch([found.text], 1)
+        return Taken(source, ids, len(found.text.encode()), found.members)
+
+    def _skip(self, path: Path, reason: str, kind: str, counts: Counts) -> None:
+        self._listing.on_bad(path, reason)
+        self.skipped.append(f"{path}: {reason}")
+        counts.take(0)
+        counts.drop(kind, 0, reason)
+
+
+def _units(files: list[TextFile]) -> list[list[TextFile]]:
+    """Tars, and files that have all but the last suffix in common, in the order of the listing."""
+    units: dict[str, list[TextFile]] = {}
+    for file in files:
+        key = file.name if _is_tar(file.path) else file.name.rpartition(".")[0]
+        units.setdefault(key, []).append(file)
+    return list(units.values())
+
+
+def _is_tar(path: Path) -> bool:
+    return path.name.lower().endswith(TARS)

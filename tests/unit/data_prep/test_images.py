@@ -1,0 +1,220 @@
+"""Images and what lies beside them come out byte for byte as they went in; what is no image is refused by name."""
+
+import io
+import json
+import struct
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+import zstandard
+from PIL import Image
+from webdataset import tariterators
+
+import data_prep
+from data_prep import tokenizer
+from megatfm.cli import main
+from megatfm.config.prep import PrepConfig, TokenizerConfig
+from megatfm.data import Corpus
+from megatfm.data.inspect import check, show
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data_prep.conftest import tree, write
+
+
+def image(number: int, format_: str = "JPEG") -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (8 + number % 5, 12, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format_)
+    return out.getvalue()
+
+
+def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
+    """Images with what may lie beside them, by name and extension."""
+    found = {}
+    for number in range(count):
+        kind = ("jpg", "png", "jpeg")[number % 3]
+        beside = {
+            "cls": b"%d" % number,
+            "json": json.dumps({"text": f"of {number}", "é": [number]}).encode() + b"\n",
+            "txt": f"A caption, {number} é\r\n".encode(),
+        }
+        image_ = image(number, "PNG" if kind == "png" else "JPEG")
+        # with all, with some, with none of these
+        found[f"{number:03d}"] = {
+            kind: image_,
+            **{each: data for at, (each, data) in enumerate(beside.items()) if number % 8 >> at & 1},
+        }
+    return found
+
+
+def as_folder(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
+    for name, members in found.items():
+        for extension, data in members.items():
+            write(root / f"set{int(name) % 2}" / f"{name}.{extension}", data)
+
+
+def as_tar(root: Path, found: Mapping[str, Mapping[str, bytes]]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(root / "all.tar")) as writer:
+        for name, members in found.items():
+            writer.write({"__key__": name, **members})
+
+
+def config(tmp_path: Path, out: str = "out", **settings: Any) -> PrepConfig:
+    read = {"folder": str(tmp_path / "in"), "format": "images", **settings.pop("read", {})}
+    values = {"out": str(tmp_path / out), "read": read, "split": {"validation": 0.3}, **settings}
+    return PrepConfig.model_validate(values)
+
+
+def taken(out: Path) -> dict[str, Any]:
+    found = {}
+    for name in ("train", "validation"):
+        corpus = Corpus.open(out / name)
+        check(out / name)
+        for sample in map(corpus.sample, reversed(range(corpus.n_samples))):
+            found[sample.source] = sample
+    return found
+
+
+@pytest.mark.parametrize("lay", [as_folder, as_tar])
+def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
+    wanted = samples()
+    lay(tmp_path / "in", wanted)
+    result = data_prep.run(config(tmp_path, part_bytes=1024)).result
+    found = taken(tmp_path / "out")
+    assert len(found) == len(wanted) == result["steps"][0]["documents_out"]
+    for source, sample in found.items():
+        name = source.rpartition("#")[2] if lay is as_tar else Path(source).stem
+        assert dict(sample.members) == wanted[name]
+        assert next(iter(sample.members)) in ("jpg", "jpeg", "png")
+        assert (len(sample.tokens), sample.text_bytes) == (0, 0)
+    assert result["tokenizer"] == {"kind": "none", "blake3": "none", "vocab_size": 0}
+    assert "pillow" in result["libraries"]
+    assert "30" in (tmp_path / "out" / "report.html").read_text()
+    assert data_prep.run(config(tmp_path, part_bytes=1024)).already_done
+
+    # The same whatever the parts, and readable by others.
+    data_prep.run(config(tmp_path, "again", part_bytes=2**20))
+    first, again = tree(tmp_path / "out" / "train"), tree(tmp_path / "again" / "train")
+    assert first == again
+    with open(tmp_path / "out" / "train" / "shard-000000.tar.zst", "rb") as shard:
+        unpacked = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
+    members = tariterators.tar_file_expander([{"url": "shard", "stream": io.BytesIO(unpacked)}])
+    theirs = {each["__key__"]: each for each in tariterators.group_by_keys(members)}
+    assert len(theirs) == result["train"]["documents"]
+    for each in theirs.values():
+        meta = json.loads(each["meta.json"])
+        assert {name: each[name] for name in meta["members"]} == dict(found[meta["source"]].members)
+
+
+def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["A caption of many images, 0123456789 é " * 40]
+    known = tokenizer.write(tmp_path, tokenizer.make(TokenizerConfig(kind="byte-bpe", vocab_size=320), text))
+    as_folder(tmp_path / "in", samples())
+    data_prep.run(config(tmp_path, tokenizer={"file": str(tmp_path)}))
+    captioned = 0
+    for sample in taken(tmp_path / "out").values():
+        said = json.loads(sample.members.get("json", b"{}")).get("text", "")
+        caption = sample.members["txt"].decode() if "txt" in sample.members else said
+        assert known.decode(sample.tokens.tolist()) == caption
+        assert sample.text_bytes == len(caption.encode())
+        captioned += bool(caption)
+    assert captioned > 15
+    shown = show(tmp_path / "out" / "train", 0)
+    assert ".png" in shown or ".jp" in shown
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])
+    assert ended.value.code in (0, None)
+    assert " bytes" in capsys.readouterr().out
+
+
+def header_bomb() -> bytes:
+    """A PNG of 60,000 × 60,000 pixels in a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    end = chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + end
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+BAD = {
+    "a bomb": ({"png": header_bomb()}, "claims over 67,108,864 pixels"),
+    "no image": ({"txt": b"only words"}, "no image, not one image"),
+    "two images": ({"png": image(1, "PNG"), "jpg": image(1)}, "and .* not one image"),
+    "another format": ({"jpg": image(1, "PNG")}, "a .jpg that is no whole JPEG"),
+    "garbage": ({"jpg": b"\xff\xd8" + b"x" * 300}, "a .jpg that is no whole JPEG"),
+    "empty": ({"png": b""}, "a .png that is no whole PNG"),
+    "a PNG cut off": ({"png": image(1, "PNG")[:-30]}, "a .png that is no whole PNG"),
+    "a damaged PNG": ({"png": flipped(image(1, "PNG"))}, "a .png that is no whole PNG"),
+    "a JPEG cut off": ({"jpg": image(1)[:-40]}, "cut off: a JPEG without its end"),
+    "a class in words": ({"jpg": image(1), "cls": b"cat"}, "no number of a class"),
+    "broken JSON": ({"jpg": image(1), "json": b"{"}, "a .json that is not JSON"),
+    "a caption in Latin-1": ({"jpg": image(1), "txt": b"caf\xe9"}, "not valid UTF-8 at byte 3"),
+}
+
+
+@pytest.mark.parametrize(("members", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("lay", [as_folder, as_tar])
+def test_what_is_no_image_is_named(tmp_path: Path, lay: Any, members: dict[str, bytes], message: str) -> None:
+    lay(tmp_path / "in", {**samples(12), "500": members})
+    with pytest.raises(MegatfmError, match=rf"500.* has .*{message}"):
+        data_prep.run(config(tmp_path))
+    result = data_prep.run(config(tmp_path, read={"on_bad": "skip"})).result
+    assert len(taken(tmp_path / "out")) == 12
+    assert len(result["skipped_files"]) == 1
+    assert "500" in result["skipped_files"][0]
+
+
+def test_hostile_tars(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "all.tar"
+
+    def make(*members: tuple[str, bytes, bytes]) -> None:
+        with tarfile.open(path, "w") as tar:
+            for name, data, kind in members:
+                info = tarfile.TarInfo(name)
+                info.type, info.size, info.linkname = kind, len(data), "/etc/passwd"
+                tar.addfile(info, io.BytesIO(data))
+
+    file, link = tarfile.REGTYPE, tarfile.SYMTYPE
+    for members, message in (
+        ([("a.jpg", b"", link)], "a link or device: a.jpg"),
+        ([("a.jpg", image(1), file), ("a.jpg", image(2), file)], "a .jpg twice"),
+        ([("a.jpg", image(1), file), ("a.pickle", b"x", file)], "neither an image nor .*: a.pickle"),
+    ):
+        make(*members)
+        with pytest.raises(MegatfmError, match=message):
+            data_prep.run(config(tmp_path))
+    make(*((f"../{number}.jpg", image(number), file) for number in range(20)))  # a name is only a name
+    data_prep.run(config(tmp_path))
+    assert len(taken(tmp_path / "out")) == 20
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(MegatfmError, match=r"all\.tar: is no whole tar"):
+        data_prep.run(config(tmp_path, "cut"))
+
+
+def test_settings_that_images_have_no_use_for(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"steps": [{"name": "normalize"}]}, "no text for steps"),
+        ({"tokenizer": {"vocab_size": 500}}, "no tokenizer is trained on captions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(tmp_path, **settings)
+
+
+def test_too_few_to_split(tmp_path: Path) -> None:
+    as_folder(tmp_path / "in", samples(1))
+    with pytest.raises(UsageError, match="no document for"):
+        data_prep.run(config(tmp_path))
