@@ -21,22 +21,40 @@ class ByteCache(Generic[Key, Value]):
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
+        self._making: dict[Key, Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteCache, (self._limit, self._size)
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made if it is not here."""
+        """The value of `key`, made if it is not here; threads that want the same one wait, others don't."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-            value = self._values[key] = make()
-            self._bytes += self._size(value)
-            while self._bytes > self._limit and len(self._values) > 1:
-                _, oldest = self._values.popitem(last=False)
-                self._bytes -= self._size(oldest)
+            making = self._making.setdefault(key, Lock())
+        with making:
+            with self._lock:
+                if key in self._values:
+                    return self._values[key]
+            value = make()
+            with self._lock:
+                self._making.pop(key, None)
+                self._drop(key)
+                self._values[key] = value
+                self._bytes += self._size(value)
+                while self._bytes > self._limit and len(self._values) > 1:
+                    self._drop(next(iter(self._values)))
             return value
+
+    def forget(self, key: Key) -> None:
+        """Drop a value that is not needed again."""
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        if key in self._values:
+            self._bytes -= self._size(self._values.pop(key))
 
 
 def nbytes(value: Any) -> int:

@@ -36,9 +36,9 @@ class Loader(Iterator[list[Fields]]):
     a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from there on are rows
     of padding, and iteration ends after the step that reaches it.
 
-    One thread fetches ahead, `workers` processes do its work; errors are raised here. Close the loader (or use `with`)
-    when done. `waited` is the time in seconds that the consumer has waited for data, `step_tokens` what the last step
-    of all ranks together had room for.
+    Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
+    Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for data,
+    `step_tokens` what the last step of all ranks together had room for.
 
     Raises a UsageError if a global batch does not divide into micro-batches × data ranks.
     """
@@ -71,7 +71,9 @@ class Loader(Iterator[list[Fields]]):
         self.waited, self.step_tokens = 0.0, 0
         self._rank, self._ranks = data_rank, data_ranks
         self._workers = Workers(rows, workers)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatfm-loader")
+        # Two threads each make one of the steps ahead; a worker is asked by one.
+        threads = 1 if workers else STEPS_AHEAD
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-loader")
         self._ahead: deque[_Ahead] = deque()
         self._next_position, self._next_step = position, step
 

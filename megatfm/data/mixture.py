@@ -13,6 +13,7 @@ from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.order import in_turns
 from megatfm.data.packing import Fields
 from megatfm.data.rows import PackedRows
+from megatfm.data.tables import batch_of
 from megatfm.errors import UsageError
 from megatfm.keyed import fractions, raw
 
@@ -114,7 +115,8 @@ class Mixture:
 
     def place(self, position: int) -> tuple[str, int]:
         """The source of the row at a global position, and the row's position in that source's own order."""
-        turn, stream = divmod(in_turns(int(position), self.streams, self.turn), self.streams)
+        (at,) = in_turns(np.array([position]), self.streams, self.turn).tolist()
+        turn, stream = divmod(at, self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
         span = self._spans[number]
         block, slot = divmod(turn - span.first, self.block)
@@ -128,8 +130,15 @@ class Mixture:
         name, at = self.place(position)
         return self.sources[name].row(at)
 
-    def padding(self) -> Fields:
-        return self._rows[0].padding()
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows at global positions."""
+        padding = next(iter(self.sources)), None
+        places = [padding if position is None else self.place(position) for position in positions]
+        found = {
+            name: iter(source.find([at for chosen, at in places if chosen == name]))
+            for name, source in self.sources.items()
+        }
+        return batch_of([next(found[name]) for name, _ in places])
 
     def rows_read(self, position: int) -> dict[str, int]:
         """How many rows of each source lie before a position, of which the last round may be incomplete."""

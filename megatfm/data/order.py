@@ -66,41 +66,57 @@ class Order:
         # For two epochs, since the loader may fetch ahead into the next one.
         self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_rows.nbytes + 8), nbytes)
         self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
-        self._rows: ByteCache[tuple[int, int], Ints] = ByteCache(2**23, nbytes)
+        self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _list_bytes)
 
     def __len__(self) -> int:
         return self._n_rows
 
     def place(self, position: int) -> Place:
         """Where the row at a global position ≥ 0 is."""
-        position = int(position)  # a NumPy integer would make another key
-        epoch = position // len(self)
-        step, stream = divmod(self._in_turns(position, epoch) - epoch * len(self), self.streams)
+        (slot,) = self.slots(np.array([position]))
+        return slot._replace(row=self.block_order(slot.epoch, slot.block)[slot.row])
+
+    def slots(self, positions: Ints) -> list[Place]:
+        """Where the rows at global positions [n] are; `row` is where in its block's `block_order` each is."""
+        epochs = positions // len(self)
+        found = np.empty((3, len(positions)), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[0, here] = epoch
+            found[1:, here] = self._in_epoch(positions[here], epoch)
+        return [Place(*place) for place in found.T.tolist()]
+
+    def _in_epoch(self, positions: Ints, epoch: int) -> tuple[Ints, Ints]:
+        """Blocks and slots in them [n] of positions [n] of one epoch."""
+        steps, stream = np.divmod(self._in_turns(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
-        index = stream * rows + min(stream, longer) + step
-        block, row = _find(self._epochs.get(epoch, partial(self._epoch, epoch)), index)
+        index = stream * rows + np.minimum(stream, longer) + steps
+        blocks, slots = _find(self._epochs.get(epoch, partial(self._epoch, epoch)), index)
         if self._unit > 1:
-            key = epoch, block
-            block, row = _find(self._units.get(key, partial(self._in_unit, *key)), row)
-        if self.shuffle:
-            row = int(self._rows.get((epoch, block), partial(self._in_block, epoch, block))[row])
-        return Place(epoch, block, row)
+            units = blocks.copy()
+            for unit in np.unique(units).tolist():
+                here, key = units == unit, (epoch, unit)
+                table = self._units.get(key, partial(self._in_unit, *key))
+                blocks[here], slots[here] = _find(table, slots[here])
+        return blocks, slots
 
     def block_order(self, epoch: int, block: int) -> list[int]:
         """The rows of a block as they come in an epoch."""
-        rows: list[int] = self._rows.get((epoch, block), partial(self._in_block, epoch, block)).tolist()
-        return rows if self.shuffle else sorted(rows)
+        return self._rows.get((epoch, block), partial(self._in_block, epoch, block))
 
-    def _in_turns(self, position: int, epoch: int) -> int:
+    def _in_turns(self, positions: Ints, epoch: int) -> Ints:
         """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
         if self.turn == 1:
-            return position
+            return positions
         length = self.streams * self.turn
-        begin = max(position - position % length, epoch * len(self))
-        end = min(position - position % length + length, (epoch + 1) * len(self))
-        turn = (end - begin) // self.streams
-        at = position - begin
-        return begin + (in_turns(at, self.streams, turn) if at < turn * self.streams else at)
+        rounds = positions - positions % length
+        begin = np.maximum(rounds, epoch * len(self))
+        turns = (np.minimum(rounds + length, (epoch + 1) * len(self)) - begin) // self.streams
+        at = positions - begin
+        # A round that an epoch's edge cuts short ends with single rows.
+        return begin + np.where(
+            at < turns * self.streams, in_turns(at, self.streams, np.maximum(turns, 1)), at
+        )
 
     def _epoch(self, epoch: int) -> _Table:
         n = len(self._unit_rows)
@@ -114,16 +130,19 @@ class Order:
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
         return _Table(first + blocks, _sums(rows[blocks]))
 
-    def _in_block(self, epoch: int, block: int) -> Ints:
+    def _in_block(self, epoch: int, block: int) -> list[int]:
         (rows,) = self._block_rows(block, block + 1).tolist()
-        return permutation(rows, self.seed, "rows", epoch, block)
+        if not self.shuffle:
+            return list(range(rows))
+        return permutation(rows, self.seed, "rows", epoch, block).tolist()
 
 
-def in_turns(k: int, streams: int, turn: int) -> int:
-    """Position k of an order that takes `turn` rows of each stream, in one that takes single rows."""
-    round_, at = divmod(k, streams * turn)
-    stream, row = divmod(at, turn)
-    return (round_ * turn + row) * streams + stream
+def in_turns(k: Ints, streams: int, turn: Ints | int) -> Ints:
+    """Positions [n] of an order that takes `turn` rows of each stream, in one that takes single rows."""
+    rounds, at = np.divmod(k, streams * turn)
+    stream, row = np.divmod(at, turn)
+    found: Ints = np.asarray((rounds * turn + row) * streams + stream, np.int64)
+    return found
 
 
 def order_of(
@@ -146,9 +165,13 @@ class _Slices:
         return self._rows[begin:end].astype(np.int64)
 
 
-def _find(table: _Table, row: int) -> tuple[int, int]:
-    at = int(table.first_rows.searchsorted(row, side="right")) - 1
-    return int(table.numbers[at]), row - int(table.first_rows[at])
+def _find(table: _Table, rows: Ints) -> tuple[Ints, Ints]:
+    at = table.first_rows.searchsorted(rows, side="right") - 1
+    return table.numbers[at], rows - table.first_rows[at]
+
+
+def _list_bytes(rows: list[int]) -> int:
+    return 36 * len(rows)
 
 
 def _sums(counts: Ints) -> Ints:

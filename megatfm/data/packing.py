@@ -1,6 +1,6 @@
-"""What packing asks of an objective, and packing by cutting: documents joined and cut into rows of equal length."""
+"""What packing asks of an objective, and the sequences that it builds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ NO_DOCUMENT = -1
 """The document number of padding."""
 
 Fields = dict[str, NDArray[np.int64]]
+Join = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
+"""The fields of many documents, each framed as `Objective.build` would, one after another [total]."""
 
 
 class Partners(Protocol):
@@ -121,6 +123,29 @@ def build_pieces(
     return built
 
 
+def joiner(objective: Objective) -> Join | None:
+    """An objective's `join`, if it has one that goes with its `build`: a subclass may have changed that alone."""
+    for kind in type(objective).__mro__:
+        if "join" in vars(kind):
+            return objective.join  # type: ignore[attr-defined]
+        if "build" in vars(kind):
+            break
+    return None
+
+
+def join_documents(
+    join: Join, pieces: Pieces, documents: Sequence[NDArray[Any]]
+) -> Mapping[str, NDArray[np.integer]]:
+    """Join the documents of uncut pieces. Raises a MegatfmError if they have not the length that was planned."""
+    fields = join([documents[number] for number in pieces.documents.tolist()])
+    for name, field in fields.items():
+        if len(field) != pieces.lengths.sum():
+            raise MegatfmError(
+                f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
+            )
+    return fields
+
+
 def side_of(field: str, sides: Sequence[str]) -> int:
     """Which side a field belongs to: the first whose prefix it has."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
@@ -132,90 +157,8 @@ def fill_of(field: str, sides: Sequence[str], fills: Mapping[str, int], pad_id: 
     return fills.get(field, {"tokens": pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
 
 
-@dataclass(frozen=True, eq=False)
-class CutBlock:
-    """`fields` [total] of the joined documents, which start at `starts` [n_documents]; cut only when read."""
-
-    fields: dict[str, NDArray[np.int32]]
-    starts: NDArray[np.int64]
-    length: int
-    fills: Mapping[str, int]
-    blank: NDArray[np.bool_]
-    """Which of them are padding [n_documents]."""
-
-    @property
-    def n_rows(self) -> int:
-        return -(-len(self.fields["tokens"]) // self.length)
-
-    @property
-    def nbytes(self) -> int:
-        own = sum(field.nbytes for field in self.fields.values())
-        return own + 8 * len(self.fields["tokens"]) + self.starts.nbytes
-
-    @cached_property
-    def _numbers(self) -> NDArray[np.int32]:
-        """Which document each token is of, in the block [total]."""
-        lengths = np.diff(self.starts, append=len(self.fields["tokens"]))
-        return np.repeat(np.arange(len(self.starts), dtype=np.int32), lengths)
-
-    @cached_property
-    def _places(self) -> NDArray[np.int32]:
-        """Where in its document each token is [total]."""
-        return (np.arange(len(self._numbers)) - self.starts[self._numbers]).astype(np.int32)
-
-    def row(self, number: int, as_one_document: bool = False) -> Fields:
-        """Row `number`: its slice of every field, with "documents" (0, 1, … in the row) and "positions"
-        (from 0 in each piece of a document); past the end of the block there is padding."""
-        total, length = len(self.fields["tokens"]), self.length
-        part = slice(min(number * length, total), min((number + 1) * length, total))
-        row = {name: padded(field[part], length, self.fills[name]) for name, field in self.fields.items()}
-        numbers = self._numbers[part]
-        positions = np.arange(len(numbers), dtype=np.int32)
-        if as_one_document:
-            documents = np.zeros_like(numbers)
-        else:
-            documents, positions = numbers - numbers[:1], np.minimum(positions, self._places[part])
-        if self.has_blank:
-            blank = self.blank[numbers]
-            documents, positions = np.where(blank, NO_DOCUMENT, documents), np.where(blank, 0, positions)
-        row["documents"] = padded(documents, length, NO_DOCUMENT)
-        row["positions"] = padded(positions, length, 0)
-        return row
-
-    @cached_property
-    def has_blank(self) -> bool:
-        return bool(self.blank.any())
-
-
-def cut_rows(
-    built: Sequence[Mapping[str, NDArray[np.integer]]],
-    objective: Objective,
-    length: int,
-    pad_id: int,
-    blank: NDArray[np.bool_],
-) -> CutBlock:
-    """Join built documents, in the order given; empty ones take no place. blank [n]: those that are padding."""
-    lengths = np.array([len(document["tokens"]) for document in built], np.int64)
-    starts = np.cumsum(lengths) - lengths
-    fields = {name: joined([d[name] for d in built], name) for name in built[0]}
-    fills = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in fields}
-    return CutBlock(fields, starts[lengths > 0], length, fills, blank[lengths > 0])
-
-
-def joined(pieces: Sequence[NDArray[np.integer]], name: str) -> NDArray[np.int32]:
-    """One array [total] of a field's pieces."""
-    whole = np.concatenate(pieces)
-    narrow = whole.astype(np.int32)
-    if not np.array_equal(narrow, whole):
-        raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
-    return narrow
-
-
-def padded(values: NDArray[np.integer], length: int, fill: int) -> NDArray[np.int64]:
-    """`values` and then `fill`, [length]."""
-    if len(values) == length:
-        return values.astype(np.int64)
-    row = np.empty(length, np.int64)
-    row[: len(values)] = values
-    row[len(values) :] = fill
-    return row
+def fills_of(fields: Iterable[str], objective: Objective, pad_id: int, side: int = 0) -> dict[str, int]:
+    """What stands in the padding of each of a side's fields, and of those that packing adds."""
+    prefix = objective.sides[side]
+    own = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in fields}
+    return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}

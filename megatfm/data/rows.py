@@ -1,18 +1,22 @@
 """Rows of packed tokens of one corpus, in training order."""
 
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.block import PackedBlock, pack
+from megatfm.data.block import pack
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.corpus import Corpus
 from megatfm.data.order import Place, order_of
 from megatfm.data.packing import Fields, Objective
 from megatfm.data.plan import stored_plan
 from megatfm.data.quarantine import Quarantine
+from megatfm.data.steps import Streams
+from megatfm.data.tables import PackedBlock, batch_of
 from megatfm.errors import MegatfmError
 from megatfm.keyed import permutation
 
@@ -32,13 +36,30 @@ class Rows(Protocol):
         """Whether a row may be cut into shorter ones."""
         ...
 
-    def row(self, position: int) -> Fields: ...
-    def padding(self) -> Fields: ...
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows at positions, int64 arrays [n, length of the field's side] by name; None is a row of padding."""
+        ...
+
     def epoch(self, position: int) -> int | str:
         """How often the corpus was read before a position."""
         ...
 
     def identity(self) -> dict[str, str | int | bool]: ...
+
+
+@dataclass
+class _Held:
+    """A packed block while it is read."""
+
+    packed: PackedBlock
+    order: list[int]
+    """Its rows as they come in the epoch."""
+    left: int
+    """How many of them were not asked for yet."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
 
 
 class PackedRows:
@@ -49,6 +70,7 @@ class PackedRows:
     in another order each epoch and cut where rows end. What room is left is padding, with `pad_id` for tokens.
     target_length: row length of an objective's second side (an encoder-decoder's decoder).
 
+    streams: how many places are read in turn (and how many rows of each).
     plan_name: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
     quarantine: samples that become padding; their places, and all others', stay.
 
@@ -66,8 +88,7 @@ class PackedRows:
         sequence_length: int,
         target_length: int | None = None,
         seed: int,
-        streams: int = 64,
-        turn: int = 1,
+        streams: Streams | int = 64,
         shuffle: bool = True,
         attend_across_documents: bool = False,
         pad_id: int = 0,
@@ -79,7 +100,8 @@ class PackedRows:
         self.objective = objective
         self.sequence_length = sequence_length
         self.seed = int(seed)
-        self.streams, turn = (streams, turn) if shuffle else (1, 1)
+        read = Streams(streams) if isinstance(streams, int) else streams
+        self.streams, turn = read if shuffle else Streams(1)
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
         self._as_one_document = attend_across_documents
@@ -91,7 +113,7 @@ class PackedRows:
         if self.quarantine:
             self.notes.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
         self.order = order_of(plan.rows, seed=self.seed, streams=self.streams, turn=turn, shuffle=shuffle)
-        self._cache: ByteCache[tuple[int, int], PackedBlock] = ByteCache(cache_bytes, nbytes)
+        self._cache: ByteCache[tuple[int, int], _Held] = ByteCache(cache_bytes, nbytes)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -136,16 +158,39 @@ class PackedRows:
         also "encoder_documents" and "encoder_positions". With `attend_across_documents`, a row counts as one
         document.
         """
-        epoch, block, row = self.place(position)
-        return self._block(epoch, block).row(row, self._as_one_document)
+        return {name: values[0] for name, values in self.rows([position]).items()}
 
     def padding(self) -> Fields:
         """A row of nothing but padding, with the fields of `row`."""
-        block = int(self._rows_of_block.argmax())
-        return self._block(0, block).row(int(self._rows_of_block[block]))
+        return {name: values[0] for name, values in self.rows([None]).items()}
 
-    def _block(self, epoch: int, block: int) -> PackedBlock:
-        return self._cache.get((epoch, block), partial(self._pack, epoch, block))
+    def rows(self, positions: Sequence[int | None]) -> Fields:
+        """The rows at global positions, [n, length of the field's side] by name; None is a row of padding."""
+        return batch_of(self.find(positions))
+
+    def find(self, positions: Sequence[int | None]) -> list[tuple[PackedBlock, int]]:
+        """The packed block of each position, and the row in it."""
+        wanted = np.array([-1 if at is None else at for at in positions], np.int64)
+        slots = iter(self.order.slots(wanted[wanted >= 0]))
+        return [self._padding if at is None else self._found(*next(slots)) for at in positions]
+
+    def _found(self, epoch: int, block: int, slot: int) -> tuple[PackedBlock, int]:
+        held = self._block(epoch, block)
+        held.left -= 1
+        if not held.left:  # so that the next block gets its memory, since fresh memory is slow
+            self._cache.forget((epoch, block))
+        return held.packed, held.order[slot]
+
+    @cached_property
+    def _padding(self) -> tuple[PackedBlock, int]:
+        return self._block(0, int(self._rows_of_block.argmax())).packed.padding, 0
+
+    def _block(self, epoch: int, block: int) -> _Held:
+        return self._cache.get((epoch, block), partial(self._open, epoch, block))
+
+    def _open(self, epoch: int, block: int) -> _Held:
+        packed = self._pack(epoch, block)
+        return _Held(packed, self.order.block_order(epoch, block), packed.n_rows)
 
     def _pack(self, epoch: int, block: int) -> PackedBlock:
         blank = self._blank(block)
@@ -159,6 +204,7 @@ class PackedRows:
             pad_id=self._pad_id,
             order=(lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None,
             blank=blank,
+            as_one_document=self._as_one_document,
         )
         if packed.n_rows != self._rows_of_block[block]:
             raise MegatfmError(

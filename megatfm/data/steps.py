@@ -1,6 +1,5 @@
 """How much of the order each step takes: a pure function of the step, also while batch and sequence length warm up."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,8 +79,3 @@ def split_rows(rows: Fields, parts: int) -> Fields:
 def nearest_batch(batch: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a batch."""
     return max(1, (batch + unit // 2) // unit) * unit
-
-
-def joined_rows(rows: Sequence[Fields]) -> Fields:
-    """Rows [T] as one array [n, T] for each field."""
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -2,13 +2,13 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import NO_DOCUMENT, Fields, Objective, fill_of, joined, padded, side_of
+from megatfm.data.packing import NO_DOCUMENT, Objective, fills_of, side_of
 from megatfm.data.pieces import Pieces
+from megatfm.data.tables import PackedBlock, Table, fitting
 
 
 def best_fit(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
@@ -60,89 +60,43 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
     return rows
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
-    """One side's fields [total] of the rows joined, which start at `offsets` [rows + 1]."""
-
-    prefix: str
-    length: int
-    fields: dict[str, NDArray[np.int32]]
-    documents: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-
-    def row(self, number: int, fills: Mapping[str, int], as_one_document: bool) -> Fields:
-        begin, end = self.offsets[[min(n, len(self.offsets) - 1) for n in (number, number + 1)]].tolist()
-        row = {
-            name: padded(field[begin:end], self.length, fills[name]) for name, field in self.fields.items()
-        }
-        documents, positions = self.documents[begin:end], self.positions[begin:end]
-        if as_one_document:
-            documents = np.minimum(documents, 0)
-            positions = np.where(documents == NO_DOCUMENT, 0, np.arange(end - begin, dtype=np.int32))
-        row[f"{self.prefix}documents"] = padded(documents, self.length, NO_DOCUMENT)
-        row[f"{self.prefix}positions"] = padded(positions, self.length, 0)
-        return row
-
-
-@dataclass(frozen=True, eq=False)
-class WholeBlock:
-    """The rows of a block."""
-
-    sides: tuple[Side, ...]
-    fills: Mapping[str, int]
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.sides[0].offsets) - 1
-
-    @property
-    def nbytes(self) -> int:
-        fields = [field for side in self.sides for field in side.fields.values()]
-        return sum(
-            field.nbytes for field in (*fields, *(a for s in self.sides for a in (s.documents, s.positions)))
-        )
-
-    def row(self, number: int, as_one_document: bool = False) -> Fields:
-        """Row `number`: every field, and for each side "documents" (0, 1, … in the row, the same for all sides of a
-        sequence) and "positions" (from 0 in each sequence); past the end of the block there is padding."""
-        row: Fields = {}
-        for side in self.sides:
-            row.update(side.row(number, self.fills, as_one_document))
-        return row
-
-
 def fitted_rows(
     built: Sequence[Mapping[str, NDArray[np.integer]]],
     pieces: Pieces,
     rows: NDArray[np.int64],
+    blank: NDArray[np.bool_] | None,
     objective: Objective,
     capacities: Sequence[int],
     pad_id: int,
-    blank: NDArray[np.bool_],
-) -> WholeBlock:
+    as_one_document: bool,
+) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     in_order, n_rows = rows[order], int(rows.max(initial=-1)) + 1
     numbers = np.arange(len(order)) - np.searchsorted(in_order, in_order)
-    numbers[blank[order]] = NO_DOCUMENT
-    sides = []
-    for side, prefix in enumerate(objective.sides):
+    if as_one_document:
+        numbers[:] = 0
+    if blank is not None:
+        numbers[blank[order]] = NO_DOCUMENT
+    tables = []
+    for side, (prefix, capacity) in enumerate(zip(objective.sides, capacities, strict=True)):
+        names = [name for name in built[0] if side_of(name, objective.sides) == side]
+        fills = fills_of(names, objective, pad_id, side)
+        table = Table.empty(fills, n_rows, capacity)
+        table.values[:, :n_rows] = table.values[:, n_rows:]
         lengths = pieces.lengths[order, side]
         starts = np.cumsum(lengths) - lengths
-        names = [name for name in built[0] if side_of(name, objective.sides) == side]
-        row_lengths = np.bincount(in_order, lengths, n_rows).astype(np.int64)
-        sides.append(
-            Side(
-                prefix,
-                capacities[side],
-                {name: joined([built[i][name] for i in order.tolist()], name) for name in names},
-                np.repeat(numbers, lengths).astype(np.int32),
-                np.where(
-                    np.repeat(blank[order], lengths), 0, np.arange(lengths.sum()) - np.repeat(starts, lengths)
-                ).astype(np.int32),
-                np.concatenate([[0], np.cumsum(row_lengths)]),
-            )
-        )
-    fills = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in built[0]}
-    return WholeBlock(tuple(sides), fills)
+        columns = (
+            starts - starts[np.searchsorted(in_order, in_order)]
+        )  # where each sequence starts in its row
+        at = np.arange(lengths.sum()) + np.repeat(in_order * capacity + columns - starts, lengths)
+        for name in names:
+            joined = np.concatenate([built[number][name] for number in order.tolist()])
+            table.flat(name)[at] = fitting(joined, name)
+        shown = np.repeat(numbers, lengths)
+        counted_from = in_order * capacity if as_one_document else in_order * capacity + columns
+        positions = at - np.repeat(counted_from, lengths)
+        table.flat(f"{prefix}documents")[at] = shown
+        table.flat(f"{prefix}positions")[at] = np.where(shown == NO_DOCUMENT, 0, positions)
+        tables.append(table)
+    return PackedBlock(tuple(tables))

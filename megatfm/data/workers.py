@@ -13,7 +13,6 @@ import numpy as np
 
 from megatfm.data.packing import Fields
 from megatfm.data.rows import Rows
-from megatfm.data.steps import joined_rows
 from megatfm.errors import MegatfmError
 
 
@@ -36,7 +35,7 @@ class Workers:
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows [n] at positions, int64 arrays [n, T] by name; None is a row of padding."""
         if not self._n:
-            return make_rows(self._own_rows, positions)
+            return self._own_rows.rows(positions)
         if not self._processes:
             self._start()
         bounds = np.linspace(0, len(positions), len(self._processes) + 1).astype(int).tolist()
@@ -89,11 +88,6 @@ class Workers:
             )
 
 
-def make_rows(rows: Rows, positions: Sequence[int | None]) -> Fields:
-    """The rows at positions, one after another."""
-    return joined_rows([rows.padding() if at is None else rows.row(at) for at in positions])
-
-
 def _main(pipe: Connection, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -114,7 +108,7 @@ def serve(pipe: Connection, pickled: bytes) -> None:
         try:
             if isinstance(rows, Exception):
                 raise rows
-            answer: Fields | Exception = make_rows(rows, positions)
+            answer: Fields | Exception = rows.rows(positions)
         except Exception as error:
             answer = _portable(error)
         try:

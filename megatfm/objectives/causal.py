@@ -1,6 +1,6 @@
 """Next-token prediction, also of several tokens ahead, for decoders and for encoder-decoders."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,17 @@ class Causal(Objective):
         framed = np.empty(len(tokens) + 2, np.int64)
         framed[0], framed[1:-1], framed[-1] = self.special.bos, tokens, self.special.eos
         return {"tokens": framed[:-1], "targets": framed[1:]}
+
+    def join(self, documents: Sequence[Tokens]) -> Fields:
+        """`build` of many documents, one after another, in their own type."""
+        added = np.min_scalar_type(max(self.special.bos, self.special.eos))
+        stored = np.result_type(*{document.dtype for document in documents}, added)
+        bos = np.array([self.special.bos], stored)
+        tokens = np.concatenate([part for document in documents for part in (bos, document)])
+        targets = np.empty_like(tokens)
+        targets[:-1] = tokens[1:]
+        targets[np.cumsum([len(document) + 1 for document in documents]) - 1] = self.special.eos
+        return {"tokens": tokens, "targets": targets}
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")

@@ -50,8 +50,15 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
     for number in range(config.train.global_batch):
         start = first + 10 * number
         documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
-        packed = pack(documents, objective, row_lengths=lengths[: len(objective.sides)], seed=0, first=start)
-        rows.append(packed.row(0, config.data.attend_across_documents))
+        packed = pack(
+            documents,
+            objective,
+            row_lengths=lengths[: len(objective.sides)],
+            seed=0,
+            first=start,
+            as_one_document=config.data.attend_across_documents,
+        )
+        rows.append(packed.row(0))
     fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
     positions = step * config.train.global_batch + np.arange(config.train.global_batch)
     return fields | {"keys": torch.from_numpy(keyed.row_keys(0, positions))}

@@ -1,5 +1,8 @@
 """The cache holds what was used last, within its bytes."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 from megatfm.data.cache import ByteCache
 
 
@@ -27,3 +30,28 @@ def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
     assert cache.get(1, lambda: bytes(11)) is one
     cache.get(2, lambda: bytes(10))
     assert len(cache.get(1, lambda: bytes(12))) == 12
+
+
+def test_threads_make_different_values_together_and_the_same_one_once() -> None:
+    cache: ByteCache[int, bytes] = ByteCache(limit=100, size=len)
+    both, made = Barrier(2, timeout=10), []
+
+    def make(key: int) -> bytes:
+        made.append(key)
+        both.wait()  # fails if one waits for the other
+        return bytes(10)
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda key: cache.get(key, lambda: make(key)), [1, 2, 1, 2, 1, 2]))
+    assert sorted(made) == [1, 2]
+    assert found[0] is found[2] is found[4]
+
+
+def test_what_is_forgotten_is_made_again_and_frees_its_bytes() -> None:
+    cache: ByteCache[str, bytes] = ByteCache(limit=20, size=len)
+    one, two = cache.get("a", lambda: bytes(10)), cache.get("b", lambda: bytes(10))
+    cache.forget("a")
+    cache.forget("a")
+    cache.get("c", lambda: bytes(10))
+    assert cache.get("b", lambda: b"") is two, "it still has room"
+    assert cache.get("a", lambda: bytes(10)) is not one

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,14 @@ def test_a_resume_at_any_position_and_on_other_ranks_is_the_run_that_was_never_s
 
 def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRows) -> None:
     fetched = threading.Event()
-    row = rows.row
+    read = rows.rows
 
-    def watched(position: int) -> Batch:
-        if position == 15:
+    def watched(positions: Sequence[int | None]) -> Batch:
+        if 15 in positions:
             fetched.set()
-        return row(position)
+        return read(positions)
 
-    rows.row = watched  # type: ignore[method-assign]
+    rows.rows = watched  # type: ignore[method-assign]
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         assert fetched.wait(10), "the second step is fetched ahead"
@@ -116,14 +117,14 @@ def test_a_batch_that_does_not_divide_names_the_nearest(
 
 
 def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedRows) -> None:
-    row = rows.row
+    read = rows.rows
 
-    def failing(position: int) -> Batch:
-        if position >= 16:
-            raise ZeroDivisionError(f"at {position}")
-        return row(position)
+    def failing(positions: Sequence[int | None]) -> Batch:
+        if 16 in positions:
+            raise ZeroDivisionError("at 16")
+        return read(positions)
 
-    rows.row = failing  # type: ignore[method-assign]
+    rows.rows = failing  # type: ignore[method-assign]
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         next(loader)
@@ -142,15 +143,16 @@ def loader_threads() -> list[threading.Thread]:
 def test_no_thread_outlives_its_loader(rows: PackedRows) -> None:
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
-        assert len(loader_threads()) == 1
+        assert len(loader_threads()) == 2
     assert not loader_threads()
     loader.close()
     forgotten = Loader(rows, global_batch=8, micro_batch=8)
     next(forgotten)
-    (thread,) = loader_threads()
+    threads = loader_threads()
     del forgotten
     gc.collect()
-    thread.join(10)
+    for thread in threads:
+        thread.join(10)
     assert not loader_threads()
 
 

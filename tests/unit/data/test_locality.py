@@ -48,7 +48,7 @@ def read_by_all(
     for rank in range(ranks):
         corpus = Corpus.open(folder)
         size = sum(shard.bytes for shard in corpus.manifest.shards)
-        options: Any = {"sequence_length": 64, "seed": 1, "streams": streams}
+        options: Any = {"sequence_length": 64, "seed": 1, "streams": streams if mixed else streams_for(batch)}
         if mixed:
             sources = {
                 name: PackedRows(Corpus.open(folder), causal_type(), **options | {"seed": seed})
@@ -58,7 +58,7 @@ def read_by_all(
             rows: Any = Mixture(sources, phases, seed=1, streams=streams, turn=turn, block=8)
             n = 2 * len(sources["a"])
         else:
-            rows = PackedRows(corpus, causal_type(), turn=turn, **options)
+            rows = PackedRows(corpus, causal_type(), **options)
             n = len(rows)
         with Loader(
             rows, global_batch=batch, micro_batch=1, data_rank=rank, data_ranks=ranks, stop=n
@@ -95,9 +95,9 @@ class Blocks:
 def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batch: int) -> None:
     """Simulated: the order's places, cut into the ranks' shares of each step; a rank remembers two blocks for
     each of its streams."""
-    streams, turn = streams_for(batch)
+    streams = streams_for(batch).streams
     corpus: Any = Blocks(9 * streams)
-    rows = PackedRows(corpus, causal_type(), sequence_length=16, seed=1, streams=streams, turn=turn)
+    rows = PackedRows(corpus, causal_type(), sequence_length=16, seed=1, streams=streams_for(batch))
     share, reads = batch // ranks, 0
     held = 2 * max(1, -(-streams // ranks))
     blocks = np.array([rows.place(position).block for position in range(len(rows))])

@@ -1,0 +1,52 @@
+"""Documents that are joined at once make the rows that they make one by one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data.block import pack
+from megatfm.errors import MegatfmError
+from megatfm.objectives import Causal, Fields, SpecialTokens
+
+SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
+
+
+class OneByOne(Causal):
+    """The same, and a subclass that changes `build` alone is asked for each document."""
+
+    def build(self, *args: Any) -> Fields:
+        return super().build(*args)
+
+
+def texts(dtype: str) -> list[np.ndarray]:
+    return [np.arange(10 * i, 10 * i + n, dtype=dtype) for i, n in enumerate((5, 0, 33, 1, 16, 0), start=1)]
+
+
+@pytest.mark.parametrize("as_one_document", [False, True])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("special", [SPECIAL, SpecialTokens(bos=70_000, eos=70_001, pad=70_002)])
+def test_joined_and_built_one_by_one(dtype: str, special: SpecialTokens, as_one_document: bool) -> None:
+    options: Any = {"row_lengths": [7], "seed": 0, "as_one_document": as_one_document, "pad_id": special.pad}
+    options |= {"order": lambda n: np.arange(n)[::-1]}
+    joined = pack(texts(dtype), Causal(special), **options)
+    single = pack(texts(dtype), OneByOne(special), **options)
+    assert joined.n_rows == single.n_rows == 9
+    for row in range(10):
+        np.testing.assert_equal(joined.row(row), single.row(row))
+    assert joined.row(0)["tokens"][0] == special.bos
+    assert (joined.row(9)["tokens"] == special.pad).all()
+
+
+def test_a_join_of_another_length_than_planned_is_named() -> None:
+    class Longer(Causal):
+        def join(self, documents: Any) -> Fields:
+            return {name: np.append(field, 0) for name, field in super().join(documents).items()}
+
+    with pytest.raises(MegatfmError, match="joined 6 documents to 62 tokens, not 61"):
+        pack(texts("uint16"), Longer(SPECIAL), row_lengths=[7], seed=0)
+
+
+def test_ids_over_31_bits_are_refused() -> None:
+    with pytest.raises(MegatfmError, match="'tokens' has values that do not fit 32-bit integers"):
+        pack([np.array([2**31], np.uint32)], Causal(SPECIAL), row_lengths=[7], seed=0)
