@@ -203,6 +203,8 @@ def run_series(
     by_layout: dict[str, dict[str, int]] = {}
     start, starts, runs, phases = time.monotonic(), 0, 0, itertools.cycle(PHASES)
     for layout, count in kills.items():
+        if not count:
+            continue
         world, words = LAYOUTS[layout]
         series = Series(str(config), folder / layout.replace(" ", "-"), world, [*words, *overrides])
         series.folder.mkdir()
