@@ -79,15 +79,12 @@ class InCalls:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._kept = {
-            name: getattr(dist.ProcessGroup, name)
-            for name in self.METHODS
-            if hasattr(dist.ProcessGroup, name)
-        }
+        there = vars(dist.ProcessGroup)  # descriptors, which bind where what getattr gives would not
+        self._kept = {name: there[name] for name in self.METHODS if name in there}
 
     def __enter__(self) -> "InCalls":
-        for name, method in self._kept.items():
-            setattr(dist.ProcessGroup, name, self._timed(method))
+        for name in self._kept:
+            setattr(dist.ProcessGroup, name, self._timed(getattr(dist.ProcessGroup, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
