@@ -78,14 +78,7 @@ class Loader(Iterator[list[Fields]]):
         self._next_position, self._next_step = position, step
 
     def __next__(self) -> list[Fields]:
-        while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
-            stage = self.steps.stage(self._next_step)
-            share = stage.global_batch // self._ranks
-            first = self._next_position + self._rank * share
-            fetched = self._executor.submit(self._fetch, first, share, stage.parts)
-            self._ahead.append(_Ahead(stage.global_batch, fetched))
-            self._next_position += stage.global_batch
-            self._next_step += 1
+        self._fill()
         if not self._ahead:
             raise StopIteration
         start = perf_counter()
@@ -94,7 +87,19 @@ class Loader(Iterator[list[Fields]]):
         taken = self._ahead.popleft().global_batch
         self.position += taken
         self.step_tokens = taken * self.rows.row_tokens
+        self._fill()
         return step
+
+    def _fill(self) -> None:
+        """Have the next steps fetched."""
+        while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
+            stage = self.steps.stage(self._next_step)
+            share = stage.global_batch // self._ranks
+            first = self._next_position + self._rank * share
+            fetched = self._executor.submit(self._fetch, first, share, stage.parts)
+            self._ahead.append(_Ahead(stage.global_batch, fetched))
+            self._next_position += stage.global_batch
+            self._next_step += 1
 
     def state(self) -> dict[str, str | int | bool]:
         """The position up to which rows were consumed (not fetched), with what determines the order."""

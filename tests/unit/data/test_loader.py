@@ -93,6 +93,25 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRow
         assert loader.state()["fingerprint"] == rows.corpus.fingerprint
 
 
+def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedRows) -> None:
+    """So a consumer whose step takes longer than its data waits for the first step only."""
+    ready, read = threading.Semaphore(0), rows.rows
+
+    def watched(positions: Sequence[int | None]) -> Batch:
+        found = read(positions)
+        ready.release()
+        return found
+
+    rows.rows = watched  # type: ignore[method-assign]
+    with Loader(rows, global_batch=8, micro_batch=8) as loader:
+        next(loader)
+        for _ in range(3):
+            assert ready.acquire(timeout=10)
+        for _ in range(5):  # one step is taken, and one more is made without being asked for
+            next(loader)
+            assert ready.acquire(timeout=10)
+
+
 def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: PackedRows) -> None:
     n = len(rows)
     assert n % 8, "so that there is something to fill"

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -94,6 +95,50 @@ def test_over_http(folder: Path, cache: Cache) -> None:
         with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
             Corpus.open(f"{url}/elsewhere", cache)
         server.shutdown()
+
+
+@pytest.fixture
+def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The corpus in a bucket of a server that speaks S3, and its URL."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.config.conf.pop("s3", None)
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    fs.mkdir("bucket")
+    for path in folder.iterdir():
+        fs.pipe(f"bucket/corpus/{path.name}", path.read_bytes())
+    yield "s3://bucket/corpus"
+    server.stop()
+
+
+def test_over_s3(bucket: str, folder: Path, cache: Cache, fetched: list[str]) -> None:
+    remote = Corpus.open(bucket, cache)
+    assert same(remote, Corpus.open(folder))
+    assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
+    with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
+        Corpus.open("s3://bucket/elsewhere", cache)
+
+
+def test_a_protocol_whose_package_is_missing_is_one_line(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for protocol, package in (("s3", "s3fs"), ("gs", "gcsfs")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+        with pytest.raises(
+            UsageError, match=f"{protocol}://bucket/corpus: can't be opened: .*{package}"
+        ) as caught:
+            Corpus.open(f"{protocol}://bucket/corpus", cache)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_cache_is_bounded_and_what_went_comes_again(
