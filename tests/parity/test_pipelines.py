@@ -52,6 +52,7 @@ def make_engine(
     *,
     precision: str = "fp64",
     recomputed: str = "none",
+    compile_blocks: bool = False,
 ) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
@@ -79,6 +80,7 @@ def make_engine(
         sharing=Sharing(parallel.zero, parallel.accumulate),
         pipeline=pipeline,
         recomputed=recomputed,
+        compile_blocks=compile_blocks,
     )
 
 
@@ -347,7 +349,13 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
     with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* not cut into pipeline stages: set"):
         cut(nn.Linear(2, 2), "1f1b", 2, 1, lengths=LENGTHS)
     many = ParallelConfig(pp=2, schedule="interleaved", virtual_stages=5)
-    workers.run(refuse, 2, "llama", many, r"10 pipeline stages .* can be cut into 4 at most: choose parallel\.virtual_stages = 2")
+    workers.run(
+        refuse,
+        2,
+        "llama",
+        many,
+        r"10 pipeline stages .* can be cut into 4 at most: choose parallel\.virtual_stages = 2",
+    )
     wrong = ParallelConfig(pp=2, cuts=["decoder.layers.9"])
     workers.run(
         refuse, 2, "llama", wrong, r"parallel\.cuts: no step is called 'decoder\.layers\.9' after the first"

@@ -1,0 +1,43 @@
+"""Blocks that are compiled, in pipeline stages: the gradients of one device."""
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from megatfm.config import ParallelConfig
+from tests.parity.test_layouts import ADAMW
+from tests.parity.test_pipelines import case, errors, make_engine, microbatches, reference
+from tests.workers import Workers
+
+
+def compare(names: Sequence[str], layouts: Sequence[ParallelConfig]) -> int:
+    """Through dynamo and autograd's graphs, but without a backend that makes machine code: that takes minutes."""
+    compiled = [0]
+
+    def compile_block(block: nn.Module, *, fullgraph: bool) -> None:
+        compiled[0] += 1
+        block._compiled_call_impl = torch.compile(block._call_impl, fullgraph=fullgraph, backend="aot_eager")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        for name in names:
+            config, batch = case(name, deep=False)
+            model, objective, loss = reference(config, batch)
+            for parallel in layouts:
+                engine = make_engine(config, parallel, ADAMW, compile_blocks=True)
+                stats = engine.forward_backward(microbatches(engine, batch), objective)
+                assert stats.loss == pytest.approx(loss, rel=1e-12)
+                assert errors(engine, model) == {}
+                torch._dynamo.reset()
+    return compiled[0]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_in_stages_have_the_gradients_of_one_device(workers: Workers) -> None:
+    layouts = [ParallelConfig(pp=2, schedule=schedule) for schedule in ("gpipe", "1f1b", "interleaved")]
+    blocks = workers.run(compare, 2, ["llama"], layouts, timeout=280.0)
+    assert sum(blocks) == 2 * len(layouts)
