@@ -48,8 +48,7 @@ class _Pieces:
     ) -> Iterator[Document]:
         at = 0
         for document in documents:
-            size = document.text_bytes
-            counts.take(size)
+            counts.take(document.text_bytes)
             pieces = self._split(document.text)
             kept, gone = [], 0
             for piece in pieces:
@@ -62,13 +61,7 @@ class _Pieces:
             if gone:
                 counts.meet(f"{self.title} removed", gone)
             text = self._between.join(kept) if gone else document.text
-            if not text.strip():
-                counts.drop("has nothing left", size, example(document))
-                continue
-            counts.changed += gone > 0
-            result = replace(document, text=text) if gone else document
-            counts.keep(result.text_bytes)
-            yield result
+            yield from rest(document, text, counts)
 
     def _split(self, text: str) -> list[str]:
         return self._cut.split(text)
@@ -99,6 +92,18 @@ class Paragraphs(_Pieces):
     def __init__(self, config: RepeatedParagraphsConfig) -> None:
         cut = re.compile(r"\n\s*\n")
         super().__init__("repeated paragraphs", cut, "\n\n", config.min_characters, config.loose)
+
+
+def rest(document: Document, text: str, counts: Counts) -> Iterator[Document]:
+    """The document with the text that is left of it, if any is."""
+    if not text.strip():
+        counts.drop("has nothing left", document.text_bytes, example(document))
+        return
+    changed = text is not document.text
+    counts.changed += changed
+    result = replace(document, text=text) if changed else document
+    counts.keep(result.text_bytes)
+    yield result
 
 
 def decide_later_ones(rows: Rows, decision: Path, memory_bytes: int) -> None:

@@ -1,7 +1,6 @@
 """Runs of bytes that the corpus already had."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.duplicates.index import Rows
-from data_prep.duplicates.pieces import ROW, decide_later_ones
-from data_prep.steps.rule import example
+from data_prep.duplicates.pieces import ROW, decide_later_ones, rest
 from data_prep.words import Hashes, mix
 from megatfm.config.prep_steps import RepeatedSubstringsConfig
 
@@ -50,19 +48,11 @@ class Substrings:
             runs = max(0, len(data) - self._length + 1)
             begins = np.flatnonzero(decision[at : at + runs])
             at += runs
-            if not len(begins):
-                counts.keep(len(data))
-                yield document
-                continue
-            text = self._without(data, begins)
-            counts.meet("bytes removed", len(data) - len(text.encode()))
-            if not text.strip():
-                counts.drop("has nothing left", len(data), example(document))
-                continue
-            counts.changed += 1
-            result = replace(document, text=text)
-            counts.keep(result.text_bytes)
-            yield result
+            text = document.text
+            if len(begins):
+                text = self._without(data, begins)
+                counts.meet("bytes removed", len(data) - len(text.encode()))
+            yield from rest(document, text, counts)
 
     def _runs(self, data: bytes) -> Hashes:
         """The hash of the run of `length` bytes from every byte on."""
