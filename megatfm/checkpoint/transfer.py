@@ -1,7 +1,7 @@
 """Files from rank to rank, for disks that only one machine sees."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def _send(path: Path, entry: FileEntry, taker: int, group: Group, problems: list
             dist.send(message, taker, group)
 
 
-def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Iterator[Tensor]:
+def _messages(path: Path, size: int, problems: list[MegatfmError]) -> Generator[Tensor, None, None]:
     """The bytes of a file; from where it can't be read on, anything."""
     chunk, left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
     try:
