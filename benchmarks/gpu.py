@@ -10,6 +10,7 @@ the same whatever they are. MFU is FLOPs of the model, none of what is computed 
 import argparse
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from datetime import date
@@ -90,7 +91,7 @@ def measure(config: Config, device: torch.device, steps: int) -> Row:
     return Row(config.name, length, rows, found.parameters, rate, memory_bytes(device), mfu)
 
 
-def report(rows: list[Row], device: torch.device) -> str:
+def report(lines: list[str], device: torch.device) -> str:
     where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "a CPU"
     headings = ("Model", "Parameters", "Tokens a row", "Rows", "Tokens a second", "Peak memory, GB")
     return "\n".join(
@@ -101,14 +102,17 @@ def report(rows: list[Row], device: torch.device) -> str:
             "",
             f"| {' | '.join(headings)} | MFU 6N + 12Lhs | 6N + 6Lhs |",
             "|---|---|---|---|---|---|---|---|",
-            *(row.text() for row in rows),
+            *lines,
             "",
         ]
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what the arguments ask for; print a table, and write it where asked to."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the arguments ask for; print a table, and write it where asked to, anew after each case.
+
+    A case that fails has its error in its line, and the others are measured; the result is then 1, else 0.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,17 +127,23 @@ def main(arguments: list[str] | None = None) -> None:
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("gloo" if args.tiny else "nccl", store=store, rank=0, world_size=1)
-    rows = []
+    lines, failed = [], 0
     for preset, length, n_rows in TINY if args.tiny else CASES:
         config = config_of(preset, length, n_rows, tiny=args.tiny, compiled=not (args.eager or args.tiny))
-        rows.append(measure(config, device, args.steps))
-        print(rows[-1].text(), flush=True)
+        try:
+            lines.append(measure(config, device, args.steps).text())
+        except Exception as error:
+            first = str(error).partition("\n")[0].replace("|", "/")[:200]
+            lines.append(f"| {preset} | | {length:,} | {n_rows} | {type(error).__name__}: {first} | | | |")
+            failed = 1
+        print(lines[-1], flush=True)
         torch._dynamo.reset()
-    text = report(rows, device)
-    print(f"\n{text}")
-    if args.out:
-        (args.out / f"{date.today().isoformat()}-gpu.md").write_text(text, encoding="utf-8")
+        if args.out:
+            path = args.out / f"{date.today().isoformat()}-gpu.md"
+            path.write_text(report(lines, device), encoding="utf-8")
+    print(f"\n{report(lines, device)}")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
