@@ -57,7 +57,8 @@ def test_parts_of_unlike_size() -> None:
     rows = [Placement("w", (10, 2), 0, part, 4, uneven=True).box for part in range(4)]
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
-        UsageError, match=r"^parallel\.tp = 4 leaves ranks without a part of w \[9, 2\]: the nearest tp that fits is 3"
+        UsageError,
+        match=r"^parallel\.tp = 4 leaves ranks without a part of w \[9, 2\]: the nearest tp that fits is 3",
     ):
         Placement("w", (9, 2), 0, 3, 4, uneven=True)
 
