@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.crashes import LAYOUTS, PHASES
 
 
+@pytest.mark.timeout(900)  # on a busy machine; it takes a tenth
 def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
     # In a process of its own: it forks, and so must have no thread.
     command = [
@@ -21,7 +24,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, t
         "20",
     ]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
