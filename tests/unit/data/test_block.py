@@ -15,7 +15,10 @@ SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 class OneByOne(Causal):
     """The same, and a subclass that changes `build` alone is asked for each document."""
 
+    built = 0
+
     def build(self, *args: Any) -> Fields:
+        self.built += 1
         return super().build(*args)
 
 
@@ -30,7 +33,9 @@ def test_joined_and_built_one_by_one(dtype: str, special: SpecialTokens, as_one_
     options: Any = {"row_lengths": [7], "seed": 0, "as_one_document": as_one_document, "pad_id": special.pad}
     options |= {"order": lambda n: np.arange(n)[::-1]}
     joined = pack(texts(dtype), Causal(special), **options)
-    single = pack(texts(dtype), OneByOne(special), **options)
+    one_by_one = OneByOne(special)
+    single = pack(texts(dtype), one_by_one, **options)
+    assert one_by_one.built == 6
     assert joined.n_rows == single.n_rows == 9
     for row in range(10):
         np.testing.assert_equal(joined.row(row), single.row(row))
