@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatfm.data import Corpus, Loader, Mixture, PackedRows, Phase, streams_for
+from megatfm.data.store import LocalStore
 
 LIMIT = 1.5
 
@@ -112,3 +113,29 @@ def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batc
             if len(cache) > held:
                 cache.popitem(last=False)
     assert 1 <= reads / corpus.n_samples <= LIMIT
+
+
+def test_a_resume_late_in_an_epoch_reads_no_more_than_an_early_one(
+    folder: Path, causal_type: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: everything that is read of the corpus from opening it to the first step of 8 rows."""
+    read: list[tuple[str, int]] = []
+    plain = LocalStore.read
+
+    def counted(store: LocalStore, known: Any, offset: int, size: int) -> bytes:
+        read.append((known.file, size))
+        return plain(store, known, offset, size)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    costs = []
+    for share in (0.01, 0.99):
+        read.clear()
+        rows = PackedRows(Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_name="kept")
+        first = int(share * len(rows))
+        rows.rows(range(first, first + 8))
+        frames = [size for file, size in read if file.endswith(".tar.zst")]
+        costs.append((len(frames), len(read), sum(size for _, size in read)))
+    early, late = costs
+    assert early[0] == late[0] == 8, "one frame for each row of other streams"
+    assert late[1] == early[1]
+    assert late[2] <= 1.05 * early[2]
