@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -98,7 +99,7 @@ def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator
 def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """[ranks, width] → [width], this rank's row of the sum over the ranks, and what to wait for before it is used."""
     row = buffer.new_empty(buffer.shape[1])
-    return row, group._reduce_scatter_base(row, buffer.view(-1))
+    return row, group._reduce_scatter_base(row, buffer.view(-1), dist.ReduceScatterOptions())
 
 
 def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> Tensor:

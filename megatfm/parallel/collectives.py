@@ -27,6 +27,7 @@ def _options(operation: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     return options
 
 
+_SCATTERED_SUM = dist.ReduceScatterOptions()
 _REDUCTIONS = {"sum": _options(dist.ReduceOp.SUM), "max": _options(dist.ReduceOp.MAX)}
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
@@ -63,7 +64,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
     else:
         shard = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
-        group._reduce_scatter_base(shard, first).wait()
+        group._reduce_scatter_base(shard, first, _SCATTERED_SUM).wait()
     return shard.movedim(0, dim)
 
 
