@@ -19,6 +19,7 @@ from megatfm.engines.precision import PRECISIONS, Precision
 from megatfm.engines.recompute import recompute
 from megatfm.engines.replicated import Replicated
 from megatfm.engines.ties import Ties
+from megatfm.errors import MegatfmError
 from megatfm.ops.initial import draw, initials
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh
@@ -83,6 +84,7 @@ class NativeEngine:
             for term, value in terms.items():
                 sums[term] += value
         self.data.reduce()
+        self._all_have_gradients()
         self.ties.sum(self.gradients())
         self._sum_partial_gradients()
         if self.loss_scale:
@@ -260,6 +262,13 @@ class NativeEngine:
         )
         self.mesh.sum(flat, axes)
         return dict(zip(values, flat.tolist(), strict=True))
+
+    def _all_have_gradients(self) -> None:
+        if missing := sorted(self.local.keys() - self.gradients().keys()):
+            raise MegatfmError(
+                f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
+                "out of [model], or take an objective that trains it"
+            )
 
     def _sum_partial_gradients(self) -> None:
         partial = [g for name, g in self.gradients().items() if self.layout[name].partial_gradient]

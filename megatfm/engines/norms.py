@@ -17,7 +17,8 @@ class LayerNorms:
     """Watches the outputs of a model's blocks where asked to, and measures blocks and what lies beside them.
 
     A layer is a block, or for what lies in none the module below the model's root and one more: "decoder.embedding",
-    "head". What is measured: √mean x², of gradients before clipping, of a block's output in the residual stream.
+    "head". What is measured: √mean x², of gradients before clipping, of a block's output in the residual stream
+    (XLNet's content stream, which the last block doesn't go on with).
     """
 
     def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, *, compiled: bool) -> None:
@@ -75,9 +76,10 @@ class LayerNorms:
 
     def _hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if self._watches and module.training and isinstance(output, Tensor):
-                cell = self._seen.setdefault(path, torch.zeros(2, dtype=torch.float64, device=output.device))
-                _add(cell, output.detach())
+            stream = output[0] if isinstance(output, tuple) else output
+            if self._watches and module.training and isinstance(stream, Tensor):
+                cell = self._seen.setdefault(path, torch.zeros(2, dtype=torch.float64, device=stream.device))
+                _add(cell, stream.detach())
 
         return hook
 

@@ -52,6 +52,7 @@ class Replicated:
         self._gradients: dict[str, Tensor] = {}
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
+        self._without: set[str] = set()  # parameters that no pass of the step has reached
         if mesh.data_ranks > 1:
             self._watch()
         self.cut_axes: tuple[str, ...] = ("dp_shard",) if zero == 1 else ()
@@ -77,10 +78,7 @@ class Replicated:
     def reduce(self) -> None:
         self._missing = []
         if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
-            self._gradients = {
-                name: torch.zeros_like(self.local[name]) if p.grad is None else p.grad
-                for name, p in self._parameters.items()
-            }
+            self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             return
         while len(self._flying) < len(self._buckets):
             self._send_next()
@@ -89,7 +87,9 @@ class Replicated:
             if self._cut:
                 self._mesh.sum(row, ("dp_replicate",))
             self._gradients |= self._buckets[place].unpack_own(row, self._rank)
-        self._flying = {}
+        for name in self._without:
+            del self._gradients[name]
+        self._flying, self._without = {}, set()
 
     def _watch(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
@@ -115,6 +115,7 @@ class Replicated:
         place, bucket = self._next, self._buckets[self._next]
         parameters = {name: self._parameters[name] for name in bucket.shapes}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        self._without |= parameters.keys() - gradients.keys()
         buffer = bucket.pack(gradients, next(iter(self.local.values())))
         del gradients
         for parameter in parameters.values():  # at once, so that no two whole copies are held

@@ -151,7 +151,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
 def test_forgotten_weights_are_loud(workers: Workers) -> None:
     """The discriminator's shared tables have no gradient on the rank that has the generator's end, too."""
     with pytest.raises(
-        WorkerFailure, match=r"KeyError: 'discriminator\.encoder\.embedding\.positions\.weight'"
+        WorkerFailure, match=r"no loss depends on .*discriminator\.encoder\.embedding\.positions\.weight"
     ):
         workers.run(found_wrong, 2, "forget_weights_off_the_way", "electra", ZBV)
 

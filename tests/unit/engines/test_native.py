@@ -10,6 +10,9 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
 from megatfm.engines import NativeEngine
+from megatfm.errors import MegatfmError
+from tests.parity import test_pipelines as pipelines
+from tests.parity.test_families import PassOn
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -174,3 +177,21 @@ def weights_from_outside() -> None:
 
 def test_an_optimizer_s_copies_follow_weights_that_are_set_from_outside(workers: Workers) -> None:
     workers.run(weights_from_outside, 2)
+
+
+def train_without_sentences(layouts: list[ParallelConfig]) -> None:
+    """A BERT whose pairs nobody asks about."""
+    config, batch = pipelines.case("bert", False)
+    del batch["sentence_targets"]
+    for parallel in layouts:
+        engine = pipelines.make_engine(config, parallel)
+        with pytest.raises(
+            MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"
+        ):
+            engine.forward_backward(pipelines.microbatches(engine, batch), PassOn(["masked", "boundary"]))
+
+
+def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
+    """Under every stage alike, instead of being left to decay."""
+    workers.run(train_without_sentences, 1, [ParallelConfig(zero=zero) for zero in (0, 3)])
+    workers.run(train_without_sentences, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])

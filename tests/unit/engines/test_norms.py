@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import NativeEngine
@@ -19,7 +20,9 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
+from tests.parity.test_pipelines import case, reference
 from tests.parity.test_pipelines import make_engine as make_stages
+from tests.parity.test_pipelines import microbatches as stage_microbatches
 from tests.workers import Workers
 
 LAYOUTS = [
@@ -81,3 +84,32 @@ def test_norms_are_those_of_one_device(workers: Workers) -> None:
 def test_norms_over_pipeline_stages_are_those_of_one_device(workers: Workers, ranks: int) -> None:
     """Every rank knows all layers by their global names; a tied table, which two stages hold, counts once."""
     workers.run(compare, ranks, TIED, make_stages, STAGES[ranks])
+
+
+def compare_content() -> None:
+    """XLNet's blocks give two streams; what the second one is padded with depends on the micro-batch."""
+    config, batch = case("xlnet", False)
+    model, objective, _ = reference(config, batch)
+    outputs: dict[str, Tensor] = {}
+    inside = set(blocks(model))
+    for path, module in model.named_modules():
+        if module in inside:
+            module.register_forward_hook(lambda _, __, streams, path=path: outputs.update({path: streams[0]}))
+    with torch.no_grad():
+        objective(model, batch)
+    engine = make_stages(config, ParallelConfig(dp_shard=2), ADAMW)
+    engine.norms.watch(True)
+    engine.forward_backward(stage_microbatches(engine, batch), objective)
+    found = engine.layer_norms()
+    *earlier, last = outputs
+    assert earlier
+    for path in earlier:
+        assert found[path]["activation"] == pytest.approx(
+            float(outputs[path].square().mean() ** 0.5), rel=1e-9
+        )
+    assert outputs[last] is None
+    assert "activation" not in found[last]
+
+
+def test_the_content_stream_counts(workers: Workers) -> None:
+    workers.run(compare_content, 2)
