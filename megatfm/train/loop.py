@@ -24,7 +24,7 @@ from megatfm.train.fit import fitted
 from megatfm.train.flights import record_flights
 from megatfm.train.init import load_weights
 from megatfm.train.integrity import compare_replicas, forward_backward
-from megatfm.train.memory import explained, keep_freed_memory, memory_bytes
+from megatfm.train.memory import explained, keep_freed_memory, memory_bytes, record_allocations
 from megatfm.train.metrics import MetricsLog, RunFacts
 from megatfm.train.preflight import preflight
 from megatfm.train.profile import StepProfile
@@ -49,8 +49,7 @@ def train(config: Config) -> int:
         Watch(rank, hang) as watch,
         StopSignals(rank.device) as signals,
     ):
-        if rank.device.type == "cpu":
-            keep_freed_memory()
+        (keep_freed_memory if rank.device.type == "cpu" else record_allocations)()
         config = fitted(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in steps_of(config).batches:

@@ -4,16 +4,20 @@ Each comparison takes the device as an argument, so that its logic runs on a CPU
 found to be wrong for want of one.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import NativeEngine, Sharing
+from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
+from megatfm.train.memory import explained, record_allocations
 from megatfm.train.optimizers import optimizer_groups
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, one_device, one_device_gradients
 from tests.workers import Workers
@@ -78,6 +82,18 @@ def test_gradients_are_those_of_a_cpu(case: str) -> None:
         torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     precision, options = CASES[case]
     gradients_are_near("cuda", precision, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
+    """It says which lines of Python the memory went to: those of this file, too."""
+    record_allocations()
+    held = torch.ones(2**20, device="cuda")
+    with pytest.raises(MegatfmError, match="what is in it: "), explained(tmp_path, 0):
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert Path(__file__).name.encode() in (tmp_path / "memory" / "rank-0.pickle").read_bytes()
+    assert held.all()
 
 
 def on_a_cpu() -> None:

@@ -29,6 +29,20 @@ def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError(said)
 
 
+def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    place = tmp_path / "memory" / "rank-2.pickle"
+    with pytest.raises(MegatfmError, match=f"it held 3 GB.*; what is in it: {place}"), explained(tmp_path, 2):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    assert place.read_bytes() == b"snapshot"
+    (tmp_path / "memory").rename(tmp_path / "elsewhere")
+    (tmp_path / "memory").write_text("a file where the folder should be")
+    with pytest.raises(MegatfmError, match="could not be written to"), explained(tmp_path, 2):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes don't match"), explained(tmp_path, 0):
         raise RuntimeError("shapes don't match")
