@@ -1,0 +1,92 @@
+"""What it costs to look inside: optimizer steps with and without the norms of each layer, in turn.
+
+    python benchmarks/looking.py --out benchmarks/results
+
+A decoder of 12 blocks on one process, batches of 2,048 tokens in rows of 512; eager, since compiled blocks have no
+place to look at their outputs. Each round takes a step of either kind; medians of the ratios within a round.
+`log.norms_every = N` pays the extra once in N steps.
+"""
+
+import argparse
+import statistics
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatfm.config import Config, load_config
+from megatfm.engines import NativeEngine
+from megatfm.objectives import Causal, SpecialTokens
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+
+LENGTH, ROWS = 512, 4
+
+
+def config_of(width: int) -> Config:
+    sizes = [f"model.d_model={width}", f"model.d_ff={4 * width}", f"model.n_heads={width // 64}"]
+    rest = ["model.dropout=0", "model.attention_dropout=0", "model.vocab_size=8192", "parallel.dp_shard=1"]
+    batch = [f"data.sequence_length={LENGTH}", f"train.micro_batch={ROWS}", f"train.global_batch={ROWS}"]
+    return load_config("gpt2-124m", [*sizes, *rest, *batch])
+
+
+def step(engine: NativeEngine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
+    """Seconds of one optimizer step."""
+    start = time.perf_counter()
+    engine.norms.watch(looks)
+    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)))
+    if looks:
+        engine.layer_norms()
+    engine.step(1e-4, clip=1.0)
+    return time.perf_counter() - start
+
+
+def measure(width: int, rounds: int) -> list[float]:
+    """Steps with norms over steps without, round by round."""
+    config = config_of(width)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
+    tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    ratios = []
+    for place in range(1 + rounds):
+        order = (False, True) if place % 2 else (True, False)
+        seconds = {looks: step(engine, batch, looks=looks) for looks in order}
+        if place:  # the first allocates
+            ratios.append(seconds[True] / seconds[False])
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="folder for DATE-looking.md")
+    given = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    lines = [
+        f"# What norms by layer cost, {date.today().isoformat()}",
+        "",
+        f"`python benchmarks/looking.py`, {given.rounds} rounds, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s).",
+        "",
+        "| d | a step, times one without: median | quartiles | of a run with `log.norms_every = 10` |",
+        "|---|---|---|---|",
+    ]
+    for width in given.widths:
+        ratios = measure(width, given.rounds)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        lines.append(
+            f"| {width} | {middle:.3f} | {low:.3f} to {high:.3f} | {100 * (middle - 1) / 10:.2f} % more |"
+        )
+    dist.destroy_process_group()
+    print("\n".join(lines))
+    if given.out:
+        (given.out / f"{date.today().isoformat()}-looking.md").write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
