@@ -43,6 +43,8 @@ PRELOAD = [
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+MOST_THREADS = 60
+"""A pair of connected ranks has about ten; hundreds, which nobody needs any more, once slowed everything down."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -154,6 +156,10 @@ def process_group(call: Call) -> Iterator[None]:
         # does (its keys compare equal from call to call), and FSDP leaves cycles.
         _clear_sharding_prop_cache()
         gc.collect()
+    left = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    assert left <= MOST_THREADS, (
+        f"{left} threads are left in this worker: something keeps the groups of past calls"
+    )
 
 
 def answer(call: Call) -> Reply:

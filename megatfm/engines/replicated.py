@@ -4,6 +4,7 @@ Gradients add up in `.grad`. In the last backward pass of a step a bucket is on 
 the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
 """
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -93,8 +94,16 @@ class Replicated:
 
     def _watch(self) -> None:
         places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
+        this = weakref.ref(
+            self
+        )  # hooks lie where Python's collector sees no cycle: what they hold would stay for ever
+
+        def complete(place: int, parameter: Tensor) -> None:
+            if watcher := this():
+                watcher._complete(place, parameter)
+
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._complete, places[name]))
+            parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
 
     def _complete(self, place: int, parameter: Tensor) -> None:
         """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""

@@ -1,5 +1,7 @@
 """The engine's step, its norm, and its state through the real checkpoint store."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,19 @@ def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
     """Under every stage alike, instead of being left to decay."""
     workers.run(train_without_sentences, 1, [ParallelConfig(zero=zero) for zero in (0, 3)])
     workers.run(train_without_sentences, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
+
+
+def engines_end(layouts: list[ParallelConfig]) -> None:
+    for parallel in layouts:
+        engine = make_engine(TIED, parallel, ADAMW)
+        engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
+        data = weakref.ref(engine.data)
+        del engine
+        gc.collect()
+        assert data() is None, (
+            f"{parallel}: something out of the collector's sight keeps it, and with it all weights"
+        )
+
+
+def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
+    workers.run(engines_end, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
