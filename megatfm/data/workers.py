@@ -1,5 +1,6 @@
 """Processes that make rows for a loader, each a fixed part of every step, so that none reads another's text."""
 
+import contextlib
 import itertools
 import multiprocessing
 import pickle
@@ -42,7 +43,8 @@ class Workers:
         asked = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
-                self._pipes[number].send(list(positions[begin:end]))
+                with contextlib.suppress(OSError):  # of a worker that died, which its answer tells
+                    self._pipes[number].send(list(positions[begin:end]))
                 asked.append(number)
         # All are heard, also after an error, so that the next call finds no old answers.
         answers = [self._answer(number) for number in asked]

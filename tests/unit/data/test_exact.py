@@ -119,12 +119,16 @@ def test_killed_a_hundred_times_it_goes_on_exactly(
     assert step > 80
 
 
-def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows) -> None:
+@pytest.mark.parametrize("already", [False, True], ids=["dying", "dead"])
+def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows, already: bool) -> None:
     expected = [rows.row(position)["tokens"] for position in range(10)]
     with Loader(rows, global_batch=10, micro_batch=10, workers=3) as loader:
         np.testing.assert_array_equal(next(loader)[0]["tokens"], np.stack(expected))
         assert len(loader.worker_pids) == 3
-        os.kill(loader.worker_pids[1], signal.SIGKILL)
+        pid = loader.worker_pids[1]
+        os.kill(pid, signal.SIGKILL)
+        if already:  # before it is asked
+            next(child for child in multiprocessing.active_children() if child.pid == pid).join(10)
         with pytest.raises(MegatfmError, match=r"data worker 1 \(pid \d+\) died with exit code -9"):
             list(loader)
     assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
