@@ -80,7 +80,7 @@ def texts(most: int, places: list[str]) -> Iterator[str]:
                 except (UnicodeDecodeError, OSError, EOFError):
                     continue
                 digest = blake3(text.encode()).digest()
-                if digest in seen or not text:
+                if digest in seen or not text.strip():  # no tokens, which Streaming does not take
                     continue
                 seen.add(digest)
                 total += len(text.encode())
