@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
 
 from megatfm.data import Cache, Corpus, Loader, PackedRows, check
 from megatfm.data import store as module
@@ -100,8 +101,7 @@ def test_over_http(folder: Path, cache: Cache) -> None:
 @pytest.fixture
 def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The corpus in a bucket of a server that speaks S3, and its URL."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {
