@@ -1,6 +1,7 @@
 """A plan is made once: opening again, anywhere in an epoch, reads it and the blocks that the next rows need."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_a_resume_late_in_an_epoch_costs_what_an_early_one_costs(
     start = int(share * len(rows)) // 8 * 8
     with Loader(rows, global_batch=8, micro_batch=8, position=start) as loader:
         next(loader)
-    ahead = {rows.place(start + i).block for i in range(16)}
-    assert len(read) == len(set(read))
-    assert set(read) <= ahead
+    # A step and the two ahead of it. Late in an epoch they reach into the next, which may begin with a block just read.
+    needed = Counter(block for _, block in {rows.place(start + i)[:2] for i in range(24)})
+    assert read
+    assert Counter(read) <= needed
