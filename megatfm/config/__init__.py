@@ -1,7 +1,8 @@
 """Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
 
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
-from megatfm.config.model import GeneratorConfig, LatentConfig, ModelConfig, MuPConfig, RopeScaling
+from megatfm.config.model import ModelConfig
+from megatfm.config.model_parts import GeneratorConfig, LatentConfig, MuPConfig, RopeScaling
 from megatfm.config.objective import (
     CausalObjective,
     DenoisersObjective,

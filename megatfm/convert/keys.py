@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatfm.config.model import LinearScaling, Llama3Scaling, NtkScaling, RopeScaling, YarnScaling
+from megatfm.config.model_parts import LinearScaling, Llama3Scaling, NtkScaling, RopeScaling, YarnScaling
 from megatfm.errors import UsageError
 
 Json = dict[str, Any]

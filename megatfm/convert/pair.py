@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.config.model import GeneratorConfig
+from megatfm.config.model_parts import GeneratorConfig
 from megatfm.convert.folder import HfFolder, is_hf_folder
 from megatfm.convert.registry import Architecture, Json, architecture_for, differences
 from megatfm.convert.table import Rule

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, RopeScaling
-from megatfm.config.model import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
+from megatfm.config.model_parts import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.ops.rotary import frequencies, rotary_table, rotate

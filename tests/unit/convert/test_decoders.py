@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import megatfm
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.model import LinearScaling, Llama3Scaling, YarnScaling
+from megatfm.config.model_parts import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
