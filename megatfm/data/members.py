@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.index import MAX_KEY_LENGTH
+from megatfm.data.index import MAX_KEY_LENGTH, NPY_HEADER_BYTES
 from megatfm.errors import MegatfmError
 
 # WebDataset ends a key at its first dot; without dots and slashes a key is also a safe file name.
 KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
 EXTENSION = re.compile(r"[a-z0-9]{1,16}")
 END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
-NPY_HEADER_BYTES = 128
 PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
 """Where the tokens start, from the start of their sample."""
 
@@ -116,9 +115,23 @@ def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    return info.tobuf(tarfile.USTAR_FORMAT) + data.ljust(_padded(len(data)), b"\0")
+    return _header(name.encode("ascii"), len(data)) + data.ljust(_padded(len(data)), b"\0")
+
+
+# What tarfile writes for a file without a name and of no bytes: it takes ten times as long as filling this in.
+_BLANK = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+_NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 135), slice(148, 154)  # POSIX.1-2017, pax, "ustar"
+_BLANK_SUM = int(_BLANK[_CHECKSUM], 8) - sum(_BLANK[_SIZE])
+
+
+def _header(name: bytes, size: int) -> bytes:
+    """The tar header of a plain file, as tarfile writes it; keys and extensions are too short for a name not to fit."""
+    digits = b"%011o" % size
+    header = bytearray(_BLANK)
+    header[_NAME] = name.ljust(100, b"\0")
+    header[_SIZE] = digits
+    header[_CHECKSUM] = b"%06o" % (_BLANK_SUM + sum(name) + sum(digits))
+    return bytes(header)
 
 
 def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:

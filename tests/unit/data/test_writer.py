@@ -14,9 +14,12 @@ import pytest
 import webdataset
 import zstandard
 from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
 from webdataset.gopen import gopen_schemes
 
 from megatfm.data import Corpus, ShardWriter, files
+from megatfm.data.members import _header
 from megatfm.errors import MegatfmError, UsageError
 
 Write = Callable[..., Path]
@@ -50,6 +53,13 @@ def test_webdataset_reads_the_same_samples(
         np.testing.assert_array_equal(sample["tokens.npy"], tokens)
         assert sample["tokens.npy"].dtype == tokens.dtype
         assert sample["meta.json"] == {"source": f"folder/file {i} ä.txt", "bytes": 3 * len(tokens)}
+
+
+@given(name=st.text("abcXYZ0189-_.", min_size=1, max_size=100), size=st.integers(0, 2**33 - 1))
+def test_headers_are_those_of_tarfile(name: str, size: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    assert _header(name.encode(), size) == member.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_tar_reads_the_same_samples(folder: Path, make_documents: Any, tmp_path: Path) -> None:
