@@ -1,6 +1,6 @@
 """The repetition rules of Gopher."""
 
-import re
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
 
@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from megatfm.config.prep_steps import GopherRepetitionConfig
-
-_LINES, _PARAGRAPHS = re.compile(r"\n+"), re.compile(r"\n{2,}")
 
 Integers = NDArray[np.int64]
 
@@ -34,9 +32,11 @@ class GopherRepetition:
 
     def _fault(self, text: str) -> str | None:
         limits, stripped = self._config, text.strip()
+        paragraphs = [piece for each in stripped.split("\n\n") if (piece := each.lstrip("\n"))]
+        lines = [line for line in stripped.split("\n") if line]
         for title, pieces, share, characters in (
-            ("paragraphs", _PARAGRAPHS.split(stripped), limits.paragraphs, limits.paragraph_characters),
-            ("lines", _LINES.split(stripped), limits.lines, limits.line_characters),
+            ("paragraphs", paragraphs, limits.paragraphs, limits.paragraph_characters),
+            ("lines", lines, limits.lines, limits.line_characters),
         ):
             times, length = repeated(pieces)
             if times > share * len(pieces):
@@ -44,54 +44,62 @@ class GopherRepetition:
             if length > characters * len(text):
                 return f"has much text in repeated {title}"
         runs = _Runs(text.split())
-        for top in limits.top_ngrams:
-            runs.grow()
-            if runs.top_characters() > top * len(text):
-                return f"repeats a run of {runs.n} words"
-        for most in limits.repeated_ngrams:
-            runs.grow()
-            if runs.repeated_characters() > most * len(text):
-                return f"repeats runs of {runs.n} words"
+        for n, top in enumerate(limits.top_ngrams, 2):
+            if runs.top_is_over(n, top * len(text)):
+                return f"repeats a run of {n} words"
+        for n, most in enumerate(limits.repeated_ngrams, 2 + len(limits.top_ngrams)):
+            if runs.repeated_are_over(n, most * len(text)):
+                return f"repeats runs of {n} words"
         return None
 
 
 class _Runs:
-    """The n-grams of a text's words that occur more than once, for n = 1, 2, … by `grow`.
+    """The runs of `n` words of a text that occur more than once, for n = 1, 2, … by `grow`.
 
-    An n-gram can only be repeated where its first n − 1 words are, so of each length only the places are kept at
-    which the length before was repeated: few, in ordinary text.
+    A run can only be repeated where the runs of one word less at its begin and at its end are, so of each length only
+    the places are kept at which the length before was repeated: few, in ordinary text. They also bound what longer
+    runs can come to, and most texts are far below every limit: then nothing is counted.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        numbers: dict[str, int] = {}
-        fresh = count()
-        self._word = np.fromiter(
-            (numbers.setdefault(word, next(fresh)) for word in words), np.int64, len(words)
-        )
-        self._ends = np.cumsum([0, *map(len, words)], dtype=np.int64)
-        self.n = 0
+        numbers: defaultdict[str, int] = defaultdict(count().__next__)
+        self._code: Integers = np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))
+        self._ends = np.zeros(len(words) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, words), np.int64, len(words)), out=self._ends[1:])
+        self.n = 1
         self._at: Integers = np.arange(len(words))
-        self._code: Integers = np.zeros(len(words), np.int64)
-        self._times: Integers = np.ones(len(words), np.int64)
-        self._first_length = 0
-        self.grow()
+        self._times: Integers = np.empty(0, np.int64)
+        self._keep(np.bincount(self._code))
 
     def grow(self) -> None:
         """To runs of one word more."""
         self.n += 1
-        fits = self._at + self.n <= len(self._word)
-        at, code = self._at[fits], self._code[fits]
-        self._first_length = int(self._ends[self.n] - self._ends[0]) if self.n <= len(self._word) else 0
-        _, code, times = np.unique(
-            code * len(self._word) + self._word[at + self.n - 1], return_inverse=True, return_counts=True
-        )
-        again = times[code] > 1
-        self._at, self._code, self._times = at[again], code[again], times[code[again]]
+        begins = np.flatnonzero(self._at[1:] == self._at[:-1] + 1)
+        pairs = self._code[begins] * len(self._ends) + self._code[begins + 1]
+        self._at = self._at[begins]
+        _, self._code, times = np.unique(pairs, return_inverse=True, return_counts=True)
+        self._keep(times)
+
+    def top_is_over(self, n: int, limit: float) -> bool:
+        """Whether the most frequent run of `n` words has more characters in all."""
+        while self.n < n:
+            if self._top_at_most(n) <= limit:
+                return False
+            self.grow()
+        return self.top_characters() > limit
+
+    def repeated_are_over(self, n: int, limit: float) -> bool:
+        """Whether runs of `n` words that came before have more characters in all."""
+        while self._covered(n) > limit:
+            if self.n == n:
+                return self.repeated_characters() > limit
+            self.grow()
+        return False
 
     def top_characters(self) -> int:
         """Characters in the most frequent run, with its spaces; of equally frequent ones the first."""
         if not len(self._at):
-            return self._first_length + self.n - 1 if self._first_length else 0
+            return self._first(self.n)
         best = int(np.argmax(self._times))
         return int(self._times[best]) * (self._length(int(self._at[best])) + self.n - 1)
 
@@ -108,6 +116,31 @@ class _Runs:
             else:
                 seen.add(code)
         return length
+
+    def _keep(self, times: Integers) -> None:
+        """The places whose run occurs more than once, given how often each run does."""
+        again = times[self._code] > 1
+        self._at, self._code = self._at[again], self._code[again]
+        self._times = times[self._code]
+
+    def _top_at_most(self, n: int) -> int:
+        """At least `top_characters` of runs of `n` words: none is more frequent than its first words are."""
+        at = self._at[: np.searchsorted(self._at, len(self._ends) - n)]
+        lengths = self._ends[at + n] - self._ends[at] + n - 1
+        return max(int((lengths * self._times[: len(at)]).max(initial=0)), self._first(n))
+
+    def _covered(self, n: int) -> int:
+        """Characters of all words that may lie in a repeated run of `n` words."""
+        edges = np.flatnonzero(
+            np.diff(self._at, prepend=-2, append=-2) != 1
+        )  # of places that follow one another
+        long = np.flatnonzero(np.diff(edges) > n - self.n)
+        first, last = self._at[edges[long]], self._at[edges[long + 1] - 1]
+        return int((self._ends[last + self.n] - self._ends[first]).sum())
+
+    def _first(self, n: int) -> int:
+        """Characters of the text's first run, with its spaces."""
+        return int(self._ends[n]) + n - 1 if n < len(self._ends) else 0
 
     def _length(self, at: int) -> int:
         return int(self._ends[at + self.n] - self._ends[at])

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import datatrove.pipeline.filters.gopher_quality_filter as their_quality
 import datatrove.pipeline.filters.gopher_repetition_filter as their_repetition
 import pytest
 from datatrove.data import Document as TheirDocument
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import TypeAdapter
 
 from data_prep.documents import Document
-from data_prep.steps import RULES, make
+from data_prep.steps import RULES, language, make
+from data_prep.steps.repetition import _Runs
 from data_prep.steps.rule import Step
 from megatfm.config.prep_steps import StepConfig
 from megatfm.errors import UsageError
@@ -180,21 +183,27 @@ def test_each_reason(name: str, why: str, text: str) -> None:
 
 
 def test_ngrams_by_definition() -> None:
-    """Against counters over joined words, for texts with many repeats."""
-    from collections import Counter
-
-    from data_prep.steps.repetition import _Runs
-
+    """Against counters over joined words, for texts with many repeats; with limits that bounds can decide and ones that
+    only counting can."""
     rng = random.Random(0)
-    for _ in range(60):
-        words = rng.choices(WORDS[: rng.randrange(2, 12)], k=rng.randrange(1, 60))
-        runs = _Runs(words)
+    over = 0
+    for _ in range(150):
+        words = rng.choices(WORDS[: rng.randrange(2, len(WORDS))], k=rng.randrange(1, 60))
+        words += words[: rng.randrange(20)]
+        runs, limited = _Runs(words), _Runs(words)
         for n in range(2, 11):
             runs.grow()
             grams = [" ".join(words[at : at + n]) for at in range(len(words) - n + 1)]
             top, times = Counter(grams).most_common(1)[0] if grams else ("", 0)
             assert runs.top_characters() == len(top) * times
-            assert runs.repeated_characters() == their_repetition.find_all_duplicate(words, n)
+            repeated = their_repetition.find_all_duplicate(words, n)
+            assert runs.repeated_characters() == repeated
+            near = rng.choice((-3, -1, 0, 0.5, 1, 40))
+            for each in (limited, _Runs(words)):
+                assert each.top_is_over(n, len(top) * times + near) == (near < 0)
+                assert each.repeated_are_over(n, repeated + near) == (near < 0)
+            over += limited.n < n
+    assert over > 300, "bounds decided that often"
 
 
 REDACTED = {
@@ -257,6 +266,22 @@ def test_languages() -> None:
     assert each.counts.found == dict.fromkeys(texts, 1)
     assert set(each.counts.dropped) == {"is in another language (de)", "is in another language (fr)"}
     assert outcome(step("language", min_probability=1.0), "ok")[1] == "is in no certain language"
+
+
+def test_languages_and_probabilities_are_those_of_the_library() -> None:
+    theirs, ours = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), language._identifier()
+    rng = random.Random(0)
+    blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
+    texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
+    for _ in range(300):
+        some = rng.sample(blocks, rng.randrange(1, 3))
+        texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
+    texts += [page[:at] for page in pages(40) for at in (7, 1000)]
+    folder = Path(language.__file__).parent
+    texts += [path.read_text()[:2000] for path in sorted(folder.glob("*.py"))]
+    assert len({ours.classify(text)[0] for text in texts}) > 20
+    for text in texts:
+        assert ours.classify(text) == theirs.classify(text), text
 
 
 def test_a_language_is_that_of_most_of_the_text() -> None:
