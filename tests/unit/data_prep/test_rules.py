@@ -273,6 +273,9 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
+    texts.append(
+        "これはとてもいい本でした。ありがとうございます。"
+    )  # the longest n-grams are two such letters
     for _ in range(300):
         some = rng.sample(blocks, rng.randrange(1, 3))
         texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
