@@ -1,6 +1,7 @@
 """The first stage: files become documents, which pass the steps; identical ones are joined."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -61,29 +62,24 @@ class Clean:
                     ],
                 }
 
-            def join(parts: list[Facts]) -> Facts:
+            def join(parts: Iterable[Facts]) -> Facts:
                 skipped = [f"{bad.path}: {bad.reason}" for bad in found_bad]
                 skipped += [line for part in parts for line in part["skipped_files"]]
                 return {**self._deduplicate(parts), "notes": notes, "skipped_files": skipped}
 
             return self._stages.parts("clean", basis, len(ranges), work, join)
 
-    def _deduplicate(self, parts: list[Facts]) -> Facts:
+    def _deduplicate(self, parts: Iterable[Facts]) -> Facts:
         """Join what was read, without exact duplicates."""
-        rows = Rows([self._digests(number) for number in range(len(parts))], *exact.ROW)
+        steps_of_parts = [part["steps"] for part in parts]
+        rows = Rows([self._digests(number) for number in range(len(steps_of_parts))], *exact.ROW)
         first = exact.firsts(rows, self._folder / "first.npy", self._config.memory_bytes)
         step, digest = ExactDuplicates(first), blake3()
         with PartsWriter(self._folder, "clean", self._config.part_bytes) as writer:
-            for document in pass_through([step], read_parts(self._folder, "read", len(parts))):
+            for document in pass_through([step], read_parts(self._folder, "read", len(steps_of_parts))):
                 digest.update(json.dumps(document.as_json()).encode())
                 writer.add(document)
-            counts = [
-                *(
-                    Counts.joined([part["steps"][number] for part in parts])
-                    for number in range(len(parts[0]["steps"]))
-                ),
-                step.counts,
-            ]
+            counts = [*map(Counts.joined, zip(*steps_of_parts, strict=True)), step.counts]
             if not step.counts.documents_out:
                 raise UsageError(f"{self._listing.root}: no document is left: {why(counts)}")
             writer.commit()

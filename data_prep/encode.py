@@ -1,7 +1,7 @@
 """The last stages: the tokenizer, the ids of all documents, the shards."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Encode:
                 yield {extension: file.read(size) for extension, size in sizes[0]} if sizes and file else {}
 
     def write_shards(
-        self, name: str, parts: list[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts
+        self, name: str, parts: Iterable[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts
     ) -> Facts:
         """Shards of what waits; without an encoder there are no ids."""
         folder = self._stages.out / name

@@ -1,15 +1,21 @@
 """MinHash signatures of many texts at once (Broder 1997): shingles by numpy, their hashes' minima by rensa."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from data_prep.words import run_hashes, word_hashes
+from data_prep.documents import Document
+from data_prep.words import Hashes, mix, run_hashes, word_hashes
+
+BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
+
+Signatures = NDArray[np.uint32]
 
 
-def signatures(texts: Sequence[str], shingle_words: int, hashes: int, seed: int = 0) -> NDArray[np.uint32]:
+def signatures(texts: Sequence[str], shingle_words: int, hashes: int, seed: int = 0) -> Signatures:
     """[texts, hashes]: the signatures of the sets of each text's runs of words.
 
     A text of fewer words has one shingle, all of its words; one without any word has its characters as a word.
@@ -22,7 +28,31 @@ def signatures(texts: Sequence[str], shingle_words: int, hashes: int, seed: int 
         )
     runs, begins = run_hashes(words, offsets, shingle_words)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(runs, begins.astype(np.uint64), hashes, seed)
-    return np.array(matrix.to_rows(), np.uint32).reshape(len(texts), hashes)
+    return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
+
+
+def signed(
+    documents: Iterable[Document], shingle_words: int, hashes: int
+) -> Iterator[tuple[list[Document], Signatures]]:
+    """All documents with their signatures, a few at a time."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES:
+            yield batch, signatures([each.text for each in batch], shingle_words, hashes)
+            batch, size = [], 0
+    if batch:
+        yield batch, signatures([each.text for each in batch], shingle_words, hashes)
+
+
+def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
+    """[signatures]: one number for the `width` hashes of a band, equal for those that agree in all of them."""
+    combined = np.full(len(rows), band, np.uint64)
+    for column in range(band * width, (band + 1) * width):
+        combined = mix(combined ^ rows[:, column].astype(np.uint64))
+    return combined
 
 
 def _spelled(text: str) -> str:

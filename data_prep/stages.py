@@ -1,6 +1,6 @@
 """Stages of the work: each leaves its result committed before the next begins, and is never done twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Stages:
         basis: Facts,
         count: int,
         work: Callable[[int], Facts],
-        join: Callable[[list[Facts]], Facts],
+        join: Callable[[Iterable[Facts]], Facts],
     ) -> Facts:
         """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished."""
         basis = dict(basis)
@@ -55,4 +55,15 @@ class Stages:
             self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
 
         self.team.share(name, count, lambda number: part(number) is not None, do)
-        return self.once(name, basis, lambda: join([part(number) or {} for number in range(count)]))
+        return self.once(name, basis, lambda: join(_Parts(count, part)))
+
+
+class _Parts:
+    """The results of all parts, each read from its file when its turn comes: all at once may be too much."""
+
+    def __init__(self, count: int, read: Callable[[int], Facts | None]) -> None:
+        self._count = count
+        self._read = read
+
+    def __iter__(self) -> Iterator[Facts]:
+        return (self._read(number) or {} for number in range(self._count))

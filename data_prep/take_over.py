@@ -3,7 +3,7 @@
 There are two kinds, each with a class of its own: token ids that were made elsewhere, and images.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import field as field_of
@@ -100,7 +100,7 @@ class TakeOver:
             "skipped": self._source.skipped[known:],
         }
 
-    def _join(self, parts: list[Facts], provenance: Callable[[str], Facts]) -> Facts:
+    def _join(self, parts: Iterable[Facts], provenance: Callable[[str], Facts]) -> Facts:
         counts = Counts.joined([part["steps"][0] for part in parts])
         empty = [name for name in SPLITS if not any(part[name] for part in parts)]
         if empty:
@@ -108,12 +108,13 @@ class TakeOver:
                 f"{self._stages.config.read.folder}: no document for {empty[0]} ({why([counts])}): add files, or "
                 "change split.validation"
             )
-        made = provenance(
-            blake3("".join(each for part in parts for each in part["blake3"]).encode()).hexdigest()
-        )
+        digest = blake3()
+        for part in parts:
+            digest.update("".join(part["blake3"]).encode())
+        made = provenance(digest.hexdigest())
         written = {
             name: self._encode.write_shards(
-                name, [{"documents": part[name]} for part in parts], self._source.tokenizer, made
+                name, ({"documents": part[name]} for part in parts), self._source.tokenizer, made
             )
             for name in SPLITS
         }

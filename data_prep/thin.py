@@ -1,5 +1,6 @@
 """The stage between cleaning and splitting: what the whole corpus has more than once is thinned out."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from data_prep import duplicates
@@ -40,7 +41,7 @@ class Thin:
                 writer = RowsWriter(self._rows(number, part))
                 return {"rows": writer.write(search.scan(documents))}
 
-            def join(parts: list[Facts]) -> Facts:
+            def join(parts: Iterable[Facts]) -> Facts:
                 files = [self._rows(number, part) for part in range(self._parts)]
                 memory = self._stages.config.memory_bytes
                 search.decide(Rows(files, *search.row), self._decision(number), memory)
@@ -65,7 +66,7 @@ class Thin:
                     writer.commit()
                 return {"step": counts.as_json()}
 
-            def join(parts: list[Facts]) -> Facts:
+            def join(parts: Iterable[Facts]) -> Facts:
                 counts = Counts.joined([part["step"] for part in parts])
                 if not counts.documents_out:
                     raise UsageError(f"no document is left: {why([counts])}")

@@ -19,7 +19,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.errors import MegatfmError, UsageError
 
-VERSION = 1
+VERSION = 2
 """Raised when a change of the code changes what the same config makes."""
 
 RESULT = "prep.json"
@@ -85,6 +85,11 @@ class Workspace:
             )
         elif self._config.overwrite:
             self._clear()
+        elif result["config"]["version"] != VERSION:
+            raise UsageError(
+                f"{self.out}: was prepared by another version of megatfm, which makes other splits: use it "
+                "as it is, choose another out, or replace it with overwrite=true"
+            )
         elif result["config"] != self._identity:
             raise UsageError(
                 f"{self.out}: was prepared with another config ({_difference(result['config'], self._identity)}): "

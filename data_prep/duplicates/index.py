@@ -1,5 +1,6 @@
 """Rows of numbers of all parts, on disk, and equal ones among them, in bounded memory."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.words import Hashes
-from megatfm.data.files import WholeFile
+from megatfm.data.files import WholeFile, writing
 
 # What finding equal numbers holds of each: the number, its place, the order of sorting, and one copy of each.
 _BYTES_EACH = 48
+_CHUNK = 2**20
 
 
 class Rows:
@@ -74,6 +76,27 @@ class RowsWriter:
         finally:
             self._file.discard()
         return self.rows
+
+
+def array_on_disk(path: Path, dtype: type[np.generic], count: int) -> np.memmap[Any, Any]:
+    """Zeros in a .npy file that is mapped. All of its room is taken at once, so that a full disk is an error here; a
+    write to a page that finds no room would end the process. Needs `count` > 0."""
+    with writing(path):
+        array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,))
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+    return array
+
+
+def numbers_on_disk(path: Path, count: int) -> np.memmap[Any, Any]:
+    """0 … count − 1 as such an array."""
+    array = array_on_disk(path, np.int64, count)
+    for at in range(0, count, _CHUNK):
+        array[at : at + _CHUNK] = np.arange(at, min(at + _CHUNK, count))
+    return array
 
 
 def _groups(hashes: Hashes, places: NDArray[np.int64]) -> NDArray[np.int64]:

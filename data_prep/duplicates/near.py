@@ -10,14 +10,11 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
-from data_prep.minhash import signatures
+from data_prep.duplicates.index import Rows, numbers_on_disk
+from data_prep.minhash import band_hashes, signed
 from data_prep.steps.rule import example
-from data_prep.words import Hashes, mix
 from megatfm.config.prep_steps import AlikeConfig
-from megatfm.data.files import WholeFile
 
-BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
 PAIRS = 2**16
 SMALL = 32
 """In a bucket of up to so many documents all are compared with all; in a larger one each with the first of those that
@@ -39,25 +36,17 @@ class Near:
         self.row = ("<u4", self._hashes)
 
     def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
-        batch: list[str] = []
-        size = 0
-        for document in documents:
-            batch.append(document.text)
-            size += len(document.text)
-            if size >= BATCH_BYTES:
-                yield self._signatures(batch)
-                batch, size = [], 0
-        if batch:
-            yield self._signatures(batch)
+        for _, signs in signed(documents, self._config.shingle_words, self._hashes):
+            yield signs
 
     def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
-        first = np.arange(len(rows))  # itself for a document that stays, else an earlier one of its group
+        # Itself for a document that stays, else an earlier one of its group.
+        mapped = numbers_on_disk(decision, len(rows))
+        first = np.asarray(mapped)
         for band in range(self._config.bands):
-            for places in rows.equal(partial(self._band, band), memory_bytes):
+            for places in rows.equal(partial(band_hashes, band=band, width=self._config.rows), memory_bytes):
                 self._join(rows, places, first)
-        file = WholeFile(decision)
-        np.save(_Writing(file), first)
-        file.commit()
+        mapped.flush()
 
     def thin(
         self, documents: Iterable[Document], first: int, decision: NDArray[Any], counts: Counts
@@ -69,16 +58,6 @@ class Near:
                 continue
             counts.keep(document.text_bytes)
             yield document
-
-    def _signatures(self, texts: list[str]) -> NDArray[Any]:
-        return signatures(texts, self._config.shingle_words, self._hashes).astype("<u4")
-
-    def _band(self, band: int, rows: NDArray[Any]) -> Hashes:
-        """One number for all hashes of a band."""
-        combined = np.full(len(rows), band, np.uint64)
-        for column in range(band * self._config.rows, (band + 1) * self._config.rows):
-            combined = mix(combined ^ rows[:, column].astype(np.uint64))
-        return combined
 
     def _join(self, rows: Rows, places: NDArray[np.int64], first: NDArray[np.int64]) -> None:
         """Join the documents of each bucket (the same second column) that are near; see SMALL."""
@@ -123,14 +102,3 @@ def _all_pairs(members: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator
         groups = members[(ends[sizes == size] - size)[:, None] + np.arange(size)]
         left, right = np.triu_indices(size, 1)
         yield np.stack([groups[:, left].ravel(), groups[:, right].ravel()], axis=1)
-
-
-class _Writing:
-    """What numpy needs of a file to write an array into it."""
-
-    def __init__(self, file: WholeFile) -> None:
-        self._file = file
-
-    def write(self, data: Any) -> int:
-        self._file.write(bytes(data))
-        return len(data)

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
+from data_prep.duplicates.index import Rows, array_on_disk
 from data_prep.steps.rule import example
 from data_prep.words import Hashes
 from megatfm.config.prep_steps import RepeatedLinesConfig, RepeatedParagraphsConfig
-from megatfm.data.files import write_whole
 
 ROW = ("<u8", 1)
 _DIGITS = str.maketrans("123456789", "000000000")
@@ -108,11 +107,10 @@ def rest(document: Document, text: str, counts: Counts) -> Iterator[Document]:
 
 def decide_later_ones(rows: Rows, decision: Path, memory_bytes: int) -> None:
     """Mark every row whose hash an earlier row has."""
-    write_whole(decision, b"")  # so that an unwritable place is one clear error
-    marks = np.lib.format.open_memmap(decision, "w+", np.uint8, (len(rows),)) if len(rows) else None
-    if marks is None:
+    if not len(rows):
         np.save(decision, np.empty(0, np.uint8))
         return
+    marks = array_on_disk(decision, np.uint8, len(rows))
     for places in rows.equal(only_column, memory_bytes):
         marks[places[places[:, 0] != places[:, 1], 0]] = 1
     marks.flush()

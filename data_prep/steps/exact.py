@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from data_prep.counts import EXAMPLES, Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
+from data_prep.duplicates.index import Rows, numbers_on_disk
 from data_prep.words import Hashes
-from megatfm.data.files import write_whole
 
 ROW = ("<u8", 2)
 """What is written for each document: two numbers, the first 16 bytes of its text's BLAKE3 hash."""
@@ -27,12 +26,9 @@ def digest(document: Document) -> bytes:
 
 def firsts(rows: Rows, path: Path, memory_bytes: int) -> NDArray[np.int64]:
     """[documents]: the number of the first document with the same text, in a file that is mapped."""
-    write_whole(path, b"")  # so that an unwritable place is one clear error
     if not len(rows):
         return np.empty(0, np.int64)
-    first = np.lib.format.open_memmap(path, "w+", np.int64, (len(rows),))
-    for at in range(0, len(first), _CHUNK):
-        first[at : at + _CHUNK] = np.arange(at, min(at + _CHUNK, len(first)))
+    first = numbers_on_disk(path, len(rows))
     for places in rows.equal(_half, memory_bytes):
         for at in range(0, len(places), _CHUNK):
             later, earlier = places[at : at + _CHUNK].T

@@ -57,12 +57,11 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
     """The library's own, with the same results to the last bit, but for its two slow places: n-grams are found at all
     bytes of a text at once, and weights are stored as the numbers that are added up."""
 
-    __slots__ = ("_features", "_next", "_pairs", "_states")
+    nb_ptc: Any
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.nb_ptc = self.nb_ptc.astype(np.float32)
-        self._full_model = self.nb_ptc, self.nb_pc, self.nb_classes
         # A state machine: each state has a row of the states that follow after each byte, and perhaps a feature.
         self._states = np.asarray(self.tk_nextmove)
         self._features = np.asarray(self.tk_output, np.int32)

@@ -145,6 +145,15 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
     assert tree(first.out) == before
 
 
+def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = data_prep.run(config()).out
+    before = tree(out)
+    monkeypatch.setattr("data_prep.work.VERSION", 99)
+    with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
+        data_prep.run(config())
+    assert tree(out) == before
+
+
 def test_a_finished_prep_with_a_file_gone_is_not_taken_for_whole(config: Make) -> None:
     out = data_prep.run(config()).out
     (out / "train" / "manifest.json").unlink()
