@@ -66,7 +66,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "command": " ".join(sys.argv),
+        "command": f"benchmarks/soak.py --kills {given.kills} --minutes {given.minutes} --between {given.between}",
         "kills": kills,
         "under fire": fire,
     }
@@ -124,6 +124,7 @@ def under_fire(
             os.waitpid(pid, 0)
         saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
         lost["steps done again"] += max(0, reached - saved)
+        lost["most at once"] = max(lost["most at once"], reached - saved)
         # One interval that was begun, and one whose save was still being written.
         assert reached - saved <= 3 * EVERY, f"at step {reached}, but the newest checkpoint is of {saved}"
     wall = time.monotonic() - begin
