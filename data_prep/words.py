@@ -12,8 +12,13 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 
-# 1 for each byte of a word: what is left of other scripts, when their punctuation has become space, is words.
-_IS_WORD = bytes(byte >= 128 or chr(byte).isalnum() or byte == ord("_") for byte in range(256))
+# Words in lower case, and space between them: what is left of other scripts, when their punctuation has become space,
+# is words.
+_SPACE = ord(" ")
+_WORDS = bytes(
+    byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() or byte == ord("_") else _SPACE
+    for byte in range(256)
+)
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 # Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
@@ -24,8 +29,8 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     """The hashes of all words of all texts, in their order, and where each text's begin: [texts + 1]."""
     encoded = [_encode(text) for text in texts]
     # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
-    joined = b" ".join([*encoded, b" " * 8])
-    is_word = np.frombuffer(joined.translate(_IS_WORD), np.bool_)
+    joined = b" ".join([*encoded, b" " * 8]).translate(_WORDS)
+    is_word = np.frombuffer(joined, np.uint8) != _SPACE
     edges = np.flatnonzero(is_word[1:] != is_word[:-1]) + 1
     if is_word[0]:
         edges = np.concatenate([[0], edges])
@@ -90,12 +95,13 @@ def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) ->
 
 
 def _encode(text: str) -> bytes:
-    text = text.lower()
+    """UTF-8 in lower case, of other scripts the words alone; ASCII as it is."""
     if text.isascii():
         return text.encode()
-    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    spaced = np.where(_is_word()[points], points, ord(" ")).astype("<u4")
-    return spaced.tobytes().decode("utf-32-le").encode()
+    points = np.frombuffer(bytearray(text.lower().encode("utf-32-le")), "<u4")
+    others = np.flatnonzero(points >= 128)
+    points[others[~_is_word()[points[others]]]] = _SPACE
+    return points.tobytes().decode("utf-32-le").encode()
 
 
 @cache
