@@ -52,6 +52,7 @@ class ShardWriter:
         self._tokenizer_hash = tokenizer_hash
         self._token_dtype: TokenDtype = token_dtype
         self._dtype = np.dtype(token_dtype).newbyteorder("<")
+        self._largest = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
         self._frame_bytes = frame_bytes
         self._shards: list[Shard] = []
@@ -129,7 +130,7 @@ class ShardWriter:
                 f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
             )
         least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if least < 0 or most > np.iinfo(self._dtype).max:
+        if least < 0 or most > self._largest:
             raise MegatfmError(
                 f"sample {key}: token id {least if least < 0 else most} does not fit {self._dtype}"
             )
