@@ -20,6 +20,8 @@ LONGEST = 64
 TOGETHER = 64
 """New words in a text for SentencePiece: few texts cost calls, long ones time, which grows faster than they do."""
 _NUL = "\0"
+_MARK = "\u2581"
+"""How pieces spell a space. Where it stands in a text the tokenizer cuts, and spells it in bytes."""
 
 Ids = list[NDArray[np.int32]]
 
@@ -27,18 +29,29 @@ Ids = list[NDArray[np.int32]]
 class WordMemory:
     """The ids of texts, as `tokenizer.encode_batch` gives them."""
 
-    unusual = ("\u2581",)  # which is no part of a piece where it stands in a text
+    unusual = ()
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
         self._tokenizer = tokenizer
-        pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.vocab_size)]
+        pieces = [tokenizer.piece(token).replace(_MARK, " ") for token in range(tokenizer.vocab_size)]
         self._cuts = _cuts(pieces)
         # Between words that are encoded together stands a NUL, if that is one id whatever stands beside it.
         nul = tokenizer.encode_batch([_NUL], 1)[0]
         self._nul = int(nul[0]) if len(nul) == 1 and not any(_NUL in piece for piece in pieces) else None
+        self._mark = tokenizer.encode_batch([_MARK], 1)[0]
         self._known: dict[bytes, bytes] = {}
 
     def __call__(self, texts: Sequence[str], threads: int) -> Ids:
+        parts = iter(self._encode([part for text in texts for part in text.split(_MARK)], threads))
+        result = []
+        for text in texts:
+            ids = [next(parts)]
+            for _ in range(text.count(_MARK)):
+                ids += [self._mark, next(parts)]
+            result.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
+        return result
+
+    def _encode(self, texts: Sequence[str], threads: int) -> Ids:
         data, begins, first_words = self._cut([text.encode() for text in texts])
         if not len(begins):
             return [np.empty(0, np.int32) for _ in texts]
@@ -72,7 +85,7 @@ class WordMemory:
         if len(known) > REMEMBERED:
             known.clear()
         new = [word for word in words if word not in known]
-        known.update(zip(new, self._encode(new, threads), strict=True))
+        known.update(zip(new, self._encode_words(new, threads), strict=True))
         found = [known[word] for word in words]
         for word in new:
             if len(word) > LONGEST:
@@ -80,7 +93,7 @@ class WordMemory:
         counts = np.fromiter(map(len, found), np.int64, len(found)) // 4
         return np.frombuffer(b"".join(found), np.int32), counts
 
-    def _encode(self, words: list[bytes], threads: int) -> list[bytes]:
+    def _encode_words(self, words: list[bytes], threads: int) -> list[bytes]:
         texts = [word.decode() for word in words]
         if self._nul is None or any(_NUL in text for text in texts):
             return [ids.tobytes() for ids in self._tokenizer.encode_batch(texts, threads)]
