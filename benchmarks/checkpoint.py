@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from megatfm.checkpoint import disk
 
 BLOCK = 8 * 2**20
 PRODUCTS = 40
+Read = tuple[str, Callable[[], object], bool]
+"""Name, what is timed, and whether all ranks do it."""
 
 
 def main() -> None:
@@ -95,93 +98,98 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    tensors = state(rank, world, size)
-    target = folder / f"on-{world}"
+    bench, target = Bench(rank, folder, state(rank, world, size)), folder / f"on-{world}"
     found = []
     with (
         checkpoint.Saver(target, keep=1) as background,
         checkpoint.Saver(target, mode="sync", keep=1) as plain,
     ):
-        background.save(0, tensors, {})  # takes the memory
+        background.save(0, bench.tensors, {})  # takes the memory
         background.finish()
         for number in range(rounds):
-            found.append(one_round(rank, folder, target, 2 * number, tensors, background, plain))
+            found.append(bench.round(number, background, plain))
     if rank == 0:
         answers.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def one_round(
-    rank: int,
-    folder: Path,
-    target: Path,
-    number: int,
-    tensors: dict[str, checkpoint.Box | torch.Tensor],
-    background: checkpoint.Saver,
-    plain: checkpoint.Saver,
-) -> dict[str, float]:
-    """Each measure once, in seconds."""
-    seconds: dict[str, float] = {}
-    size = sum(checkpoint.Box.of(tensor).tensor.nbytes for tensor in tensors.values()) * dist.get_world_size()
-    file = folder / "dd"
+@dataclass
+class Bench:
+    """One rank's part of a round, in which it takes each measure once."""
 
-    def timed(name: str, work: Callable[[], object], by_all: bool = True) -> None:
+    rank: int
+    folder: Path
+    tensors: dict[str, checkpoint.Box | torch.Tensor]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def round(self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver) -> dict[str, float]:
+        """Seconds by measure; every other round backwards."""
+        self.seconds, turn = {}, 1 if number % 2 else -1
+        writes = (
+            self.dd_writes,
+            lambda: self.dd_writes("oflag=direct"),
+            lambda: self.timed("save", lambda: plain.save(2 * number + 1, self.tensors, {})),
+        )
+        for write in writes[::turn]:
+            write()
+        self.timed("step", step)
+        newest = self.step_that_saves(2 * number + 2, background)
+        reads: tuple[Read, ...] = (
+            ("dd read", lambda: self.dd_reads(newest), False),
+            ("dd read, direct", lambda: self.dd_reads(newest, "iflag=direct"), False),
+            ("load", lambda: checkpoint.load(newest, self.tensors), True),
+        )
+        for name, read, by_all in reads[::turn]:
+            if self.rank == 0:
+                for path in newest.iterdir():
+                    disk.forget(path)
+            self.timed(name, read, by_all)
+        return self.seconds
+
+    def timed(self, name: str, work: Callable[[], object], by_all: bool = True) -> None:
+        """From when all ranks are there until all are done. by_all: else by rank 0 alone."""
         dist.barrier()
         start = time.perf_counter()
-        if by_all or rank == 0:
+        if by_all or self.rank == 0:
             work()
         dist.barrier()
-        seconds[name] = time.perf_counter() - start
+        self.seconds[name] = time.perf_counter() - start
 
-    def written_by_dd(name: str, *words: str) -> None:
-        timed(name, lambda: dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
-        if rank == 0:
+    def step_that_saves(self, number: int, saver: checkpoint.Saver) -> Path:
+        """A step beside which a save begins; returns the checkpoint, once it is there."""
+        blocked = 0.0
+
+        def both() -> None:
+            nonlocal blocked
+            start = time.perf_counter()
+            saver.save(number, self.tensors, {}, copied=False)
+            blocked = time.perf_counter() - start
+            step()
+            start = time.perf_counter()
+            saver.settle()
+            blocked += time.perf_counter() - start
+
+        start = time.perf_counter()
+        self.timed("step that saves", both)
+        self.seconds["blocked"] = blocked
+        path = saver.finish()
+        dist.barrier()
+        self.seconds["save beside a step"] = time.perf_counter() - start
+        assert path is not None
+        return path
+
+    def dd_writes(self, *words: str) -> None:
+        size = sum(checkpoint.Box.of(tensor).tensor.nbytes for tensor in self.tensors.values())
+        file, size = self.folder / "dd", size * dist.get_world_size()
+        name = "dd write, direct" if words else "dd write"
+        self.timed(name, lambda: dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
+        if self.rank == 0:
             file.unlink()
 
-    writes: list[Callable[[], None]] = [
-        lambda: written_by_dd("dd write"),
-        lambda: written_by_dd("dd write, direct", "oflag=direct"),
-        lambda: timed("save", lambda: plain.save(number + 1, tensors, {})),
-    ]
-    for write in writes if number % 4 else reversed(writes):
-        write()
-    timed("step", step)
-    blocked = 0.0
-
-    def step_that_saves() -> None:
-        nonlocal blocked
-        start = time.perf_counter()
-        background.save(number + 2, tensors, {}, copied=False)
-        blocked = time.perf_counter() - start
-        step()
-        start = time.perf_counter()
-        background.settle()
-        blocked += time.perf_counter() - start
-
-    start = time.perf_counter()
-    timed("step that saves", step_that_saves)
-    seconds["blocked"] = blocked
-    background.finish()
-    dist.barrier()
-    seconds["save beside a step"] = time.perf_counter() - start
-    newest = target / f"step-{number + 2:08d}"
-
-    def read_by_dd(*words: str) -> None:
-        for path in sorted(newest.glob("*.safetensors")):
+    def dd_reads(self, checkpoint: Path, *words: str) -> None:
+        for path in sorted(checkpoint.glob("*.safetensors")):
             dd(path, Path("/dev/null"), path.stat().st_size, *words)
-
-    reads: list[tuple[str, Callable[[], object], bool]] = [
-        ("dd read", read_by_dd, False),
-        ("dd read, direct", lambda: read_by_dd("iflag=direct"), False),
-        ("load", lambda: checkpoint.load(newest, tensors), True),
-    ]
-    for name, work, by_all in reads if number % 4 else reversed(reads):
-        if rank == 0:
-            for path in newest.iterdir():
-                disk.forget(path)
-        timed(name, work, by_all)
-    return seconds
 
 
 def step() -> None:

@@ -21,6 +21,8 @@ from megatfm.errors import MegatfmError
 # Opening must neither follow a planted link nor wait for the other end of a planted pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
+WHOLE_BYTES = 2**34
+"""What is read whole, as metadata are, may have so many; a planted file may claim any."""
 LAG_SECONDS = 10.0
 """How long a shared filesystem (NFS, Lustre) may take to show one machine what another one made."""
 
@@ -98,17 +100,19 @@ def _create(path: Path, direct: bool) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file whole. A link, a pipe, a missing or an unreadable file is refused by name."""
+    """Read a regular file whole. A link, a pipe, a missing, unreadable or huge file is refused by name."""
     with HashedFile(path) as file:
+        if file.size > WHOLE_BYTES:
+            raise MegatfmError(f"cannot read {path}: {file.size} bytes are more than such a file ever has")
         return bytes(file.take(file.size))
 
 
 class HashedFile:
     """A regular file that is read from its start to its end, hashed on the way; what is read into must not change
-    until `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name.
+    until `hexdigest`. A link, a pipe, a missing or an unreadable file is refused by name. direct: see `flow.source`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, direct: bool = False) -> None:
         self._path, self._hash = path, flow.Hash()
         self._spare: list[memoryview] = []
         with naming("read", path):
@@ -117,6 +121,7 @@ class HashedFile:
             with naming("read", path):
                 self.size = self.left = _regular_size(path, os.fstat(self._file))
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
+                self._source = flow.source(self._file, self.size, direct)
         except MegatfmError:
             os.close(self._file)
             raise
@@ -132,6 +137,7 @@ class HashedFile:
     def close(self) -> None:
         """Give the file back; its hash may be half done."""
         self._hash.hexdigest()
+        self._source.close()
         os.close(self._file)
 
     def read_into(self, target: memoryview) -> None:
@@ -139,7 +145,7 @@ class HashedFile:
         done = 0
         with naming("read", self._path):
             while done < target.nbytes:
-                got = os.readv(self._file, [target[done : done + flow.CHUNK_BYTES]])
+                got = self._source.read_into(target[done:])
                 if not got:
                     at = self.size - self.left + done
                     raise MegatfmError(f"cannot read {self._path}: it shrank to {at} bytes while it was read")

@@ -1,10 +1,14 @@
 """Bytes on their way between memory and an open file: hashed meanwhile, and past the page cache where that helps."""
 
+import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import queue
 import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -17,19 +21,23 @@ BLOCK_BYTES = 4096
 """What direct writes are made of: the largest block of the disks that there are."""
 QUEUED = 4
 """Chunks that the hash may be behind."""
+FEW_BYTES = 2**20
+"""Less than this is copied together with what follows: a write of its own would take longer."""
+READS = 2
+"""Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
 
 
 class Hash:
     """A BLAKE3 that is computed in a thread of its own, while the caller reads or writes the next chunk.
 
-    What it is given must not change until `hexdigest`. The first small chunks make no thread: most files have no
-    others.
+    What it is given must not change until `hexdigest`. The first few bytes make no thread: most files have no more.
     """
 
     def __init__(self) -> None:
         self._digest = blake3()
         self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=QUEUED)
         self._thread: threading.Thread | None = None
+        self._size = 0
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +48,8 @@ class Hash:
         self._join()
 
     def update(self, chunk: memoryview) -> None:
-        if self._thread is None and chunk.nbytes < CHUNK_BYTES:
+        self._size += chunk.nbytes
+        if self._thread is None and self._size < CHUNK_BYTES:
             self._digest.update(chunk)
             return
         if self._thread is None:
@@ -78,7 +87,9 @@ class Output:
 
 
 class DirectOutput(Output):
-    """The same past the page cache: whole blocks, out of memory that begins at a page; the rest the usual way."""
+    """The same past the page cache, in whole blocks: right out of large memory that begins at one, where the file is at
+    the end of one, too; the rest through a buffer, and the last part of a block the usual way.
+    """
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
@@ -87,29 +98,114 @@ class DirectOutput(Output):
 
     def write(self, chunk: memoryview) -> None:
         data = np.frombuffer(chunk, np.uint8)
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        if whole >= FEW_BYTES and not (data.ctypes.data % BLOCK_BYTES or self._held % BLOCK_BYTES):
+            self._put(self._buffer[: self._held])
+            self._put(data[:whole])
+            self._held, data = 0, data[whole:]
         while len(data):
             taken = min(len(data), CHUNK_BYTES - self._held)
             self._buffer[self._held : self._held + taken] = data[:taken]
             self._held += taken
             data = data[taken:]
             if self._held == CHUNK_BYTES:
-                self._put(CHUNK_BYTES)
+                self._put(self._buffer)
+                self._held = 0
 
     def flush(self) -> None:
         whole = self._held // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._put(whole)
-        self._as_usual()
-        super().write(self._buffer[: self._held].data)
+        self._put(self._buffer[:whole])
+        _as_usual(self._fd)
+        super().write(self._buffer[whole : self._held].data)
 
-    def _put(self, size: int) -> None:
-        """Write the first bytes of the buffer, and move the others to its front."""
-        done = os.write(self._fd, self._buffer[:size].data)
-        if done < size:  # what is left may not be whole blocks
-            self._as_usual()
-            super().write(self._buffer[done:size].data)
-        self._buffer[: self._held - size] = self._buffer[size : self._held].copy()
-        self._held -= size
+    def _put(self, blocks: np.ndarray) -> None:
+        done = os.write(self._fd, blocks.data) if len(blocks) else 0
+        if done < len(blocks):  # what is left may not be whole blocks
+            _as_usual(self._fd)
+            super().write(blocks[done:].data)
 
-    def _as_usual(self) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+class Input:
+    """Bytes on their way out of a file, from its start on."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read_into(self, target: memoryview) -> int:
+        """Fill the first bytes of `target`; returns how many, 0 at the end."""
+        return os.readv(self._fd, [target[:CHUNK_BYTES]])
+
+    def close(self) -> None:
+        """Leave the file; whoever opened it closes it."""
+
+
+class DirectInput(Input):
+    """The same past the page cache: by chunks, into memory that begins at a page, some ahead of what is asked for."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        super().__init__(fd)
+        self._size, self._asked = size, 0
+        self._pool = ThreadPoolExecutor(READS, "megatfm-read")
+        self._coming: deque[tuple[mmap.mmap, Future[int]]] = deque()
+        self._chunk = np.empty(0, np.uint8)
+        for _ in range(READS + 1):
+            self._ask(mmap.mmap(-1, CHUNK_BYTES))
+
+    def read_into(self, target: memoryview) -> int:
+        if not len(self._chunk) and self._coming:
+            buffer, size = self._coming[0]
+            self._chunk = np.frombuffer(buffer, np.uint8, size.result())
+        taken = min(target.nbytes, len(self._chunk))
+        np.copyto(np.frombuffer(target, np.uint8, taken), self._chunk[:taken])
+        self._chunk = self._chunk[taken:]
+        if not len(self._chunk) and self._coming:
+            self._ask(self._coming.popleft()[0])
+        return taken
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _ask(self, buffer: mmap.mmap) -> None:
+        if self._asked < self._size:
+            self._coming.append((buffer, self._pool.submit(self._fill, memoryview(buffer), self._asked)))
+            self._asked += CHUNK_BYTES
+
+    def _fill(self, buffer: memoryview, offset: int) -> int:
+        """Read a chunk, which is less than the buffer only where the file ends; returns its bytes."""
+        done, usual = 0, False
+        while done < len(buffer):
+            try:
+                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or usual:
+                    raise
+            else:
+                if not got:
+                    break
+                done += got
+            if done < len(buffer):  # what is left may not be whole blocks, or the filesystem can't
+                _as_usual(self._fd)
+                usual = True
+        return done
+
+
+def source(fd: int, size: int, direct: bool) -> Input:
+    """What reads a file of so many bytes; direct: past the page cache, where it isn't there and the filesystem can."""
+    if direct and not _in_memory(fd, size):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            return DirectInput(fd, size)
+    return Input(fd)
+
+
+def _in_memory(fd: int, size: int) -> bool:
+    """Whether the page cache holds a file, as far as three of its bytes tell."""
+    try:
+        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))
+    except OSError:
+        return False
+
+
+def _as_usual(fd: int) -> None:
+    """Through the page cache from here on."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -120,8 +120,7 @@ def write_to_nodes(
     send_all(what, nodes.group, draft, draft, entries, sends)
 
     def finish() -> None:
-        disk.sync_folder(draft)
-        if nodes.leads:
+        if nodes.leads:  # the others have no more to do there: it is about to get another name
             disk.write_file(draft / metadata.FILENAME, [memoryview(raw)])
             disk.sync_folder(draft)
             if final.exists():  # of a future that the run went back from
@@ -174,7 +173,7 @@ def fetch(nodes: Nodes, held: Held, boxes: Mapping[str, Box]) -> Path:
     final = nodes.folder / f"step-{held.step:08d}"
     draft = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
     content = held.content(nodes.folder)
-    needed = ranks.together(what, lambda: Reader(final, content).files_for(boxes), nodes.group)
+    needed = ranks.together(what, lambda: Reader(final, content, boxes).files, nodes.group)
     lacking = _lacking(nodes, held, ranks.everyones(needed, nodes.group))
     sends = [
         (file, nodes.leader(held.holders[file][node % len(held.holders[file])]), nodes.leader(node))
@@ -217,7 +216,7 @@ def forget_nodes(nodes: Nodes, newest: int = -1) -> None:
     ranks.together("node-local checkpoints not cleaned", work, nodes.group)
 
 
-def _lacking(nodes: Nodes, held: Held, needed: list[set[str]]) -> dict[int, set[str]]:
+def _lacking(nodes: Nodes, held: Held, needed: list[list[str]]) -> dict[int, set[str]]:
     """By node: what its ranks need and it doesn't have."""
     lacking: dict[int, set[str]] = defaultdict(set)
     for rank, files in enumerate(needed):

@@ -5,7 +5,7 @@ group of its own, so that what it says never mixes with what training says.
 """
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -71,6 +71,16 @@ def everyones(mine: T, group: Group = None) -> list[T]:
     with lost_peers("the ranks can't compare what they have"):
         dist.all_gather_object(theirs, mine, group)
     return theirs
+
+
+def own_on_host(mine: Collection[str], group: Group = None) -> set[str]:
+    """Of these, those that no other rank on this rank's machine has."""
+    host, me = socket.gethostname(), rank(group)
+    others: set[str] = set()
+    for other, (where, its) in enumerate(everyones((host, list(mine)), group)):
+        if where == host and other != me:
+            others.update(its)
+    return set(mine) - others
 
 
 def by_rank_0(what: str, work: Callable[[], T], group: Group = None) -> T:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,9 +24,9 @@ from megatfm.errors import MegatfmError
 
 
 class Reader:
-    """Reads boxes out of a committed checkpoint; each file that is needed is read once and checked by its hash."""
+    """Fills boxes out of a committed checkpoint; each file that is needed is read once and checked by its hash."""
 
-    def __init__(self, folder: Path, content: Metadata) -> None:
+    def __init__(self, folder: Path, content: Metadata, boxes: Mapping[str, Box]) -> None:
         self.folder = folder
         self.content = content
         self.pieces = {
@@ -34,36 +34,36 @@ class Reader:
             for name, tensor in content.tensors.items()
             for piece in tensor.pieces
         }
+        self._planner = LoadPlanner()
+        self._planner.set_up_planner(dict(boxes), self._plan_metadata())
+        self._by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in self._planner.create_local_plan().items:
+            self._by_file[self.pieces[item.storage_index].file].append(item)
 
-    def fill(self, boxes: Mapping[str, Box], patience: float = 0.0) -> None:
-        """Fill the boxes in place, file by file. patience: seconds for files to come to be seen on this machine."""
-        planner, by_file = self._plan(boxes)
+    @property
+    def files(self) -> list[str]:
+        """Those that are needed."""
+        return sorted(self._by_file)
+
+    def fill(self, patience: float = 0.0, alone: Collection[str] = ()) -> None:
+        """Fill the boxes in place, file by file.
+
+        patience: seconds for files to come to be seen on this machine. alone: the files that nobody else reads on it.
+        """
         deadline = time.monotonic() + patience
-        for file, items in sorted(by_file.items()):
+        for file in self.files:
             disk.await_name(self.folder / file, deadline)
             places: dict[str, Tensor | None] = {}
-            for item in items:
-                places.setdefault(self.pieces[item.storage_index].key, self._place(item, planner))
-            tensors = shard.read(self.folder / file, self.content.files[file], places)
-            for item in items:
-                self._copy(item, tensors, planner)
+            for item in self._by_file[file]:
+                places.setdefault(self.pieces[item.storage_index].key, self._place(item))
+            tensors = shard.read(self.folder / file, self.content.files[file], places, file in alone)
+            for item in self._by_file[file]:
+                self._copy(item, tensors)
 
-    def files_for(self, boxes: Mapping[str, Box]) -> set[str]:
-        """The files that `fill` would read."""
-        return set(self._plan(boxes)[1])
-
-    def _plan(self, boxes: Mapping[str, Box]) -> tuple[LoadPlanner, dict[str, list[ReadItem]]]:
-        planner = LoadPlanner()
-        planner.set_up_planner(dict(boxes), self._plan_metadata())
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in planner.create_local_plan().items:
-            by_file[self.pieces[item.storage_index].file].append(item)
-        return planner, by_file
-
-    def _place(self, item: ReadItem, planner: LoadPlanner) -> Tensor | None:
+    def _place(self, item: ReadItem) -> Tensor | None:
         """Where a piece that is wanted whole goes, if it can be read right into there."""
         tensor, piece = self.content.tensors[item.storage_index.fqn], self.pieces[item.storage_index]
-        target = planner.resolve_tensor(item).detach()
+        target = self._planner.resolve_tensor(item).detach()
         whole = tuple(item.lengths) == piece.sizes
         return target if whole and shard.fits(target, tensor.torch_dtype, piece.sizes) else None
 
@@ -83,12 +83,12 @@ class Reader:
             }
         )
 
-    def _copy(self, item: ReadItem, tensors: dict[str, Tensor], planner: LoadPlanner) -> None:
+    def _copy(self, item: ReadItem, tensors: dict[str, Tensor]) -> None:
         piece = self.pieces[item.storage_index]
         source = find_piece(self.folder, self.content.tensors[item.storage_index.fqn], piece, tensors)
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             source = source.narrow(dim, offset, length)
-        target = planner.resolve_tensor(item).detach()
+        target = self._planner.resolve_tensor(item).detach()
         if target.data_ptr() != source.data_ptr() or not target.numel():  # else it was read there
             target.copy_(source)
 

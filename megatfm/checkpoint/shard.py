@@ -16,12 +16,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatfm.checkpoint import disk
+from megatfm.checkpoint import disk, flow
 from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, Count, DType, FileEntry, Part, Shape, explain
 from megatfm.errors import MegatfmError
 
 DIRECT_BYTES = 32 * 2**20
-"""Files from here on are written past the page cache."""
+"""Files from here on are written, and on demand read, past the page cache."""
 
 
 class _Entry(Part):
@@ -35,33 +35,41 @@ _HEADER = TypeAdapter(dict[str, _Entry])
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write the tensors (of any device and stride) into a new file. Equal tensors give equal bytes."""
-    # Wide types first, so that every tensor is aligned to its type, as the library orders them.
-    order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
     direct = sum(tensor.nbytes for tensor in tensors.values()) >= DIRECT_BYTES
-    size, digest = disk.write_file(path, _parts({key: tensors[key] for key in order}), direct)
+    block = flow.BLOCK_BYTES if direct else 8
+
+    def place(key: str) -> tuple[bool, int, str]:
+        """Whole blocks first, which then lie at blocks; then wide types, so that each is aligned to its type."""
+        return direct and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
+
+    parts = _parts({key: tensors[key] for key in sorted(tensors, key=place)}, block)
+    size, digest = disk.write_file(path, parts, direct)
     return FileEntry(bytes=size, blake3=digest)
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
     entries, end = {}, 0
     for key, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
         entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    header += b" " * (-(8 + len(header)) % block)
     yield memoryview(struct.pack("<Q", len(header)) + header)
     for tensor in tensors.values():
         yield _bytes(tensor.detach().cpu().contiguous())
 
 
-def read(path: Path, entry: FileEntry, places: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def read(
+    path: Path, entry: FileEntry, places: Mapping[str, Tensor | None], direct: bool = False
+) -> dict[str, Tensor]:
     """Return the file's tensors; raises MegatfmError unless the content has its hash.
 
     Those that have a place are read right into it (it must fit), those that have None into memory of their own; of
     the others, which are only hashed, a meta tensor tells type and shape. After an error a place may hold anything.
+    direct: past the page cache if the file is large, for one that nobody else on this machine reads.
     """
-    with disk.HashedFile(path) as file:
+    with disk.HashedFile(path, direct and entry.bytes >= DIRECT_BYTES) as file:
         if file.size != entry.bytes:
             raise MegatfmError(f"{path} is damaged: it has {file.size} bytes instead of {entry.bytes}")
         problem = None

@@ -1,7 +1,6 @@
 """The staging copy: a rank's share in host memory, where no later step can touch it."""
 
 import logging
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatfm.checkpoint.flow import BLOCK_BYTES
 from megatfm.errors import MegatfmError
 
 log = logging.getLogger("megatfm")
 
-ALIGNMENT = 64
-"""Bytes, of each piece in the buffer: a processor's cache line."""
+LINE_BYTES = 64
+"""A processor's cache line, at which each piece in the buffer begins; those of whole blocks of the disk lie at blocks,
+so that they can be written right from there."""
 
 
 class Staging:
@@ -27,9 +28,9 @@ class Staging:
     def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copies of the pieces, complete when this returns and valid until the next call."""
         places, end = {}, 0
-        for index, piece in pieces.items():
+        for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             places[index] = end
-            end += math.ceil(piece.nbytes / ALIGNMENT) * ALIGNMENT
+            end += piece.nbytes + -piece.nbytes % LINE_BYTES
         gpu = next((piece.device for piece in pieces.values() if piece.is_cuda), None)
         if end > len(self._buffer):
             self._allocate(end, gpu is not None)
@@ -47,12 +48,14 @@ class Staging:
         self._release()
         try:
             # NumPy asks the kernel for huge pages, torch doesn't: the first copy then takes half the time.
-            self._buffer = torch.from_numpy(np.empty(size, np.uint8))
+            memory = np.empty(size + BLOCK_BYTES, np.uint8)
         except MemoryError as error:
             raise MegatfmError(
                 f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '
                 "or shard over more ranks"
             ) from error
+        start = -memory.ctypes.data % BLOCK_BYTES
+        self._buffer = torch.from_numpy(memory[start : start + size])
         if pin:  # torch's own pinned memory comes in powers of two, up to twice the size
             self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
 

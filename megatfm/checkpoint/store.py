@@ -59,14 +59,18 @@ def load(path: Path, tensors: Mapping[str, Box | Tensor], *, cast: bool = False)
     # Rank 0 sees what is there and tells the others, whose machines may see it later.
     raw = ranks.by_rank_0(what, lambda: disk.read_file(path / metadata.FILENAME))
 
-    def fill() -> dict[str, JsonValue]:
+    def plan() -> Reader:
         content, boxes = metadata.parse(path, raw), boxes_of(tensors)
         for name, box in boxes.items():
             _check_request(content, name, box, cast)
-        Reader(path, content).fill(boxes, disk.LAG_SECONDS if ranks.count() > 1 else 0.0)
-        return content.state
+        return Reader(path, content, boxes)
 
-    return ranks.together(what, fill)
+    reader = ranks.together(what, plan)
+    # What several ranks of a machine read comes from the disk once, and for the others out of the page cache.
+    alone = ranks.own_on_host(reader.files)
+    patience = disk.LAG_SECONDS if ranks.count() > 1 else 0.0
+    ranks.together(what, lambda: reader.fill(patience, alone))
+    return reader.content.state
 
 
 def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -77,7 +81,8 @@ def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = No
         for name, entry in content.tensors.items()
         if name.startswith(prefix) and (only is None or name in only)
     }
-    Reader(path, content).fill(boxes_of(tensors))
+    reader = Reader(path, content, boxes_of(tensors))
+    reader.fill(alone=reader.files)
     return tensors
 
 

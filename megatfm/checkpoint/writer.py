@@ -161,7 +161,7 @@ def _read_back(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise unless the disk gives back what it was given."""
     for name, entry in files.items():
         disk.forget(folder / name)
-        shard.read(folder / name, entry, {})
+        shard.read(folder / name, entry, {}, True)
 
 
 def _discard(partial: Path | None, error: MegatfmError) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from megatfm.errors import NoProgressError
 from megatfm.train.agree import told_by_rank_0
@@ -35,13 +34,15 @@ def check_progress(
 def _count(run: Run, agent: str, restarts: int, step: int) -> int:
     """Restarts of this agent since the first start that found this checkpoint."""
     path = run.folder / ATTEMPTS
+    first = None
     try:
-        before: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        before = {}
-    first = before.get("restarts") if (before.get("agent"), before.get("step")) == (agent, step) else None
+        before = json.loads(path.read_bytes())
+        if (before["agent"], before["step"]) == (agent, step):
+            first = int(before["restarts"])
+    except (OSError, ValueError, TypeError, KeyError):  # none, or not what was written here
+        pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.
     if first is None or first > restarts:
         run.write(ATTEMPTS, json.dumps({"agent": agent, "step": step, "restarts": restarts}) + "\n")
         return 0
-    return restarts - int(first)
+    return restarts - first

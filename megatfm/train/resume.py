@@ -1,7 +1,9 @@
 """What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
 
+import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 from megatfm import __version__, checkpoint
 from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
 from megatfm.config import Config
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.run import Run
 
@@ -68,7 +70,12 @@ def meet_nodes(config: Config, run: Run) -> Nodes | None:
         path = run.folder / LOCAL_ID
         if not path.exists():
             run.write(LOCAL_ID, secrets.token_hex(8) + "\n")
-        return path.read_text().strip()
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if re.fullmatch(r"[0-9a-f]{16}\n", found := path.read_text()):
+                return found.strip()
+        raise MegatfmError(
+            f"{path}: can't be read, or is damaged: remove it; what the nodes hold of this run is then not found"
+        )
 
     folder = Path(os.path.expandvars(config.checkpoint.local))
     if not folder.is_absolute() or "$" in str(folder):

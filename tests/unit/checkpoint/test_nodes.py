@@ -1,6 +1,7 @@
 """Checkpoints on node-local folders: what one node lost is on the next, and what no node has whole is not used."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import Box, Saver, load, read_state
+from megatfm.checkpoint import Box, Saver, disk, load, read_state
 from megatfm.checkpoint.box import Box as AnyBox
 from megatfm.checkpoint.folder import committed
 from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes, newest_on_nodes
@@ -36,6 +37,20 @@ def save_steps(folder: Path, steps: list[int], per_node: int = 1) -> None:
     with Saver(folder / "shared", local=home(folder, per_node)) as saver:
         for step in steps:
             saver.save(step, rows(step), {"step": step}, on_nodes=True)
+
+
+def save_where_all_but_the_first_of_a_node_are_slow(folder: Path) -> None:
+    genuine = disk.sync_folder
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.3 * (dist.get_rank() % 2))
+        genuine(path)
+
+    disk.sync_folder = slowly
+    try:
+        save_steps(folder, [1], per_node=2)
+    finally:
+        disk.sync_folder = genuine
 
 
 def go_on(folder: Path, per_node: int = 1) -> int | None:
@@ -74,6 +89,11 @@ def test_a_lost_node_is_made_up_for_by_the_next(
     for node in (0, 1):  # two neighbours are one too many
         shutil.rmtree(tmp_path / f"node-{node}")
     assert workers.run(go_on, world, tmp_path, per_node) == [None] * world
+
+
+def test_a_folder_gets_its_name_when_all_of_its_node_have_left_it(workers: Workers, tmp_path: Path) -> None:
+    workers.run(save_where_all_but_the_first_of_a_node_are_slow, 4, tmp_path)
+    assert workers.run(go_on, 4, tmp_path, 2) == [1] * 4
 
 
 def test_what_no_node_has_whole_is_not_used(workers: Workers, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import NO_PROGRESS, NoProgressError
-from megatfm.train.progress import check_progress
+from megatfm.train.progress import ATTEMPTS, check_progress
 from megatfm.train.run import Run
 
 
@@ -45,3 +45,15 @@ def test_without_an_agent_nothing_is_counted(tmp_path: Path) -> None:
     for _ in range(9):
         check_progress(Run(tmp_path, 0), 0, 1, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x80\x04}.", b"{", b"[1]", b'{"agent": "none"}', b'{"agent": "none", "step": 0, "restarts": "x"}'],
+)
+def test_a_count_that_is_none_starts_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ATTEMPTS).write_bytes(content)
+    for restarts in (7, 8):
+        start(tmp_path, restarts, 0)
+    with pytest.raises(NoProgressError):
+        start(tmp_path, 9, 0)

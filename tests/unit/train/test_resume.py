@@ -221,4 +221,8 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     assert first.folder.parent == tmp_path / "disk"
     assert again == first
     assert other != first
+    for planted in (b"../../elsewhere", b"\x80\x04}.", b""):
+        (tmp_path / "a" / resume.LOCAL_ID).write_bytes(planted)
+        with pytest.raises(MegatfmError, match=r"a/local-id: can't be read, or is damaged: remove it"):
+            resume.meet_nodes(config, Run(tmp_path / "a", 0))
     assert resume.meet_nodes(Config.model_validate(VALUES), Run(tmp_path / "a", 0)) is None
