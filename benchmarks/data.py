@@ -2,19 +2,18 @@
 
     python benchmarks/data.py --corpus FOLDER --places TEXTS --out benchmarks/results
 
-The text is what this machine's manuals, documentation and Python sources hold, and `--places` besides (Debian's
-linux-source, unpacked, has 1.3 GB), each file once (deduplicated by hash), tokenized by a SentencePiece model that is
-trained on a part of it. The corpus is made in `--corpus` at the first run and taken from there later. Every contender
-reads the same documents, shuffled but for the raw ones; they take turns in a random order within each round. Rows are
-packed: int64 tokens, targets, documents and positions. `--mosaic FOLDER` is where
+The corpus (see `data_corpus.py`) is made in `--corpus` at the first run, which takes minutes, and taken from there
+later. The contenders take turns in a random order within each round; everything is shuffled but for the raw ones. Raw
+ones, samples and rows of megatfm are of the whole corpus; the webdataset library and Streaming, which are slower, read
+the first shards of it, whole, so that nothing they have read ahead is left uncounted. Rows are packed: int64 tokens,
+targets, documents and positions. Rounds end after `--seconds`, but there are five.
+
+`--mosaic FOLDER` is where
 `pip install --target FOLDER --no-deps mosaicml-streaming Brotli zstd python-snappy cramjam catalogue xxhash pillow` put
-that library, which asks for an older NumPy than megatfm's; it runs in three of the rounds only.
+that library, which asks for an older NumPy than megatfm's.
 """
 
 import argparse
-import gzip
-import importlib.machinery
-import io
 import json
 import mmap
 import os
@@ -22,134 +21,42 @@ import platform
 import random
 import statistics
 import sys
-import sysconfig
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import sentencepiece
 import webdataset as wds
 import zstandard
-from blake3 import blake3
+from data_corpus import VOCABULARY, part_of_mds, with_mosaic, write
 
-from megatfm.data import Corpus, Loader, PackedRows, ShardWriter, ShuffledSamples, index_folder
+from megatfm.data import Corpus, Loader, PackedRows, ShuffledSamples
+from megatfm.data.index import ShardIndex
 from megatfm.objectives.causal import Causal
 from megatfm.objectives.registry import SpecialTokens
 
-PLACES = ("/usr/share/doc", "/usr/share/man", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-KINDS = {
-    ".py",
-    ".pyi",
-    ".h",
-    ".hpp",
-    ".cuh",
-    ".md",
-    ".rst",
-    ".txt",
-    ".html",
-    ".c",
-    ".cpp",
-    ".js",
-    ".css",
-    ".toml",
-    "",
-}
-VOCABULARY, LENGTH, BATCH = 8000, 2048, 32
-ROWS_PART = 4  # rows are the slowest to make: a quarter of an epoch is enough of them
+LENGTH, BATCH = 2048, 32
+LEAST_ROUNDS = 5
+PART = 2
+"""Shards of 64 MB that the slower libraries read."""
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=VOCABULARY)
+RAW, MAPPED, BY_SAMPLE = "raw zstd", "mmap, 256 KB at a time", "mmap, a sample at a time"
 
 
-def texts(most: int, places: list[str]) -> Iterator[str]:
-    """Up to `most` bytes of text files, each text once."""
-    seen, total = set[bytes](), 0
-    for place in (*PLACES, *places):
-        for folder, folders, names in os.walk(place):
-            folders.sort()
-            for name in sorted(names):
-                path = Path(folder, name)
-                plain = name.removesuffix(".gz")
-                is_manual = folder.startswith("/usr/share/man")
-                if not (is_manual or Path(plain).suffix in KINDS) or path.is_symlink() or not path.is_file():
-                    continue
-                data = path.read_bytes()
-                try:
-                    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
-                except (UnicodeDecodeError, OSError, EOFError):
-                    continue
-                digest = blake3(text.encode()).digest()
-                if digest in seen or not text.strip():  # no tokens, which Streaming does not take
-                    continue
-                seen.add(digest)
-                total += len(text.encode())
-                yield text
-                if total >= most:
-                    return
+class Contender(NamedTuple):
+    """What is run, and returns how many tokens it read; and with what its speed is compared."""
+
+    run: Callable[[], int]
+    against: str
 
 
-def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
-    """uint16 tokens of each document."""
-    model, sample = io.BytesIO(), random.Random(0).sample(documents, min(len(documents), 300))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in sample for line in text.splitlines()[:400] if len(line) < 2000),
-        model_writer=model,
-        vocab_size=VOCABULARY,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-        num_threads=os.cpu_count(),
-    )
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    for start in range(0, len(documents), 512):
-        for ids in processor.encode(documents[start : start + 512], num_threads=os.cpu_count()):
-            yield np.array(ids, np.uint16)
-
-
-def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
-    """The same samples for every contender, and their numbers in facts.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    start, documents = time.perf_counter(), list(texts(int(megabytes * 1e6), places))
-    random.Random(0).shuffle(documents)
-    size, tokens = sum(len(text.encode()) for text in documents), 0
-    (folder / "tars").mkdir()
-    with (
-        ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as ours,
-        wds.ShardWriter(str(folder / "tars/%06d.tar"), maxsize=2**26, maxcount=10**9, verbose=0) as tars,
-    ):
-        theirs = None
-        if mosaic:
-            from streaming import MDSWriter
-
-            theirs = MDSWriter(
-                out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26
-            )
-        for i, ids in enumerate(tokenize(documents)):
-            tokens += len(ids)
-            ours.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
-            tars.write({"__key__": f"{i:09d}", "tokens.npy": ids})
-            if theirs is not None:
-                theirs.write({"tokens": ids})
-        ours.finish({})
-        if theirs is not None:
-            theirs.finish()
-    index_folder(folder / "tars", "t")  # for `.tar` without compression
-    facts = {
-        "documents": len(documents),
-        "bytes": size,
-        "tokens": tokens,
-        "seconds": time.perf_counter() - start,
-    }
-    (folder / "facts.json").write_text(json.dumps(facts))
-
-
-def contenders(folder: Path, mosaic: bool) -> dict[str, Callable[[], int]]:
-    """Each reads samples, and returns how many tokens there were."""
+def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
+    """All that take part, by name."""
     corpus, plain = Corpus.open(folder / "ours"), Corpus.open(folder / "tars")
     tars = sorted(str(path) for path in (folder / "tars").glob("*.tar"))
     objective, seeds = Causal(SPECIAL), iter(range(10**9))
-    part = corpus.n_tokens // ROWS_PART
+    spans = list(map(sample_spans, plain.indexes))
 
     def raw() -> int:
         unpack = zstandard.ZstdDecompressor()
@@ -157,11 +64,12 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Callable[[], int]]:
             unpack.decompress(corpus.frame_bytes(block))
         return corpus.n_tokens
 
-    def mapped() -> int:
-        for path in tars:
+    def mapped(by_sample: bool) -> int:
+        for path, samples in zip(tars, spans, strict=True):
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                for start in range(0, len(data), 2**18):
-                    _ = data[start : start + 2**18]
+                pieces = ((at, at + 2**18) for at in range(0, len(data), 2**18))
+                for start, end in samples if by_sample else pieces:
+                    _ = data[start:end]
         return plain.n_tokens
 
     def samples(of: Corpus) -> int:
@@ -170,34 +78,51 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Callable[[], int]]:
 
     def rows() -> int:
         packed = PackedRows(corpus, objective, sequence_length=LENGTH, seed=next(seeds))
-        with Loader(packed, global_batch=BATCH, micro_batch=BATCH, stop=part // LENGTH) as loader:
-            return sum(batch["tokens"].size for step in loader for batch in step)
+        with Loader(packed, global_batch=BATCH, micro_batch=BATCH, stop=len(packed)) as loader:
+            for _ in loader:
+                pass
+        return corpus.n_tokens
 
     def webdataset() -> Iterator[np.ndarray]:
-        data = wds.WebDataset(tars, shardshuffle=len(tars), seed=next(seeds), empty_check=False)
+        data = wds.WebDataset(tars[:PART], shardshuffle=PART, seed=next(seeds), empty_check=False)
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
     def streaming() -> int:
         from streaming import StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
 
-        data = StreamingDataset(
-            local=str(folder / "mds"), shuffle=True, batch_size=1, shuffle_seed=next(seeds)
-        )
-        return sum(len(sample["tokens"]) for sample in data)
+        local = str(part_of_mds(folder, PART))
+        data = StreamingDataset(local=local, shuffle=True, batch_size=1, shuffle_seed=next(seeds))
+        tokens = sum(len(sample["tokens"]) for sample in data)
+        del data
+        clean_stale_shared_memory()
+        return tokens
 
     found = {
-        "raw zstd": raw,
-        "megatfm samples, zstd": lambda: samples(corpus),
-        "mmap": mapped,
-        "megatfm samples, tar": lambda: samples(plain),
-        "webdataset samples": lambda: sum(map(len, webdataset())),
-        f"megatfm rows of {LENGTH}": rows,
-        f"webdataset rows of {LENGTH}": lambda: packed_as_usual(webdataset(), part),
+        RAW: Contender(raw, RAW),
+        "megatfm samples, zstd": Contender(lambda: samples(corpus), RAW),
+        MAPPED: Contender(lambda: mapped(False), BY_SAMPLE),
+        BY_SAMPLE: Contender(lambda: mapped(True), BY_SAMPLE),
+        "megatfm samples, tar, first epoch": Contender(
+            lambda: samples(Corpus.open(folder / "tars")), BY_SAMPLE
+        ),
+        "megatfm samples, tar, later": Contender(lambda: samples(plain), BY_SAMPLE),
+        "webdataset samples, tar": Contender(lambda: sum(map(len, webdataset())), BY_SAMPLE),
+        f"megatfm rows of {LENGTH}, zstd": Contender(rows, RAW),
+        f"webdataset rows of {LENGTH}, tar": Contender(lambda: packed_as_usual(webdataset()), RAW),
     }
-    return found | ({"MosaicML Streaming samples": streaming} if mosaic else {})
+    return found | ({"MosaicML Streaming samples": Contender(streaming, RAW)} if mosaic else {})
 
 
-def packed_as_usual(documents: Iterator[np.ndarray], most: int) -> int:
+def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
+    """Where the tokens of each sample of a plain tar start and end in it."""
+    starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
+    return list(
+        zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True)
+    )
+
+
+def packed_as_usual(documents: Iterator[np.ndarray]) -> int:
     """The rows that megatfm makes, as one writes it for other loaders: a buffer to which documents are added."""
     fields, read, batch = [np.zeros(0, np.int64)] * 4, 0, []
     for number, ids in enumerate(documents):
@@ -217,8 +142,6 @@ def packed_as_usual(documents: Iterator[np.ndarray], most: int) -> int:
                 )
                 batch = []
         fields = [field[full:] for field in fields]
-        if read >= most:
-            break
     return read
 
 
@@ -234,63 +157,25 @@ def wait_per_step(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> 
         return (loader.waited - before) / steps
 
 
-def with_mosaic(folder: str) -> None:
-    """Let `import streaming` find the library; what it imports of torchvision, it needs for images only."""
-    sys.path.append(folder)
-    names = (
-        "torchvision",
-        "torchvision.datasets",
-        "torchvision.transforms",
-        "torchvision.transforms.functional",
-    )
-    for name in names:
-        module: Any = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.VisionDataset, module.to_tensor = object, None
-        sys.modules[name] = module
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", required=True, metavar="FOLDER")
-    parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--mosaic", metavar="FOLDER")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for DATE-data.md")
-    options = parser.parse_args()
-    if options.mosaic:
-        with_mosaic(options.mosaic)
-    folder = Path(options.corpus)
-    if not (folder / "facts.json").exists():
-        write(folder, options.megabytes, options.places, bool(options.mosaic))
-    runs = contenders(folder, bool(options.mosaic))
-    speed: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    share: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(options.rounds + 1):
+def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[str, tuple[float, float]]]:
+    """Tokens a second and a CPU second of every contender, in each round."""
+    rounds, begin = list[dict[str, tuple[float, float]]](), time.perf_counter()
+    for number in range(most + 1):
         found = {}
         for name in random.Random(number).sample(list(runs), len(runs)):
-            if "MosaicML" in name and number > 3:
-                continue
             start, start_cpu = time.perf_counter(), time.process_time()
-            tokens = runs[name]()
+            tokens = runs[name].run()
             found[name] = tokens / (time.perf_counter() - start), tokens / (time.process_time() - start_cpu)
-        if not number:  # the first round fills the page cache
-            continue
-        for name, (wall, processor) in found.items():
-            speed[name].append(wall)
-            cpu[name].append(processor)
-            share[name].append(wall / found["mmap" if name.endswith("tar") else "raw zstd"][0])
-    report = table(folder, speed, cpu, share)
-    print(report)
-    if options.out:
-        (options.out / f"{time.strftime('%Y-%m-%d')}-data.md").write_text(report)
+        if number:  # the first round fills the page cache
+            rounds.append(found)
+        spent = time.perf_counter() - begin
+        print(f"round {number}: {spent:.0f} s", file=sys.stderr, flush=True)
+        if len(rounds) >= LEAST_ROUNDS and spent * (number + 2) / (number + 1) > seconds:
+            break
+    return rounds
 
 
-def table(folder: Path, *measured: dict[str, list[float]]) -> str:
+def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]) -> str:
     """The result, as a page."""
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
@@ -300,22 +185,48 @@ def table(folder: Path, *measured: dict[str, list[float]]) -> str:
         f"{facts['documents']:,} documents, {facts['bytes']:,} bytes of text, {facts['tokens']:,} tokens; {disk:,} "
         f"bytes on disk as zstd frames, made in {facts['seconds']:.0f} s.",
         f"`python benchmarks/data.py`; {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of rounds; the "
-        "last column is against mmap for samples from `.tar`, against raw zstd for the rest.",
+        f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of {len(rounds)} "
+        f"interleaved rounds. webdataset and Streaming read {PART} of the shards of 64 MB, the others all.",
         "",
-        "| | M tokens/s | M tokens/CPU s | rounds | speed of raw bytes |",
+        "| | M tokens/s | M tokens/CPU s | speed against | in parts of it |",
         "|---|---|---|---|---|",
     ]
-    for name in measured[0]:
-        wall, processor, share = (statistics.median(values[name]) for values in measured)
-        rounds = len(measured[0][name])
-        lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {rounds} | {share:.2f} |")
+    for name, (_, against) in runs.items():
+        wall, processor = (statistics.median(found[name][i] for found in rounds) for i in (0, 1))
+        share = statistics.median(found[name][0] / found[against][0] for found in rounds)
+        lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
     waited = wait_per_step(folder)
     lines += [
         "",
         f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", required=True, metavar="FOLDER")
+    parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
+    parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
+    parser.add_argument("--rounds", type=int, default=10, help="at most")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="after which no round begins, but for five"
+    )
+    parser.add_argument("--mosaic", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for DATE-data.md")
+    options = parser.parse_args()
+    if options.mosaic:
+        with_mosaic(options.mosaic)
+    folder = Path(options.corpus)
+    if not (folder / "facts.json").exists():
+        write(folder, options.megabytes, options.places, bool(options.mosaic))
+    runs = contenders(folder, bool(options.mosaic))
+    report = table(folder, runs, measure(runs, options.rounds, options.seconds))
+    print(report)
+    if options.out:
+        (options.out / f"{time.strftime('%Y-%m-%d')}-data.md").write_text(report)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class ByteCache(Generic[Key, Value]):
                     self._drop(next(iter(self._values)))
             return value
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def forget(self, key: Key) -> None:
         """Drop a value that is not needed again."""
         with self._lock:

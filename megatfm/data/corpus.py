@@ -1,22 +1,20 @@
 """A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
 
+import os
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import numpy as np
 import zstandard
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data.cache import ByteCache, nbytes
-from megatfm.data.files import RESTORE
-from megatfm.data.index import ShardIndex, frame_hash
-from megatfm.data.manifest import MANIFEST, Manifest, Shard
+from megatfm.data.files import RESTORE, read_at
+from megatfm.data.index import NPY_HEADER_BYTES, frame_hash
+from megatfm.data.indexes import Indexes
+from megatfm.data.manifest import MANIFEST, Manifest
 from megatfm.data.members import (
-    NPY_HEADER_BYTES,
     PAYLOAD_OFFSET,
     Sample,
     check_foreign,
@@ -26,8 +24,6 @@ from megatfm.data.members import (
 from megatfm.data.store import Cache, RemoteStore, Store, open_store
 from megatfm.errors import MegatfmError, UsageError
 
-INDEX_CACHE_BYTES = 2**28
-
 
 class Corpus:
     """A folder of shards with a manifest, opened by `Corpus.open`.
@@ -35,8 +31,11 @@ class Corpus:
     A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
     `blocks` [n_blocks + 1] holds the number of each block's first sample, and in the end n_samples.
 
-    Of the index, 8 bytes a block are held in memory, and of its samples (20 bytes and the key of each) what was used
+    Of the index, 9 bytes a block are held in memory, and of its samples (20 bytes and the key of each) what was used
     last; the text is not. Reading is thread-safe. `folder` is where the corpus lies, or its cache if that is a URL.
+
+    Frames of zstd bear checksums. Frames of foreign shards are hashed when they are first read after opening; `samples`
+    hashes each time.
     """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
@@ -48,6 +47,7 @@ class Corpus:
         self._first_blocks = np.concatenate([[0], np.cumsum([*map(len, frames)], dtype=np.int64)])
         samples = np.concatenate(frames)
         self.blocks: NDArray[np.int64] = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
+        self._hashed = np.zeros(len(samples), np.bool_)
 
     @classmethod
     def open(cls, place: str | Path, cache: Cache | None = None) -> Self:
@@ -105,9 +105,44 @@ class Corpus:
 
     def block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
         """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
-        shard, frame, data = self._frame(number)
-        tokens = self._all_tokens(shard, frame, data)
+        tokens = self._all_tokens(*self._frame(number))
         return list(enumerate(tokens, start=int(self.blocks[number])))
+
+    def lies_open(self, number: int) -> bool:
+        """Whether a block is of a plain tar, so that its samples can be read by themselves."""
+        return self.manifest.shards[self._place(number)[0]].is_raw
+
+    def verify(self, number: int) -> None:
+        """Hold a block against the index, as the first reading of it does."""
+        self._all_tokens(*self._frame(number))
+
+    def is_verified(self, number: int) -> bool:
+        """Whether a block was held against the index's hash since the corpus was opened."""
+        return bool(self._hashed[number])
+
+    def read_ahead(self, number: int) -> None:
+        """Have the system fetch a block from disk meanwhile."""
+        shard, frame = self._place(number)
+        offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
+        descriptor = self.store.open(self.manifest.shards[shard])
+        try:
+            os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+    def one_by_one(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Samples of a block that `lies_open` and was verified, as `block` gives them, each read when asked for."""
+        shard, frame = self._place(number)
+        known, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        starts = (index.offsets[frame] + entries["offset"]).tolist()
+        sizes = (entries["tokens"].astype(np.int64) * dtype.itemsize).tolist()
+        first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(known)
+        try:
+            for row in rows:
+                yield first + row, np.frombuffer(read_at(descriptor, path, starts[row], sizes[row]), dtype)
+        finally:
+            os.close(descriptor)
 
     def block_lengths(self, number: int) -> NDArray[np.int64]:
         """The numbers of tokens of a block's samples [n], from the index alone."""
@@ -118,7 +153,7 @@ class Corpus:
 
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
-        shard, frame, data = self._frame(number)
+        shard, frame, data = self._frame(number, again=True)
         index, at, arrays = self.indexes[shard], 0, self._all_tokens(shard, frame, data)
         found: list[Sample] = []
         for sample in range(*index.first_samples[frame : frame + 2]):
@@ -168,41 +203,44 @@ class Corpus:
         shard = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
         return shard, number - int(self._first_blocks[shard])
 
-    def _frame(self, number: int) -> tuple[int, int, bytes]:
+    def _frame(self, number: int, again: bool = False) -> tuple[int, int, bytes]:
+        """A block's shard, frame and data, held against the index's hash where there is one, once or `again`."""
         shard, frame = self._place(number)
-        compressed = self.frame_bytes(number)
-        index = self.indexes[shard]
-        said = int(index.frames["uncompressed"][frame])
-        if self.manifest.shards[shard].is_raw:
-            return shard, frame, self._hashed(shard, frame, compressed)
+        index, data = self.indexes[shard], self.frame_bytes(number)
+        if not self.manifest.shards[shard].is_raw:
+            data = self._unpacked(shard, frame, data)
+        if index.hashes is not None and (again or not self._hashed[number]):
+            if frame_hash(data) != index.hashes[frame]:
+                raise self._damage(shard, frame, "its hash is not the index's")
+            self._hashed[number] = True
+        return shard, frame, data
+
+    def _unpacked(self, shard: int, frame: int, compressed: bytes) -> bytes:
+        said = int(self.indexes[shard].frames["uncompressed"][frame])
         try:
             found = zstandard.frame_content_size(compressed)
             # Compared before anything is allocated for it.
             if found != said:
                 raise self._damage(shard, frame, f"holds {found} bytes, the index says {said}")
-            data = _decompressor().decompress(compressed, allow_extra_data=False)
-            return shard, frame, self._hashed(shard, frame, data)
+            return _decompressor().decompress(compressed, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise self._damage(shard, frame, str(error)) from error
 
-    def _hashed(self, shard: int, frame: int, data: bytes) -> bytes:
-        """The data, held against the index's hash where there is one."""
-        hashes = self.indexes[shard].hashes
-        if hashes is not None and frame_hash(data) != hashes[frame]:
-            raise self._damage(shard, frame, "its hash is not the index's")
-        return data
-
     def _all_tokens(self, shard: int, frame: int, data: bytes) -> list[NDArray[Any]]:
+        """The tokens of each sample of a frame, as views of its data."""
         index, dtype = self.indexes[shard], self.manifest.dtype
-        found: list[NDArray[Any]] = []
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
-        for start, n in zip(entries["offset"].tolist(), entries["tokens"].tolist(), strict=True):
-            if data[max(start - NPY_HEADER_BYTES, 0) : start] != npy_header(dtype, n):
+        starts, lengths = entries["offset"], entries["tokens"].tolist()
+        for number, (start, n) in enumerate(zip(starts.tolist(), lengths, strict=True)):
+            if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
-                raise self._damage(shard, frame, reason, first + len(found))
-            found.append(np.frombuffer(data, dtype, n, start))
-        return found
+                raise self._damage(shard, frame, reason, first + number)
+        # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
+        # samples start at whole tokens.
+        tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
+        begins = (starts // dtype.itemsize).tolist()
+        return [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
 
     def _path(self, shard: int) -> Path:
         return self.folder / self.manifest.shards[shard].file
@@ -229,34 +267,3 @@ def _decompressor() -> zstandard.ZstdDecompressor:
         _local.decompressor = zstandard.ZstdDecompressor()
     found: zstandard.ZstdDecompressor = _local.decompressor
     return found
-
-
-class Indexes(Sequence[ShardIndex]):
-    """The indexes of a corpus, read when they are needed and held against the manifest each time."""
-
-    def __init__(self, store: Store, manifest: Manifest) -> None:
-        self._store, self._manifest = store, manifest
-        self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
-
-    def __len__(self) -> int:
-        return len(self._manifest.shards)
-
-    @overload
-    def __getitem__(self, number: int) -> ShardIndex: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ShardIndex]: ...
-    def __getitem__(self, number: int | slice) -> ShardIndex | list[ShardIndex]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        return self._cache.get(number, partial(self._open, self._manifest.shards[number]))
-
-    def _open(self, shard: Shard) -> ShardIndex:
-        self._store.check(shard.index)
-        data = self._store.read(shard.index, 0, shard.index.bytes)
-        try:
-            if blake3(data).hexdigest() != shard.index.blake3:
-                raise MegatfmError("its BLAKE3 hash is not the manifest's")
-            return ShardIndex.decode(data, shard, self._manifest.dtype.itemsize)
-        except MegatfmError as error:
-            raise MegatfmError(f"{self._store.folder / shard.index.file}: {error}: {RESTORE}") from error

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import NO_DOCUMENT, Objective, fills_of
+from megatfm.data.packing import NO_DOCUMENT, Packing
 from megatfm.data.tables import PackedBlock, Table, fitting
 
 
@@ -13,23 +13,19 @@ def cut_rows(
     fields: Mapping[str, NDArray[np.integer]],
     lengths: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    objective: Objective,
-    length: int,
-    pad_id: int,
-    as_one_document: bool,
+    how: Packing,
 ) -> PackedBlock:
     """Cut joined documents of these `lengths` [n]: `fields` [total]. blank [n]: those that are padding.
 
     Documents of length 0 take no place, and no number in a row.
     """
-    total = int(lengths.sum())
-    fills = fills_of(fields, objective, pad_id)
+    total, (length,), fills = int(lengths.sum()), how.row_lengths, how.fills(fields)
     table = Table.empty(fills, -(-total // length), length)
     for name, values in fields.items():
         flat = table.flat(name)
         flat[:total] = fitting(values, name)
         flat[total:] = fills[name]
-    _number(table, lengths[lengths > 0], None if blank is None else blank[lengths > 0], as_one_document)
+    _number(table, lengths[lengths > 0], None if blank is None else blank[lengths > 0], how.as_one_document)
     return PackedBlock((table,))
 
 

@@ -32,16 +32,23 @@ def check_size(path: Path, size: int) -> None:
         raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
 
 
-def read_range(path: Path, offset: int, size: int) -> bytes:
-    """The `size` bytes of a plain file from `offset`; a MegatfmError if there are fewer or reading fails."""
+def open_descriptor(path: Path) -> int:
+    """Open what is no link for reading; a MegatfmError if that fails."""
     try:
         # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
-            data = os.pread(descriptor, size, offset)
-        finally:
-            os.close(descriptor)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+
+
+def read_at(descriptor: int, path: Path, offset: int, size: int) -> bytes:
+    """The `size` bytes of an open file from `offset`; a MegatfmError if there are fewer or reading fails.
+
+    Not by a memory map: the process would die by a signal if another cut the file.
+    """
+    try:
+        # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
+        data = os.pread(descriptor, size, offset)
     except OSError as error:
         raise MegatfmError(
             f"{path}: cannot be read at byte {offset} ({error.strerror}): {RESTORE}"
@@ -51,14 +58,19 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     return data
 
 
+def read_range(path: Path, offset: int, size: int) -> bytes:
+    """The same of a plain file."""
+    descriptor = open_descriptor(path)
+    try:
+        return read_at(descriptor, path, offset, size)
+    finally:
+        os.close(descriptor)
+
+
 def open_plain(path: Path) -> IO[bytes]:
     """Open a plain file for reading; a MegatfmError if it is none."""
     plain_size(path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(open_descriptor(path), "rb")
 
 
 class WholeFile:

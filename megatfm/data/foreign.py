@@ -8,7 +8,7 @@ with anything in it but plain files is refused by name.
 import io
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -86,9 +86,9 @@ def _index(path: Path) -> tuple[Shard, str]:
     frames: list[tuple[int, int, int]] = []
     rows: list[tuple[int, int, int, bytes]] = []
     hashes: list[int] = []
-    dtypes: set[str] = set()
+    dtypes, keys = set[str](), set[str]()
     for compressed, data, arrays in _raw_frames(path) if path.name.endswith(".tar") else _zstd_frames(path):
-        for array in arrays:
+        for array in _once(arrays, keys, path):
             if not array.in_place:
                 raise _rewrite_it(
                     path, f"sample {array.key!r} is {array.tokens.dtype} or has an unusual header"
@@ -199,10 +199,19 @@ def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
     number = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
         for path in paths:
-            for array in arrays_of(path):
+            for array in _once(arrays_of(path), set(), path):
                 writer.add(f"{number:09d}", array.tokens, f"{path.name}/{array.key}", 0)
                 number += 1
         return writer.finish({"indexed": "megatfm data index", "from": [path.name for path in paths]})
+
+
+def _once(arrays: Iterable[Array], keys: set[str], path: Path) -> Iterator[Array]:
+    """The samples, unless a key is there twice: a MegatfmError. keys: those that were met, to which these are added."""
+    for array in arrays:
+        if array.key in keys:
+            raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")
+        keys.add(array.key)
+        yield array
 
 
 def _rewrite_it(path: Path, reason: str) -> UsageError:

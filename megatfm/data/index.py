@@ -19,6 +19,8 @@ from megatfm.errors import MegatfmError
 # A sample's frame is held in memory as a whole, so a damaged or hostile size must not pass.
 MAX_FRAME_BYTES = 2**30
 MAX_KEY_LENGTH = 80
+NPY_HEADER_BYTES = 128
+"""Before the tokens of a sample."""
 
 # Frames follow one another without gaps, so their offsets are the running sums of `compressed`.
 FRAME = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
@@ -123,6 +125,8 @@ class ShardIndex:
             )
         if (frames["samples"] == 0).any():
             raise MegatfmError(f"frame {int((frames['samples'] == 0).argmax())} holds no sample")
+        if shard.is_raw and (frames["compressed"] != frames["uncompressed"]).any():
+            raise MegatfmError("a frame of a plain tar has two sizes")
         claimed = np.maximum(frames["uncompressed"], frames["compressed"])
         if claimed.max() > MAX_FRAME_BYTES:
             raise MegatfmError(
@@ -132,9 +136,13 @@ class ShardIndex:
         outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
         if outside.any():
             raise MegatfmError(f"sample {int(outside.argmax())} ends outside its frame")
+        offsets = samples["offset"]
+        unfit = (offsets < NPY_HEADER_BYTES) | (offsets % token_bytes != 0)
+        if unfit.any():
+            raise MegatfmError(f"sample {int(unfit.argmax())} starts where none can")
 
 
-def frame_hash(data: bytes) -> int:
+def frame_hash(data: bytes | memoryview) -> int:
     """The first 8 bytes of a frame's BLAKE3 hash."""
     return int.from_bytes(blake3(data).digest(8), "little")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
@@ -37,7 +38,11 @@ def check(folder: str | Path) -> Checked:
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
     for number, shard in enumerate(corpus.manifest.shards):
-        found = blake3()
+        found, keys = blake3(), corpus.indexes[number].samples["key"]
+        names, counts = np.unique(keys, return_counts=True)
+        if counts.max() > 1:
+            twice = names[counts.argmax()].decode("ascii", "replace")
+            raise MegatfmError(f"{corpus.folder / shard.file}: sample {twice!r} is there twice: {RESTORE}")
         # Samples first: they tell where the damage is, the hash only that there is some.
         for block in corpus.shard_blocks(number):
             found.update(corpus.frame_bytes(block))

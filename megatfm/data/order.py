@@ -1,5 +1,6 @@
 """The order of training: global position → place in a corpus, a pure function of the seed and of rows per block."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -91,14 +92,26 @@ class Order:
         steps, stream = np.divmod(self._in_turns(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         index = stream * rows + np.minimum(stream, longer) + steps
-        blocks, slots = _find(self._epochs.get(epoch, partial(self._epoch, epoch)), index)
+        blocks, slots = _find(self._table(epoch), index)
         if self._unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
-                here, key = units == unit, (epoch, unit)
-                table = self._units.get(key, partial(self._in_unit, *key))
-                blocks[here], slots[here] = _find(table, slots[here])
+                here = units == unit
+                blocks[here], slots[here] = _find(self._unit_table(epoch, unit), slots[here])
         return blocks, slots
+
+    def runs(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
+        """What a stream reads in an epoch after so many of its rows: block, and the slots from … to in `block_order`.
+
+        As `slots` finds them one by one, with `turn` = 1.
+        """
+        rows, longer = divmod(len(self), self.streams)
+        begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
+        for number, at, stop in _runs(self._table(epoch), begin + turns, end):
+            if self._unit == 1:
+                yield number, at, stop
+            else:
+                yield from _runs(self._unit_table(epoch, number), at, stop)
 
     def block_order(self, epoch: int, block: int) -> list[int]:
         """The rows of a block as they come in an epoch."""
@@ -117,6 +130,12 @@ class Order:
         return begin + np.where(
             at < turns * self.streams, in_turns(at, self.streams, np.maximum(turns, 1)), at
         )
+
+    def _table(self, epoch: int) -> _Table:
+        return self._epochs.get(epoch, partial(self._epoch, epoch))
+
+    def _unit_table(self, epoch: int, unit: int) -> _Table:
+        return self._units.get((epoch, unit), partial(self._in_unit, epoch, unit))
 
     def _epoch(self, epoch: int) -> _Table:
         n = len(self._unit_rows)
@@ -168,6 +187,17 @@ class _Slices:
 def _find(table: _Table, rows: Ints) -> tuple[Ints, Ints]:
     at = table.first_rows.searchsorted(rows, side="right") - 1
     return table.numbers[at], rows - table.first_rows[at]
+
+
+def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Units or blocks of the rows at … end − 1 of a table, and which of their own rows these are: from … to."""
+    place = int(table.first_rows.searchsorted(at, side="right")) - 1
+    while at < end:
+        first, after = table.first_rows[place : place + 2].tolist()
+        stop = min(after, end)
+        if stop > at:
+            yield int(table.numbers[place]), at - first, stop - first
+        at, place = stop, place + 1
 
 
 def _list_bytes(rows: list[int]) -> int:

@@ -88,25 +88,48 @@ class Others:
         return [i for i, document in enumerate(self.documents) if i != self.own and len(document)]
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows."""
+
+    objective: Objective
+    row_lengths: tuple[int, ...]
+    """One for each of the objective's sides."""
+    seed: int
+    pad_id: int = 0
+    as_one_document: bool = False
+    """Whether what is in a row has one number and counts its positions on."""
+
+    def fill(self, name: str) -> int:
+        """What stands in a field's padding."""
+        sides = self.objective.sides
+        bare = name.removeprefix(sides[side_of(name, sides)])
+        return self.objective.fills.get(name, {"tokens": self.pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
+
+    def fills(self, names: Iterable[str], side: int = 0) -> dict[str, int]:
+        """What stands in the padding of each of a side's fields, and of those that packing adds."""
+        prefix = self.objective.sides[side]
+        own = {name: self.fill(name) for name in names}
+        return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}
+
+
 def build_pieces(
-    objective: Objective,
+    how: Packing,
     pieces: Pieces,
     documents: Sequence[NDArray[Any]],
-    first: int,
-    seed: int,
-    epoch: int,
     blank: NDArray[np.bool_],
-    pad_id: int,
+    first: int,
+    epoch: int,
 ) -> list[dict[str, NDArray[np.integer]]]:
     """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
 
     Those that are `blank` are built and then filled with padding; they are nobody's partners.
     Raises a MegatfmError that names the sample whose sequence has not the length that was planned.
     """
-    built = []
+    built, objective = [], how.objective
     partners = [tokens[:0] if empty else tokens for tokens, empty in zip(documents, blank, strict=True)]
     for document, start, end, number, planned in pieces.rows():
-        key = PieceKey(seed, epoch, first + document, number)
+        key = PieceKey(how.seed, epoch, first + document, number)
         fields = dict(objective.build(documents[document][start:end], Others(partners, document), key))
         for name, field in fields.items():
             if len(field) != planned[side_of(name, objective.sides)]:
@@ -116,9 +139,7 @@ def build_pieces(
                     f"the objective built sample {first + document} with lengths {found}, not {wanted}"
                 )
         if blank[document]:
-            for name, field in fields.items():
-                fill = fill_of(name, objective.sides, objective.fills, pad_id)
-                fields[name] = np.full(len(field), fill, np.int64)
+            fields = {name: np.full(len(field), how.fill(name), np.int64) for name, field in fields.items()}
         built.append(fields)
     return built
 
@@ -149,16 +170,3 @@ def join_documents(
 def side_of(field: str, sides: Sequence[str]) -> int:
     """Which side a field belongs to: the first whose prefix it has."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
-
-
-def fill_of(field: str, sides: Sequence[str], fills: Mapping[str, int], pad_id: int) -> int:
-    """What stands in a field's padding."""
-    bare = field.removeprefix(sides[side_of(field, sides)])
-    return fills.get(field, {"tokens": pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
-
-
-def fills_of(fields: Iterable[str], objective: Objective, pad_id: int, side: int = 0) -> dict[str, int]:
-    """What stands in the padding of each of a side's fields, and of those that packing adds."""
-    prefix = objective.sides[side]
-    own = {name: fill_of(name, objective.sides, objective.fills, pad_id) for name in fields}
-    return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}

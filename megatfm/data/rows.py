@@ -1,8 +1,9 @@
 """Rows of packed tokens of one corpus, in training order."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatfm.data.block import pack
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.corpus import Corpus
 from megatfm.data.order import Place, order_of
-from megatfm.data.packing import Fields, Objective
+from megatfm.data.packing import Fields, Objective, Packing
 from megatfm.data.plan import stored_plan
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.steps import Streams
@@ -54,8 +55,8 @@ class _Held:
     packed: PackedBlock
     order: list[int]
     """Its rows as they come in the epoch."""
-    left: int
-    """How many of them were not asked for yet."""
+    asked: Iterator[int] = field(default_factory=partial(count, 1))
+    """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
 
     @property
     def nbytes(self) -> int:
@@ -104,10 +105,9 @@ class PackedRows:
         self.streams, turn = read if shuffle else Streams(1)
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
-        self._as_one_document = attend_across_documents
-        self._pad_id = pad_id
-        self._lengths = (sequence_length, target_length or sequence_length)[: len(objective.sides)]
-        plan = stored_plan(corpus, objective, self._lengths, self.seed, plan_name)
+        lengths = (sequence_length, target_length or sequence_length)[: len(objective.sides)]
+        self._packing = Packing(objective, lengths, self.seed, pad_id, attend_across_documents)
+        plan = stored_plan(corpus, objective, lengths, self.seed, plan_name)
         self._rows_of_block = plan.rows
         self.notes = list(plan.notes)
         if self.quarantine:
@@ -120,28 +120,28 @@ class PackedRows:
 
     @property
     def row_tokens(self) -> int:
-        return sum(self._lengths)
+        return sum(self._packing.row_lengths)
 
     @property
     def splits(self) -> bool:
-        return self.objective.max_tokens is None and len(self._lengths) == 1
+        return self.objective.max_tokens is None and len(self._packing.row_lengths) == 1
 
     def epoch(self, position: int) -> int:
         return position // len(self)
 
     def identity(self) -> dict[str, str | int | bool]:
         """What determines the order, for a checkpoint to compare."""
-        second = {"target_length": self._lengths[1]} if len(self._lengths) > 1 else {}
+        _, *second = self._packing.row_lengths
         quarantine = {"quarantine": str(self.quarantine)} if self.quarantine else {}
         return {
             "fingerprint": self.corpus.fingerprint,
             "seed": self.seed,
             "sequence_length": self.sequence_length,
-            **second,
+            **({"target_length": second[0]} if second else {}),
             "streams": self.streams,
             **({"turn": self.order.turn} if self.order.turn > 1 else {}),
             "shuffle": self.shuffle,
-            "attend_across_documents": self._as_one_document,
+            "attend_across_documents": self._packing.as_one_document,
             "rows_per_epoch": len(self),
             **quarantine,
         }
@@ -176,8 +176,8 @@ class PackedRows:
 
     def _found(self, epoch: int, block: int, slot: int) -> tuple[PackedBlock, int]:
         held = self._block(epoch, block)
-        held.left -= 1
-        if not held.left:  # so that the next block gets its memory, since fresh memory is slow
+        if next(held.asked) == held.packed.n_rows:
+            # So that the next block gets its memory, since fresh memory is slow.
             self._cache.forget((epoch, block))
         return held.packed, held.order[slot]
 
@@ -189,22 +189,17 @@ class PackedRows:
         return self._cache.get((epoch, block), partial(self._open, epoch, block))
 
     def _open(self, epoch: int, block: int) -> _Held:
-        packed = self._pack(epoch, block)
-        return _Held(packed, self.order.block_order(epoch, block), packed.n_rows)
+        return _Held(self._pack(epoch, block), self.order.block_order(epoch, block))
 
     def _pack(self, epoch: int, block: int) -> PackedBlock:
         blank = self._blank(block)
         packed = pack(
             self._documents(block, blank),
-            self.objective,
-            row_lengths=self._lengths,
-            seed=self.seed,
+            self._packing,
             epoch=epoch,
             first=int(self.corpus.blocks[block]),
-            pad_id=self._pad_id,
             order=(lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None,
             blank=blank,
-            as_one_document=self._as_one_document,
         )
         if packed.n_rows != self._rows_of_block[block]:
             raise MegatfmError(

@@ -1,15 +1,18 @@
 """The samples of a corpus one by one, shuffled, at the speed at which their frames unpack."""
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.order import Order, order_of
+from megatfm.data.order import order_of
 
 Numbered = tuple[int, NDArray[np.integer]]
+Run = tuple[int, int, int]
+"""Of `Order.runs`."""
 
 
 class ShuffledSamples(Iterator[Numbered]):
@@ -17,7 +20,8 @@ class ShuffledSamples(Iterator[Numbered]):
 
     Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
     on from there. For those who want documents rather than packed rows. Of each stream two frames are in memory: the
-    one that is given, and the next, which `threads` unpack meanwhile.
+    one that is given, and the next, which `threads` unpack meanwhile. Of plain tars, frames are verified the first
+    time, and their samples read one by one.
     """
 
     def __init__(
@@ -40,39 +44,44 @@ class ShuffledSamples(Iterator[Numbered]):
 
     def _epoch(self) -> Iterator[Numbered]:
         """What is left of the epoch in which `position` is."""
-        n, streams = len(self.order), self.order.streams
-        epoch, done = divmod(self.position, n)
-        turns, first = divmod(done, streams)
-        end = (epoch + 1) * n
-        begins = [epoch * n + (turns + (stream < first)) * streams + stream for stream in range(streams)]
-        readers = [self._stream(self._unpack(begin, end), begin, end) for begin in begins]
+        epoch, done = divmod(self.position, len(self.order))
+        turns, first = divmod(done, self.order.streams)
+        readers = [
+            self._stream(epoch, self.order.runs(stream, epoch, turns + (stream < first)))
+            for stream in range(self.order.streams)
+        ]
         while True:
             for reader in readers[first:]:
                 found = next(reader, None)
-                if (
-                    found is None
-                ):  # the first streams are the longer ones, so the epoch ends at the first that does
+                if found is None:
+                    # The first streams are the longer ones, so the epoch ends at the first that does.
                     return
                 yield found
             first = 0
 
-    def _stream(self, ahead: Future[list[Numbered]], position: int, end: int) -> Iterator[Numbered]:
-        """What a stream gives from a position on."""
-        while position < end:
-            samples = ahead.result()
-            position += self.order.streams * len(samples)
-            ahead = self._unpack(position, end)
+    def _stream(self, epoch: int, runs: Iterator[Run]) -> Iterator[Numbered]:
+        """The samples of a stream, the next run of which is made ready meanwhile."""
+        ahead = self._ahead(epoch, next(runs, None))
+        while (samples := ahead()) is not None:
+            ahead = self._ahead(epoch, next(runs, None))
             yield from samples
 
-    def _unpack(self, position: int, end: int) -> Future[list[Numbered]]:
-        return self._executor.submit(_rest_of_block, self.corpus, self.order, position, end)
+    def _ahead(self, epoch: int, run: Run | None) -> Callable[[], Iterable[Numbered] | None]:
+        """The samples of a run, if there is one, when they are called for."""
+        if run is None:
+            return lambda: None
+        if self.corpus.lies_open(run[0]) and self.corpus.is_verified(run[0]):
+            # Nothing is left to do that would be worth a thread.
+            self.corpus.read_ahead(run[0])
+            return partial(self._read, epoch, run)
+        return self._executor.submit(self._read, epoch, run).result
 
-
-def _rest_of_block(corpus: Corpus, order: Order, position: int, end: int) -> list[Numbered]:
-    """What the stream that has a position gives from there on, to the end of the block or before `end`."""
-    if position >= end:
-        return []
-    (slot,) = order.slots(np.array([position]))
-    rows = order.block_order(slot.epoch, slot.block)[slot.row :]
-    samples = corpus.block(slot.block)
-    return [samples[row] for row in rows[: -(-(end - position) // order.streams)]]
+    def _read(self, epoch: int, run: Run) -> Iterable[Numbered]:
+        block, at, stop = run
+        rows = self.order.block_order(epoch, block)[at:stop]
+        if self.corpus.lies_open(block):
+            if not self.corpus.is_verified(block):
+                self.corpus.verify(block)
+            return self.corpus.one_by_one(block, rows)
+        samples = self.corpus.block(block)
+        return [samples[row] for row in rows]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from megatfm.data.files import check_size, read_range
+from megatfm.data.files import check_size, open_descriptor, read_at, read_range
 from megatfm.errors import MegatfmError, UsageError
 
 ATTEMPTS = 3
@@ -47,6 +47,10 @@ class Store(Protocol):
         """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
         ...
 
+    def open(self, known: Known) -> int:
+        """A descriptor for more than one reading of a file."""
+        ...
+
 
 @dataclass(frozen=True)
 class LocalStore:
@@ -59,6 +63,9 @@ class LocalStore:
 
     def read(self, known: Known, offset: int, size: int) -> bytes:
         return read_range(self.folder / known.file, offset, size)
+
+    def open(self, known: Known) -> int:
+        return open_descriptor(self.folder / known.file)
 
 
 class Cache(NamedTuple):
@@ -91,19 +98,26 @@ class RemoteStore:
             )
 
     def read(self, known: Known, offset: int, size: int) -> bytes:
+        descriptor = self.open(known)
+        try:
+            return read_at(descriptor, self.folder / known.file, offset, size)
+        finally:
+            os.close(descriptor)
+
+    def open(self, known: Known) -> int:
         path = self.folder / known.file
         for last in (False, False, True):
             if not _is_whole(path, known):
                 self._fetch(path, known)
             try:
-                data = read_range(path, offset, size)
+                descriptor = open_descriptor(path)
             except MegatfmError:
                 if last or path.exists():  # else another process needed its room in between
                     raise
             else:
                 with suppress(OSError):
                     os.utime(path)
-                return data
+                return descriptor
         raise AssertionError
 
     def manifest(self, name: str) -> bytes:

@@ -12,9 +12,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from megatfm.data.files import open_plain
-from megatfm.data.index import MAX_FRAME_BYTES
+from megatfm.data.index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
 from megatfm.data.manifest import TokenDtype
-from megatfm.data.members import NPY_HEADER_BYTES, npy_header
+from megatfm.data.members import npy_header
 from megatfm.errors import MegatfmError, UsageError
 
 TOKENS = ".npy"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import NO_DOCUMENT, Objective, fills_of, side_of
+from megatfm.data.packing import NO_DOCUMENT, Packing, side_of
 from megatfm.data.pieces import Pieces
 from megatfm.data.tables import PackedBlock, Table, fitting
 
@@ -65,23 +65,20 @@ def fitted_rows(
     pieces: Pieces,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
-    objective: Objective,
-    capacities: Sequence[int],
-    pad_id: int,
-    as_one_document: bool,
+    how: Packing,
 ) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
     in_order, n_rows = rows[order], int(rows.max(initial=-1)) + 1
     numbers = np.arange(len(order)) - np.searchsorted(in_order, in_order)
-    if as_one_document:
+    if how.as_one_document:
         numbers[:] = 0
     if blank is not None:
         numbers[blank[order]] = NO_DOCUMENT
-    tables = []
-    for side, (prefix, capacity) in enumerate(zip(objective.sides, capacities, strict=True)):
-        names = [name for name in built[0] if side_of(name, objective.sides) == side]
-        fills = fills_of(names, objective, pad_id, side)
+    tables, sides = [], how.objective.sides
+    for side, (prefix, capacity) in enumerate(zip(sides, how.row_lengths, strict=True)):
+        names = [name for name in built[0] if side_of(name, sides) == side]
+        fills = how.fills(names, side)
         table = Table.empty(fills, n_rows, capacity)
         table.values[:, :n_rows] = table.values[:, n_rows:]
         lengths = pieces.lengths[order, side]
@@ -94,7 +91,7 @@ def fitted_rows(
             joined = np.concatenate([built[number][name] for number in order.tolist()])
             table.flat(name)[at] = fitting(joined, name)
         shown = np.repeat(numbers, lengths)
-        counted_from = in_order * capacity if as_one_document else in_order * capacity + columns
+        counted_from = in_order * capacity if how.as_one_document else in_order * capacity + columns
         positions = at - np.repeat(counted_from, lengths)
         table.flat(f"{prefix}documents")[at] = shown
         table.flat(f"{prefix}positions")[at] = np.where(shown == NO_DOCUMENT, 0, positions)

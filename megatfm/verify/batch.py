@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from megatfm import keyed
 from megatfm.config import Config
 from megatfm.data.block import pack
+from megatfm.data.packing import Packing
 from megatfm.objectives import Objective, SpecialTokens, make
 
 Arrays = dict[str, NDArray[np.int64]]
@@ -48,13 +49,8 @@ def random_batch(config: Config) -> Arrays:
         while sum(len(document) + 1 for document in documents) < wanted:
             n_tokens = random.integers(2, max(3, length // 3))  # one token is too short for some objectives
             documents.append(random.integers(0, config.model.vocab_size, n_tokens))
-        packed = pack(
-            documents,
-            objective,
-            row_lengths=lengths[: len(objective.sides)],
-            seed=seed,
-            as_one_document=config.data.attend_across_documents,
-        )
-        rows.append(packed.row(0))
+        across = config.data.attend_across_documents
+        how = Packing(objective, lengths[: len(objective.sides)], seed, as_one_document=across)
+        rows.append(pack(documents, how).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": keyed.row_keys(seed, np.arange(len(rows)))}

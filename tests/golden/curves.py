@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megatfm import keyed
 from megatfm.config import Config
 from megatfm.data.block import pack
+from megatfm.data.packing import Packing
 from megatfm.objectives import Objective, SpecialTokens, make
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
@@ -44,20 +45,15 @@ def document(number: int, length: int) -> NDArray[np.int64]:
 
 def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
     """A global batch: packed rows of documents that no other step has."""
-    lengths = [n for n in (config.data.sequence_length, config.data.target_length) if n]
+    lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     rows: list[dict[str, NDArray[Any]]] = []
     first = step * 10_000
     for number in range(config.train.global_batch):
         start = first + 10 * number
         documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
-        packed = pack(
-            documents,
-            objective,
-            row_lengths=lengths[: len(objective.sides)],
-            seed=0,
-            first=start,
-            as_one_document=config.data.attend_across_documents,
-        )
+        across = config.data.attend_across_documents
+        how = Packing(objective, lengths[: len(objective.sides)], seed=0, as_one_document=across)
+        packed = pack(documents, how, first=start)
         rows.append(packed.row(0))
     fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
     positions = step * config.train.global_batch + np.arange(config.train.global_batch)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from megatfm.data.block import pack
+from megatfm.data.packing import Packing
+from megatfm.data.tables import PackedBlock
 from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Fields, SpecialTokens
 
@@ -30,11 +32,12 @@ def texts(dtype: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("special", [SPECIAL, SpecialTokens(bos=70_000, eos=70_001, pad=70_002)])
 def test_joined_and_built_one_by_one(dtype: str, special: SpecialTokens, as_one_document: bool) -> None:
-    options: Any = {"row_lengths": [7], "seed": 0, "as_one_document": as_one_document, "pad_id": special.pad}
-    options |= {"order": lambda n: np.arange(n)[::-1]}
-    joined = pack(texts(dtype), Causal(special), **options)
+    def packed(objective: Causal) -> PackedBlock:
+        how = Packing(objective, (7,), 0, special.pad, as_one_document)
+        return pack(texts(dtype), how, order=lambda n: np.arange(n)[::-1])
+
     one_by_one = OneByOne(special)
-    single = pack(texts(dtype), one_by_one, **options)
+    joined, single = packed(Causal(special)), packed(one_by_one)
     assert one_by_one.built == 6
     assert joined.n_rows == single.n_rows == 9
     for row in range(10):
@@ -49,9 +52,9 @@ def test_a_join_of_another_length_than_planned_is_named() -> None:
             return {name: np.append(field, 0) for name, field in super().join(documents).items()}
 
     with pytest.raises(MegatfmError, match="joined 6 documents to 62 tokens, not 61"):
-        pack(texts("uint16"), Longer(SPECIAL), row_lengths=[7], seed=0)
+        pack(texts("uint16"), Packing(Longer(SPECIAL), (7,), 0))
 
 
 def test_ids_over_31_bits_are_refused() -> None:
     with pytest.raises(MegatfmError, match="'tokens' has values that do not fit 32-bit integers"):
-        pack([np.array([2**31], np.uint32)], Causal(SPECIAL), row_lengths=[7], seed=0)
+        pack([np.array([2**31], np.uint32)], Packing(Causal(SPECIAL), (7,), 0))

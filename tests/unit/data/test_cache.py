@@ -34,7 +34,7 @@ def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
 
 def test_threads_make_different_values_together_and_the_same_one_once() -> None:
     cache: ByteCache[int, bytes] = ByteCache(limit=100, size=len)
-    both, made = Barrier(2, timeout=10), []
+    both, made = Barrier(2, timeout=120), []
 
     def make(key: int) -> bytes:
         made.append(key)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatfm.data import Corpus, check
+from megatfm.data import Corpus, ShardWriter, check
 from megatfm.data.index import MAX_FRAME_BYTES
 from tests.unit.data.tamper import (
     INDEX,
@@ -145,6 +145,10 @@ def before(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["offset"][0] = 5
 
 
+def odd(frames: np.ndarray, samples: np.ndarray) -> None:
+    samples["offset"][3] += 1
+
+
 def absurd(frames: np.ndarray, samples: np.ndarray) -> None:
     frames["uncompressed"][1] = MAX_FRAME_BYTES + 1
 
@@ -181,13 +185,13 @@ def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["text_bytes"][4] -= 1
 
 
-@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer])
+@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer, before, odd])
 def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: Corpus.open(folder), INDEX)
 
 
-@pytest.mark.parametrize("change", [shifted, longer, before, uneven, regrouped, renamed, other_bytes])
+@pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, other_bytes])
 def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: check(folder), SHARD)
@@ -201,6 +205,24 @@ def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
     edit_index(folder, doubled)
     second = len(Corpus.open(folder).indexes[0].samples) + 1
     assert_refused(lambda: check(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    """In tar and index alike, so that each sample is what the index says."""
+    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000) as writer:
+        for key in ("ab", "ba", "cd", "dc"):  # two in each shard
+            writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
+        writer.finish({})
+    index = Corpus.open(tmp_path).indexes[1]
+    content = zstandard.decompress((tmp_path / SHARD).read_bytes())
+    data = zstandard.compress(content.replace(b"dc.", b"cd."))  # the sums of headers stay right
+    replace_shard(tmp_path, data)
+
+    def same_key(frames: np.ndarray, samples: np.ndarray) -> None:
+        samples["key"][1], frames["compressed"][0] = samples["key"][0], len(data)
+
+    replace_index(tmp_path, edited(index, same_key))
+    assert_refused(lambda: check(tmp_path), SHARD, "sample 'cd' is there twice")
 
 
 def test_another_index_than_the_manifests_is_named(folder: Path) -> None:

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import webdataset as wds
 import zstandard
+from blake3 import blake3
 
 from megatfm.commands import data as command
 from megatfm.data import Corpus, Loader, PackedRows, check, index_folder, show, tars
 from megatfm.data import foreign as module
+from megatfm.data.index import ShardIndex
 from megatfm.errors import MegatfmError, UsageError
-from tests.unit.data.tamper import assert_refused
+from tests.unit.data.tamper import assert_refused, edit_manifest
 
 HASH = "f" * 64
 Member = tuple[tarfile.TarInfo, bytes]
@@ -153,6 +155,46 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
     corpus.block(bad - 1)
 
 
+def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -> None:
+    frames = [tar(GOOD)[:-1024], tar(member("1.npy", IDS))[:-1024], tar(GOOD)]
+    (tmp_path / "a.tar.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
+    for out in (None, tmp_path / "ours"):
+        with pytest.raises(MegatfmError, match=r"a\.tar\.zst: sample '0' is there twice"):
+            index_folder(tmp_path, HASH, out)
+
+
+def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
+    tmp_path: Path, small_frames: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    index_folder(folder, HASH)
+    corpus, hashed = Corpus.open(folder), list[int]()
+    real = module.frame_hash
+    monkeypatch.setattr("megatfm.data.corpus.frame_hash", lambda data: hashed.append(len(data)) or real(data))
+    for _ in range(3):
+        for block in range(corpus.n_blocks):
+            corpus.block(block)
+    assert len(hashed) == corpus.n_blocks
+    corpus.samples(0)
+    assert len(hashed) == corpus.n_blocks + 1
+    Corpus.open(folder).block(0)
+    assert len(hashed) == corpus.n_blocks + 2
+
+
+def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None) -> None:
+    """With two, samples could lie behind the end of what is read."""
+    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    index_folder(folder, HASH)
+    index = Corpus.open(folder).indexes[0]
+    frames = index.frames.copy()
+    frames["uncompressed"][0] += 512
+    data = ShardIndex(frames, index.samples, index.hashes).encode()
+    (folder / "some-0.index.zst").write_bytes(data)
+    entry = {"file": "some-0.index.zst", "bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][0].update(index=entry))
+    assert_refused(lambda: Corpus.open(folder), "some-0.index.zst", "two sizes")
+
+
 def pax_bomb(size: int) -> bytes:
     info = tarfile.TarInfo("././@PaxHeader")
     info.type, info.size = tarfile.XHDTYPE, size
@@ -172,6 +214,7 @@ HOSTILE = {
     "pickle": (tar(GOOD, member("0.pkl", pickle.dumps([1]))), "'0.pkl' at byte 1024: is a pickle"),
     "pickled array": (tar(member("0.npy", npy(np.array([{}], object)))), "no array of token ids"),
     "twice": (tar(GOOD, member("0.json", b"{}"), GOOD), "'0.npy' at byte 2048 is there twice"),
+    "twice apart": (tar(GOOD, member("1.npy", IDS), GOOD), "sample '0' is there twice"),
     "no tokens": (tar(GOOD, member("1.txt", b"text")), "sample '1' at byte 1024 has no .npy"),
     "floats": (tar(member("0.npy", npy([1.5]))), "no array of token ids, which are integers [n]: \"{'descr': '<f8'"),
     "a matrix": (tar(member("0.npy", npy([[1]]))), "no array of token ids, which are integers [n]: \"{'descr': '<i8'"),

@@ -2,9 +2,11 @@
 
 import gc
 import json
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from megatfm.data import Corpus, Loader, PackedRows
 from megatfm.errors import UsageError
 
 Batch = dict[str, np.ndarray]
+
+PATIENCE = 120
+"""Seconds after which what does not come never will, on however busy a machine."""
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedRow
     rows.rows = watched  # type: ignore[method-assign]
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
-        assert fetched.wait(10), "the second step is fetched ahead"
+        assert fetched.wait(PATIENCE), "the second step is fetched ahead"
         assert loader.state() == {"position": 8, "epoch": 0, **rows.identity()}
         assert loader.state()["fingerprint"] == rows.corpus.fingerprint
 
@@ -106,10 +111,10 @@ def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedRows) -> None
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         for _ in range(3):
-            assert ready.acquire(timeout=10)
+            assert ready.acquire(timeout=PATIENCE)
         for _ in range(5):  # one step is taken, and one more is made without being asked for
             next(loader)
-            assert ready.acquire(timeout=10)
+            assert ready.acquire(timeout=PATIENCE)
 
 
 def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: PackedRows) -> None:
@@ -171,7 +176,7 @@ def test_no_thread_outlives_its_loader(rows: PackedRows) -> None:
     del forgotten
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert not loader_threads()
 
 
@@ -183,3 +188,16 @@ def test_the_wait_of_the_consumer_is_measured(rows: PackedRows, monkeypatch: pyt
         assert loader.waited == 0.5
         next(loader)
         assert loader.waited == 2.5
+
+
+def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: PackedRows) -> None:
+    """Eight threads take all rows of two epochs; were one not counted, its block would stay."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in pool.map(rows.row, range(2 * len(rows))):
+                pass
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(rows._cache) == 0

@@ -69,7 +69,7 @@ def read_by_all(
     return sum(read) / (size * (1 + mixed))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_ranks_read_the_corpus_once(
     folder: Path, causal_type: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, mixed: bool

@@ -1,5 +1,6 @@
 """Every epoch has every token once, in an order that is a pure function of the seed and the position."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Place
+from megatfm.data.order import order_of
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey, permutation
 
@@ -170,6 +172,21 @@ def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
     assert chi_square(by_epoch) < 70
 
 
+def test_every_whole_order_is_as_likely_as_any_other() -> None:
+    """All 24 orders of 4 blocks, and with one block those of its 4 rows, over seeds and over epochs: χ² with 23
+    degrees of freedom, its 99.99th percentile is 58."""
+    orders = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
+    for rows, which in ((np.ones(4, np.int64), 1), (np.full(1, 4), 2)):
+        by_seed, by_epoch = np.zeros(24), np.zeros(24)
+        one = order_of(rows, seed=7, streams=1, shuffle=True)
+        for i in range(2400):
+            order = order_of(rows, seed=i, streams=1, shuffle=True)
+            by_seed[orders[tuple(order.place(k)[which] for k in range(4))]] += 1
+            by_epoch[orders[tuple(one.place(4 * i + k)[which] for k in range(4))]] += 1
+        assert chi_square(by_seed) < 58
+        assert chi_square(by_epoch) < 58
+
+
 def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
     rows = PackedRows(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
     blocks = [rows.place(position).block for position in range(len(rows))]
@@ -197,6 +214,19 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
             turns = [segment[turn] for turn in range(23) for segment in segments if turn < len(segment)]
             found = [rows.place(position) for position in range(epoch * 23, epoch * 23 + 23)]
             assert found == [listed[i] for i in turns]
+
+
+@pytest.mark.parametrize("max_units", [7, 100])
+def test_runs_are_what_a_stream_reads(max_units: int) -> None:
+    counts = np.random.default_rng(0).integers(0, 9, 100)
+    order = order_of(counts, seed=5, streams=6, shuffle=True, max_units=max_units)
+    for epoch in (0, 3):
+        for stream in range(6):
+            own = range(epoch * len(order) + stream, (epoch + 1) * len(order), 6)
+            for turns in (0, 1, 17, len(own) - 1, len(own)):
+                runs = order.runs(stream, epoch, turns)
+                found = [(block, slot) for block, at, stop in runs for slot in range(at, stop)]
+                assert found == [place[1:] for place in order.slots(np.array(own[turns:], np.int64))]
 
 
 def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:

@@ -1,11 +1,16 @@
 """Samples one by one come in the order that is written down, from anywhere in it."""
 
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import webdataset as wds
 
-from megatfm.data import Corpus, ShuffledSamples
+from megatfm.data import Corpus, ShuffledSamples, foreign, index_folder
+from megatfm.errors import MegatfmError
+from tests.unit.data.tamper import assert_refused
 
 
 @pytest.mark.parametrize("streams", [1, 7, 64, 300])
@@ -27,3 +32,50 @@ def test_it_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
     for position in (0, 1, 6, 7, 93, 99, 100, 101, 199):
         again = ShuffledSamples(corpus, seed=3, streams=streams, position=position)
         assert [number for number, _ in islice(again, 250 - position)] == whole[position:]
+
+
+@pytest.fixture
+def plain(tmp_path: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """The documents as a plain tar of several frames, by the webdataset library."""
+    monkeypatch.setattr(foreign, "FRAME_BYTES", 4000)
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    with wds.TarWriter(str(folder / "a.tar")) as writer:
+        for i, tokens in enumerate(make_documents(100)):
+            writer.write({"__key__": f"{i:03d}", "tokens.npy": tokens})
+    index_folder(folder, "t")
+    return Corpus.open(folder)
+
+
+@pytest.mark.parametrize("streams", [1, 7, 300])
+def test_samples_of_plain_tars_are_read_by_themselves_once_their_frames_were_verified(
+    plain: Corpus, make_documents: Any, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, samples = make_documents(100), ShuffledSamples(plain, seed=3, streams=streams)
+    frames, frame_bytes = list[int](), Corpus.frame_bytes
+    monkeypatch.setattr(Corpus, "frame_bytes", lambda self, n: frames.append(n) or frame_bytes(self, n))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    for epoch in range(3):
+        read = list(islice(samples, 100))
+        assert sorted(number for number, _ in read) == list(range(100))
+        for number, tokens in read:
+            np.testing.assert_array_equal(tokens, texts[number])
+            assert not tokens.flags.writeable
+        if epoch == 0:
+            assert set(frames) == set(range(plain.n_blocks))
+            frames.clear()
+    assert not frames
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_before + streams
+
+
+def test_a_plain_tar_that_is_cut_or_gone_meanwhile_is_named(plain: Corpus) -> None:
+    samples, path = ShuffledSamples(plain, seed=3, streams=1), plain.folder / "a.tar"
+    list(islice(samples, 100))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    assert_refused(lambda: list(islice(samples, 100)), "a.tar: ends at byte")
+    path.write_bytes(data)
+    assert len(list(islice(samples, 200 - samples.position))) > 0, "it goes on where it stopped"
+    path.unlink()
+    with pytest.raises(MegatfmError, match=r"a\.tar: cannot be read \(No such file"):
+        list(islice(samples, 101))

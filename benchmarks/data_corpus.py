@@ -1,0 +1,144 @@
+"""The corpus that `data.py` reads: real text of this machine, the same samples for every contender.
+
+Manuals, documentation and Python sources, and what `--places` hold besides (Debian's linux-source, unpacked, has
+1.3 GB), each file once (deduplicated by hash), tokenized by a SentencePiece model that is trained on a part of it.
+"""
+
+import gzip
+import importlib.machinery
+import io
+import json
+import os
+import random
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import webdataset as wds
+from blake3 import blake3
+
+from megatfm.data import ShardWriter, index_folder
+
+PLACES = ("/usr/share/doc", "/usr/share/man", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+KINDS = {
+    "", ".c", ".cpp", ".css", ".cuh", ".h", ".hpp", ".html", ".js", ".md", ".py", ".pyi", ".rst", ".toml", ".txt",
+}  # fmt: skip
+VOCABULARY = 8000
+
+
+def texts(most: int, places: list[str]) -> Iterator[str]:
+    """Up to `most` bytes of text files, each text once."""
+    seen, total = set[bytes](), 0
+    for place in (*PLACES, *places):
+        for folder, folders, names in os.walk(place):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                plain = name.removesuffix(".gz")
+                is_manual = folder.startswith("/usr/share/man")
+                if not (is_manual or Path(plain).suffix in KINDS) or path.is_symlink() or not path.is_file():
+                    continue
+                data = path.read_bytes()
+                try:
+                    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
+                except (UnicodeDecodeError, OSError, EOFError):
+                    continue
+                digest = blake3(text.encode()).digest()
+                if digest in seen or not text.strip():  # no tokens, which Streaming does not take
+                    continue
+                seen.add(digest)
+                total += len(text.encode())
+                yield text
+                if total >= most:
+                    return
+
+
+def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
+    """uint16 tokens of each document."""
+    model, sample = io.BytesIO(), random.Random(0).sample(documents, min(len(documents), 300))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in sample for line in text.splitlines()[:400] if len(line) < 2000),
+        model_writer=model,
+        vocab_size=VOCABULARY,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        num_threads=os.cpu_count(),
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for start in range(0, len(documents), 512):
+        for ids in processor.encode(documents[start : start + 512], num_threads=os.cpu_count()):
+            yield np.array(ids, np.uint16)
+
+
+def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
+    """The same samples for every contender, and their numbers in facts.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start, documents = time.perf_counter(), list(texts(int(megabytes * 1e6), places))
+    random.Random(0).shuffle(documents)
+    size, tokens = sum(len(text.encode()) for text in documents), 0
+    (folder / "tars").mkdir()
+    with (
+        ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as ours,
+        wds.ShardWriter(str(folder / "tars/%06d.tar"), maxsize=2**26, maxcount=10**9, verbose=0) as tars,
+    ):
+        theirs = None
+        if mosaic:
+            from streaming import MDSWriter
+
+            theirs = MDSWriter(
+                out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26
+            )
+        for i, ids in enumerate(tokenize(documents)):
+            tokens += len(ids)
+            ours.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
+            tars.write({"__key__": f"{i:09d}", "tokens.npy": ids})
+            if theirs is not None:
+                theirs.write({"tokens": ids})
+        ours.finish({})
+        if theirs is not None:
+            theirs.finish()
+    index_folder(folder / "tars", "t")  # for `.tar` without compression
+    facts = {
+        "documents": len(documents),
+        "bytes": size,
+        "tokens": tokens,
+        "seconds": time.perf_counter() - start,
+    }
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def part_of_mds(folder: Path, shards: int) -> Path:
+    """The first shards of MosaicML's as a data set of its own."""
+    whole, part = folder / "mds", folder / f"mds-{shards}"
+    if not part.exists():
+        part.mkdir()
+        index = json.loads((whole / "index.json").read_text())
+        index["shards"] = index["shards"][:shards]
+        for shard in index["shards"]:
+            name = shard["raw_data"]["basename"]
+            (part / name).hardlink_to(whole / name)
+        (part / "index.json").write_text(json.dumps(index))
+    return part
+
+
+def with_mosaic(folder: str) -> None:
+    """Let `import streaming` find the library; what it imports of torchvision, it needs for images only."""
+    sys.path.append(folder)
+    names = (
+        "torchvision",
+        "torchvision.datasets",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+    )
+    for name in names:
+        module: Any = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.VisionDataset, module.to_tensor = object, None
+        sys.modules[name] = module
