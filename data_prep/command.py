@@ -15,7 +15,7 @@ from rich.console import Console
 
 import data_prep
 from data_prep.progress import Reporter
-from data_prep.team import Claims, Mpi, Team, read_part, under_mpi
+from data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import FAILED, REQUEUE, MegatfmError
@@ -35,9 +35,15 @@ def cli(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     before = signal.signal(signal.SIGTERM, _interrupt)
     world: Any = None
+    speaks = True
     try:
-        world = None if arguments.part else under_mpi(os.environ)
-        _prepare(load(PrepConfig, arguments.config, arguments.overrides), arguments.part, world)
+        config = load(PrepConfig, arguments.config, arguments.overrides)
+        started = read_part(arguments.part) if arguments.part else None
+        if started is None and (started := ranks(os.environ)):
+            speaks = started[0] == 1
+            if config.overwrite or not has_locks(Path(config.out)):
+                world = mpi_world(started[1])
+        _prepare(config, world, started, speaks)
         code = 0
     except MegatfmError as error:
         if arguments.debug:
@@ -60,13 +66,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _prepare(config: PrepConfig, part: str | None, world: Any) -> None:
+def _prepare(config: PrepConfig, world: Any, started: tuple[int, int] | None, speaks: bool) -> None:
+    """Alone, with MPI's world, or as one of several that were started."""
     team: Callable[[Path], Team] | None = None
-    if part:
-        team = partial(Claims, *read_part(part))
-    elif world is not None:
+    if world is not None:
         team = lambda _: Mpi(world)  # noqa: E731
-    speaks = world is None or world.rank == 0
+    elif started:
+        team = partial(Claims, *started)
     console = Console(stderr=True) if speaks else Console(file=io.StringIO())
     reporter = Reporter(console)
     summary = data_prep.run(config, reporter, team)

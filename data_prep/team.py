@@ -2,6 +2,9 @@
 
 All of them run the same story. `share` divides the parts of a stage among them, and returns when all parts are
 done; `once` lets one of them do what can't be divided. Neither changes the result: parts depend on the config alone.
+
+Ranks under mpirun claim parts, too: whoever is free takes the next one, and one that dies leaves its part to the
+others, if mpirun lets these live. MPI itself is used only where the file system has no locks, or a corpus is to be replaced.
 """
 
 import fcntl
@@ -154,12 +157,42 @@ def read_part(text: str) -> tuple[int, int]:
     return number, size
 
 
-def under_mpi(environment: Mapping[str, str]) -> Any | None:
-    """MPI's world if mpirun started several of us, else None. Raises UsageError without a usable mpi4py."""
-    sizes = [environment.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")]
-    of_srun = "PMIX_RANK" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if all(size == "1" for size in sizes) and not of_srun:
-        return None
+# Where mpirun of Open MPI, that of MPICH and `srun --mpi=pmix` say who we are, and how many there are.
+_RANKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+)
+
+
+def ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Our number, from 1, and how many mpirun started; None if it started one or none."""
+    for rank, size in _RANKS:
+        if rank in environment and int(environment.get(size, "1")) > 1:
+            return int(environment[rank]) + 1, int(environment[size])
+    return None
+
+
+def has_locks(folder: Path) -> bool:
+    """Whether files there can be locked, as claims need it; the folder is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # which those who work there are told of
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def mpi_world(wanted: int) -> Any:
+    """MPI's world of so many ranks. Raises UsageError without a usable mpi4py."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -167,10 +200,9 @@ def under_mpi(environment: Mapping[str, str]) -> Any | None:
             f"started by mpirun, but mpi4py can't be used ({str(error).splitlines()[0]}): pip install 'megatfm[mpi]', "
             "with an MPI library on the system"
         ) from error
-    wanted = max(map(int, sizes))
-    if MPI.COMM_WORLD.size == 1 and wanted > 1:
+    if MPI.COMM_WORLD.size == 1:
         raise MegatfmError(
             f"mpirun started {wanted} processes, but mpi4py sees 1: it loads another MPI library; point MPI4PY_LIBMPI "
             "at the one of this mpirun"
         )
-    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else None
+    return MPI.COMM_WORLD

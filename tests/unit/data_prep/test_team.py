@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import data_prep
-from data_prep.team import Claims, read_part, under_mpi
+from data_prep.team import Claims, has_locks, mpi_world, ranks, read_part
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
@@ -84,28 +85,71 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     assert "already prepared" in said
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs MPI: run `make system-deps`")
-def test_ranks_under_mpirun_make_the_same(
-    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = tree(data_prep.run(config(**ALL)).out)
+@pytest.fixture
+def mpirun(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The command that starts three ranks, whoever runs the tests and however few cores there are."""
+    if not shutil.which("mpirun"):
+        pytest.skip("needs MPI: run `make system-deps`")
     for name in (
         "OMPI_ALLOW_RUN_AS_ROOT",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
         "OMPI_MCA_rmaps_base_oversubscribe",
     ):
         monkeypatch.setenv(name, "1")
-    together = start(before=("mpirun", "-n", "3"))
-    _, said = together.communicate(timeout=120)
-    assert together.returncode == 0, said
-    assert tree(tmp_path / "together") == whole
-    assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
+    return ("mpirun", "-n", "3")
+
+
+def test_ranks_under_mpirun_make_the_same(
+    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
+) -> None:
+    whole = tree(data_prep.run(config(**ALL)).out)
+    # The first time they claim parts; to replace a corpus they take turns, which needs MPI.
+    for overrides in ((), ("overwrite=true",)):
+        together = start(*overrides, before=mpirun)
+        _, said = together.communicate(timeout=120)
+        assert together.returncode == 0, said
+        assert tree(tmp_path / "together") == whole
+        assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
-    failing = start(before=("mpirun", "-n", "3"))
-    _, said = failing.communicate(timeout=120)
-    assert failing.returncode == 2, "a mistake that one rank sees ends all"
-    assert "'a stranger', which no prep made" in said
+    for overrides in ((), ("overwrite=true",)):
+        failing = start(*overrides, before=mpirun)
+        _, said = failing.communicate(timeout=120)
+        assert failing.returncode == 2, "a mistake that one rank sees ends all"
+        assert "'a stranger', which no prep made" in said
+
+
+def test_a_rank_that_dies_costs_its_part_only(
+    config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mpirun: tuple[str, ...]
+) -> None:
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in said:
+        pytest.skip("another mpirun ends all ranks when one dies")
+    whole = tree(data_prep.run(config(**ALL)).out)
+    together = start(before=(*mpirun, "--enable-recovery"))
+    work = tmp_path / "together" / ".work"
+    deadline = time.monotonic() + 60
+    while not (list(work.glob("clean.*.json")) and list(work.glob(".read.*.partial"))):
+        assert time.monotonic() < deadline
+        assert together.poll() is None
+    victim = next(
+        rank
+        for rank in psutil.Process(together.pid).children()
+        if rank.environ().get("OMPI_COMM_WORLD_RANK") == "1"
+    )
+    victim.kill()
+    _, said = together.communicate(timeout=120)
+    assert tree(tmp_path / "together") == whole, said
+
+
+@pytest.mark.parametrize("begin", ["OMPI_COMM_WORLD", "PMI"])
+def test_ranks_are_known_from_the_environment(begin: str) -> None:
+    names = (f"{begin}_RANK", f"{begin}_SIZE")
+    assert ranks(dict(zip(names, ("2", "4"), strict=True))) == (3, 4)
+    assert ranks(dict(zip(names, ("0", "1"), strict=True))) is None
+    assert ranks({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"}) == (2, 2)
+    assert ranks({"PMIX_RANK": "0"}) is None
+    assert ranks({}) is None
 
 
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
@@ -151,12 +195,13 @@ def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None
     def flock(*_: int) -> None:
         raise OSError("no locks")
 
+    assert has_locks(Path(config().out))
     monkeypatch.setattr("fcntl.flock", flock)
+    assert not has_locks(Path(config().out))
     with pytest.raises(UsageError, match="--part needs them: use mpirun"):
         data_prep.run(config(), team=lambda folder: Claims(1, 2, folder))
 
 
 def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:
-    assert under_mpi({}) is None
     with pytest.raises(MegatfmError, match="mpi4py sees 1"):
-        under_mpi({"PMI_SIZE": "2"})
+        mpi_world(2)
