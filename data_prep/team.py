@@ -4,7 +4,8 @@ All of them run the same story. `share` divides the parts of a stage among them,
 done; `once` lets one of them do what can't be divided. Neither changes the result: parts depend on the config alone.
 
 Ranks under mpirun claim parts, too: whoever is free takes the next one, and one that dies leaves its part to the
-others, if mpirun lets these live. MPI itself is used only where the file system has no locks, or a corpus is to be replaced.
+others, if mpirun lets these live. MPI itself is used only where the file system has no locks, or a corpus is to be
+replaced.
 """
 
 import fcntl
