@@ -181,6 +181,11 @@ def is_asked_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
+def is_interrupted_twice() -> None:
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
+
+
 def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -31,5 +31,11 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, t
     print(report)
     assert report["kills"] == 20
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
-    assert all(sum(report["hits by layout"][layout].values()) >= 3 for layout in LAYOUTS)
+    by_layout = report["hits by layout"]
+    assert all(sum(by_layout[layout].values()) >= 3 for layout in LAYOUTS)
+    for world in (1, 2, 4):
+        hit = {
+            phase for layout, (ranks, _) in LAYOUTS.items() if ranks == world for phase in by_layout[layout]
+        }
+        assert hit == set(PHASES), f"on {world} ranks"
     assert report["compared"] >= len(LAYOUTS)

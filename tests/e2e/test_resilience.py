@@ -91,6 +91,9 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(
         assert HANG <= float(seen[1]) <= HANG + 4
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST])
+        log = (run.folder / "logs" / f"rank-{1 - rank}.log").read_text()
+        assert f"The stacks of rank {1 - rank}, at step" in log, "of those who wait, too"
+        assert "most recent call first" in log
         if how != "is_stopped":
             assert codes[rank] == FAILED, phase
             log = (run.folder / "logs" / f"rank-{rank}.log").read_text()
@@ -158,9 +161,15 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
     early = start(run="early", fault=Fault(1, "startup", "is_asked_to_stop"))
     quiet = start("train.steps=400", "evaluate.every=0", run="quiet")
     stuck = start("train.hang_seconds=600", run="stuck", fault=Fault(1, "step", "sticks_in_c"))
+    twice = start(run="twice", fault=Fault(1, "step", "is_interrupted_twice"))
     quiet.wait_for_step(2)
     quiet.signal(0, signal.SIGINT)
     assert quiet.wait(60) == [REQUEUE, REQUEUE], quiet.said(0)
+    steps = (quiet.folder / "metrics.jsonl").read_bytes().count(b"\n")
+    checkpoint.verify(quiet.folder / f"checkpoints/step-{steps:08d}")
+    assert twice.wait(60) == [FAILED, 128 + signal.SIGINT], twice.said(0)
+    assert f"error: rank 1 on {HOST} at step 2, step: failed: KeyboardInterrupt" in twice.said(0)
+    assert not (twice.folder / "checkpoints").exists(), "stopped at once, without saving"
     assert early.wait(60) == [REQUEUE, REQUEUE], early.said(0)
     assert not (early.folder / "checkpoints").exists(), "asked before the first step: nothing to save"
     assert not (early.folder / "metrics.jsonl").exists()

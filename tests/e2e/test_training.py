@@ -81,6 +81,9 @@ def test_stopped_and_resumed_is_bitwise_the_run_never_stopped(workers, make_conf
     assert workers.run(run_until, 2, config, 5, name) == [REQUEUE, REQUEUE], "both stop on one rank's signal"
     stopped_at = len(curve(tmp_path / "stopped"))
     assert 5 <= stopped_at < 12
+    newest = checkpoint.latest(tmp_path / "stopped/checkpoints", hashes=True)
+    assert newest is not None
+    assert newest.name == f"step-{stopped_at:08d}", "saved where it stopped"
     assert workers.run(run_training, 2, config) == [DONE, DONE]
     assert [line["step"] for line in curve(tmp_path / "stopped")] == list(range(1, 13))
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
