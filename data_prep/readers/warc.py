@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
@@ -18,13 +18,14 @@ _MAX_HEADER_LINES = 200
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """The pages of an archive, by the numbers of their records from 0, as they were sent: `html` in `steps` takes
-    the text out of them. Text is decoded as it says, or as it looks. Requests and metadata are passed over."""
+    the text out of them. Bodies are unpacked (chunks, gzip, …), and text is decoded as it says, or as it looks.
+    Requests and metadata are passed over."""
     with opened(path) as file:
         number = -1
         for number, data in enumerate(_frames(file)):
             try:
-                record = next(ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True), None)
-                found = None if record is None else _page(str(number), record)
+                record = _record(data, "all")
+                found = None if record is None else _page(str(number), record, data)
             except Exception as error:  # the library raises several kinds, some of its own
                 found = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
             if found is not None:
@@ -33,11 +34,25 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
             raise BadFileError("holds no record")
 
 
-def _page(key: str, record: WarcRecord) -> Record | Bad:
+def _record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
+    return next(
+        ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True, auto_decode=unpack), None
+    )
+
+
+def _page(key: str, record: WarcRecord, whole: bytes) -> Record | Bad:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
         return Bad(key, f"is no text but {kind.partition(';')[0]}")
-    data = record.reader.read()
+    try:
+        data = record.reader.read(MAX_RECORD_BYTES + 1)
+    except OSError:
+        # Crawlers may unpack a body and leave the header that says how it was packed.
+        again = _record(whole, "none")
+        data = again.reader.read() if again else b""
+        data.decode()
+    if len(data) > MAX_RECORD_BYTES:
+        return Bad(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
     return Record(key, bytes_to_str(data, encoding), record.headers.get("WARC-Target-URI") or "")
 

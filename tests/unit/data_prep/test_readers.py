@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import webdataset
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
 
 from data_prep.documents import Document
 from data_prep.files import Listing
@@ -303,6 +306,52 @@ def test_formats_by_name(tmp_path: Path) -> None:
     assert {format_of(tmp_path / f"x{end}", config) for ends in FORMATS.values() for end in ends} == set(
         FORMATS
     )
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # warcio closes none of its buffers
+def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another library writes them: what HTTP allows, headers that a crawler left, and what can't be unpacked."""
+    text = "Grüße from <b>a page</b> 東京\n" * 5
+    data = text.encode()
+    packed = gzip.compress(data)
+
+    def chunked(body: bytes) -> bytes:
+        return b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (7, body[:7], len(body) - 7, body[7:])
+
+    gzip_, chunks = ("Content-Encoding", "gzip"), ("Transfer-Encoding", "chunked")
+    good = [(data, []), (packed, [gzip_]), (chunked(data), [chunks]), (chunked(packed), [chunks, gzip_])]
+    good += [(zlib.compress(data), [("Content-Encoding", "deflate")]), (data, [gzip_]), (data, [chunks])]
+    bad = [(b"\xff\xfe rubbish", [gzip_]), (gzip.compress(bytes(20_000)), [gzip_])]
+    for name in ("a.warc", "a.warc.gz"):
+        with open(tmp_path / name, "wb") as file:
+            writer = WARCWriter(file, gzip=name.endswith("gz"))
+            writer.write_record(writer.create_warcinfo_record(name, {"software": "a crawler"}))
+            for number, (body, headers) in enumerate(good + bad):
+                http = StatusAndHeaders(
+                    "200 OK", [("Content-Type", "text/html; charset=utf-8"), *headers], protocol="HTTP/1.1"
+                )
+                address = f"https://example.org/{number}"
+                writer.write_record(
+                    writer.create_warc_record(
+                        address, "response", payload=io.BytesIO(body), http_headers=http
+                    )
+                )
+            asked = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
+            writer.write_record(
+                writer.create_warc_record(
+                    "https://example.org/", "request", payload=io.BytesIO(), http_headers=asked
+                )
+            )
+        with monkeypatch.context() as patch:
+            patch.setattr("data_prep.readers.warc.MAX_RECORD_BYTES", 10_000)
+            found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
+        texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
+        assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
+        rubbish, bomb = (each.reason for each in found if isinstance(each, Bad))
+        assert rubbish.startswith("can't be understood")
+        assert bomb == "is longer than 10,000 bytes once unpacked"
 
 
 def test_wikitext() -> None:
