@@ -21,6 +21,8 @@ USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
     "images": tuple(f"*.{spelled}" for each in _OF_IMAGES for spelled in (each, each.upper())),
 }
+# What Hugging Face `datasets` puts beside the data: descriptions, and results that it keeps to save time.
+_OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 
 
@@ -110,8 +112,10 @@ class Listing:
         except OSError as error:
             self.on_bad(folder, f"can't list this folder ({error.strerror})")
             return
+        of_datasets = any(path.suffix == ".arrow" or path.name == "dataset_dict.json" for path in paths)
+        exclude = (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
         for path in paths:
-            if path.name.startswith(".") or any(fnmatchcase(path.name, pattern) for pattern in self._exclude):
+            if path.name.startswith(".") or any(fnmatchcase(path.name, pattern) for pattern in exclude):
                 self.left_out += 1
             else:
                 yield path

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -157,6 +158,28 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     cut, _ = documents(path, limit=1024)
     assert "".join(document.text for document in cut) == "".join(texts)
     assert len(cut) > 4
+
+
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    """As that library saves them, with its descriptions and caches, which are no text."""
+    columns = {"text": [f"{number}: {text}" for number in range(5) for text in TEXTS], "url": URLS * 5}
+    rows = datasets.Dataset.from_dict(columns)
+    rows.save_to_disk(tmp_path / "one", num_shards=3)
+    (tmp_path / "one" / "cache-0123456789abcdef.arrow").write_bytes(arrow(pyarrow.ipc.new_stream))
+    splits = {"train": rows, "test": rows.select(range(5))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    rows.to_parquet(tmp_path / "others" / "a.parquet")
+    rows.to_json(tmp_path / "others" / "b.jsonl")
+    (tmp_path / "others" / "state.json").write_text("the state of some text")
+    found, read = documents(tmp_path / "one")
+    by_folder = {
+        name: [each for each in found if each.source.startswith(name)] for name in ("one", "splits/te")
+    }
+    assert [each.text for each in by_folder["one"]] == columns["text"]
+    assert [each.url for each in by_folder["one"]] == columns["url"]
+    assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
+    assert len(found) == 4 * len(rows) + 5 + 1
+    assert read._listing.left_out == 2 + 1 + 1 + 2 * 2
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("a.jsonl", "a.xml")])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
 
 import data_prep
 from data_prep import tokenizer
@@ -54,6 +55,14 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2",
             file.write(np.array(values, kind).tobytes())
 
 
+def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> None:
+    """As the writer of another library does."""
+    file = MegatronTokenizedFile(str(path.parent), path.stem, token_size=size)
+    for ids in documents:
+        file.write([*ids, END])
+    file.close()
+
+
 def config(folder: Path, model: Path, format_: str, out: str = "out", **read: Any) -> PrepConfig:
     read = {"folder": str(folder / "in"), "format": format_, "tokens": {"end": END}, **read}
     values = {
@@ -79,6 +88,8 @@ def taken(out: Path) -> dict[str, list[int]]:
     [
         ("megatron", megatron),
         ("megatron", lambda path, documents: megatron(path, documents, "<i4", 4)),
+        ("megatron", lambda path, documents: by_datatrove(path, documents, 2)),
+        ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
         (
             "tokens",
             lambda path, documents: path.write_bytes(
