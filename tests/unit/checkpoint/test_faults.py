@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, clean, latest, read_state, read_tensors, save, verify
+from megatfm.checkpoint import Box, clean, latest, read_state, read_tensors, save, shard, verify
 from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.workers import WorkerFailure, Workers
@@ -75,7 +75,10 @@ def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
 
 
 def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> tuple[str, int]:
-    """Save step 2 over step 1 while one rank's disk fails; returns the outcome and the operations seen."""
+    """Save step 2 over step 1 while one rank's disk fails; returns the outcome and the operations seen.
+
+    What a full or a read-only disk refuses would have gone past the page cache.
+    """
     seen = 0
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -85,11 +88,14 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
             raise OSError(code, os.strerror(code))
 
     save_step(folder, 1)
+    shard.DIRECT_BYTES, before = shard.DIRECT_BYTES if code == errno.EIO else 0, shard.DIRECT_BYTES
     with hooked(hook):
         try:
             return str(save_step(folder, 2)), seen
         except MegatfmError as error:
             return str(error), seen
+        finally:
+            shard.DIRECT_BYTES = before
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, save, verify
+from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, save, shard, verify
 from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.unit.checkpoint.power import CHOICES, Disk, Operation, build, recorded
@@ -29,10 +29,14 @@ def saved(folder: Path, step: int) -> Path | None:
         return saver.finish()
 
 
-def recorded_save(folder: Path) -> list[Operation]:
+def recorded_save(folder: Path, direct: bool) -> list[Operation]:
     operations: list[Operation] = []
-    with recorded(operations):
-        assert saved(folder, 2) is not None
+    shard.DIRECT_BYTES, before = 0 if direct else shard.DIRECT_BYTES, shard.DIRECT_BYTES
+    try:
+        with recorded(operations):
+            assert saved(folder, 2) is not None
+    finally:
+        shard.DIRECT_BYTES = before
     return operations
 
 
@@ -69,12 +73,16 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_power_cut_leaves_the_old_or_the_new_one(workers: Workers, tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(("world", "direct"), [(1, False), (2, False), (2, True)])
+def test_a_power_cut_leaves_the_old_or_the_new_one(
+    workers: Workers, tmp_path: Path, world: int, direct: bool
+) -> None:
     folder = tmp_path / "checkpoints"
     workers.run(saved, world, folder, 1)
     before = shutil.copytree(folder, tmp_path / "before")
-    operations = [operation for rank in workers.run(recorded_save, world, folder) for operation in rank]
+    operations = [
+        operation for rank in workers.run(recorded_save, world, folder, direct) for operation in rank
+    ]
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
     shutil.rmtree(folder)
     before.rename(folder)
