@@ -35,7 +35,7 @@ class Statistics:
     def as_json(self) -> dict[str, Any]:
         """`lengths`: [most tokens, documents]; `sources`: the largest, as [name, documents, bytes, tokens], and
         how many more there are; `vocabulary`, if there is one: ids that occur, and the commonest as [piece, times]."""
-        sources = sorted(self._sources.items(), key=lambda item: (-item[1][1], item[0]))
+        sources = sorted(self._sources.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
         vocabulary = {"vocabulary": self._vocabulary(self._tokenizer)} if self._tokenizer else {}
         return {
             "lengths": [[2**bucket, count] for bucket, count in sorted(self._lengths.items())],

@@ -36,12 +36,17 @@ class PrepSummary:
         table.add_section()
         for name in ("train", "validation"):
             made = self.result[name]
+            tokens = (
+                f"{made['tokens']:,} tokens of {made['bytes_per_token']:.2f} bytes, "
+                if made["tokens"]
+                else ""
+            )
             table.add_row(
                 name,
                 f"{made['documents']:,}",
                 _size(made["text_bytes"]),
                 "",
-                f"{made['tokens']:,} tokens of {made['bytes_per_token']:.2f} bytes, {made['shards']} shard(s)",
+                f"{tokens}{made['shards']} shard(s)",
             )
         return table
 

@@ -28,8 +28,10 @@ def render(result: Mapping[str, Any]) -> str:
     )
     environment.filters |= {"number": number, "size": size}
     here, styles = resources.files("data_prep.report"), resources.files("megatfm") / "report" / "report.css"
-    steps = result["steps"]
+    steps, images = result["steps"], of_images(result)
     return environment.from_string((here / "report.html").read_text(encoding="utf-8")).render(
+        headline=headline(result),
+        unit="Images" if images else "Documents",
         tiles=tiles(result),
         steps=steps,
         flow=bars([(step["step"], step["bytes_out"]) for step in steps], size),
@@ -39,41 +41,54 @@ def render(result: Mapping[str, Any]) -> str:
             for step in steps
             if step.get("found")
         ],
-        splits=[(name, result[name], charts(result[name])) for name in SPLITS],
+        splits=[(name, result[name], charts(result[name], images)) for name in SPLITS],
         result=result,
         settings=list(flat(result["config"])),
         style=Markup(styles.read_text(encoding="utf-8") + (here / "report.css").read_text(encoding="utf-8")),
     )
 
 
+def of_images(result: Mapping[str, Any]) -> bool:
+    """Whether the corpus is one of images, whose text, if any, is captions."""
+    return bool(result["config"]["read"].get("format") == "images")
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """What the corpus is, in three words."""
+    what = "documents" if of_images(result) else "tokens"
+    count = number(sum(result[name][what] for name in SPLITS))
+    return f"{count} images" if of_images(result) else f"{count} tokens of text"
+
+
 def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The numbers that a reader looks for first: label, value, remark."""
     train, validation = (result[name] for name in SPLITS)
-    read = result["steps"][0]
+    images, read = of_images(result), result["steps"][0]
+    documents = train["documents"] + validation["documents"]
     text = train["text_bytes"] + validation["text_bytes"]
-    return [
+    held_out = validation["documents"] / documents if images else validation["text_bytes"] / max(1, text)
+    of_text = [
         (
-            "Documents",
-            number(train["documents"] + validation["documents"]),
-            f"of {number(read['documents_in'])} read",
+            "Captions" if images else "Text",
+            size(text),
+            "" if images else f"{100 * text / max(1, read['bytes_in']):.1f} % of what was read",
         ),
-        ("Text", size(text), f"{100 * text / max(1, read['bytes_in']):.1f} % of what was read"),
         ("Tokens", number(train["tokens"] + validation["tokens"]), f"{number(train['tokens'])} for training"),
         (
             "Bytes per token",
             f"{train['bytes_per_token']:.2f}",
             f"validation {validation['bytes_per_token']:.2f}",
         ),
+    ]
+    return [
+        ("Images" if images else "Documents", number(documents), f"of {number(read['documents_in'])} read"),
+        *(of_text if text or not images else []),
         (
             "On disk",
             size(train["bytes"] + validation["bytes"]),
             f"{train['shards'] + validation['shards']} shards",
         ),
-        (
-            "Held out",
-            f"{100 * validation['text_bytes'] / max(1, text):.1f} %",
-            f"by {result['held_out']['level']}",
-        ),
+        ("Held out", f"{100 * held_out:.1f} %", f"by {result['held_out']['level']}"),
     ]
 
 
@@ -83,17 +98,23 @@ def reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapp
     yield from sorted(found, key=lambda item: -item[2]["documents"])
 
 
-def charts(split: Mapping[str, Any]) -> dict[str, list[Bar]]:
-    """The bars of a split; a corpus of an older version has none."""
-    more = split.get("more_sources", 0)
+def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
+    """The bars of a split; a corpus of an older version has none, and one without tokens few."""
+    more, lengths = split.get("more_sources", 0), split.get("lengths", ()) if split["tokens"] else ()
+    sources = [(name, documents if images else text) for name, documents, text, _ in split.get("sources", ())]
     return {
-        "lengths": bars([(f"up to {number(most)}", count) for most, count in split.get("lengths", ())]),
-        "sources": bars([(name, total) for name, _, total, _ in split.get("sources", ())], size)
+        "lengths": bars([(f"up to {number(most)}", count) for most, count in lengths]),
+        "sources": bars(sources, number if images else size)
         + ([Bar(f"and {number(more)} more", "", 0.0)] if more else []),
         "pieces": bars(
-            [(repr(piece)[1:-1], uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
+            [(spelled(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),
     }
+
+
+def spelled(piece: str) -> str:
+    """A token with its spaces and line breaks to be seen."""
+    return repr(piece)[1:-1].replace(" ", "\u2423")
 
 
 def bars(values: Sequence[tuple[str, float]], spell: Any = None) -> list[Bar]:

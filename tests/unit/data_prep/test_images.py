@@ -2,6 +2,8 @@
 
 import io
 import json
+import random
+import re
 import struct
 import tarfile
 import zlib
@@ -14,6 +16,7 @@ import pytest
 import webdataset
 import zstandard
 from PIL import Image
+from rich.console import Console
 from webdataset import tariterators
 
 import data_prep
@@ -24,6 +27,7 @@ from megatfm.data import Corpus
 from megatfm.data.inspect import check, show
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree, write
+from tests.unit.data_prep.test_resume import KILLED, count_moments, killed
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:
@@ -95,8 +99,13 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
         assert (len(sample.tokens), sample.text_bytes) == (0, 0)
     assert result["tokenizer"] == {"kind": "none", "blake3": "none", "vocab_size": 0}
     assert "pillow" in result["libraries"]
-    assert "30" in (tmp_path / "out" / "report.html").read_text()
-    assert data_prep.run(config(tmp_path, part_bytes=1024)).already_done
+    again = data_prep.run(config(tmp_path, part_bytes=1024))
+    assert again.already_done
+    sink = io.StringIO()
+    Console(file=sink, width=200).print(again.table())
+    for page in ((tmp_path / "out" / "report.html").read_text(), sink.getvalue()):
+        assert "30" in page
+        assert "token" not in re.sub(r"<dt>tokenizer[^<]*|no tokenizer|sentencepiece|>tokenizers<", "", page)
 
     # The same whatever the parts, and readable by others.
     data_prep.run(config(tmp_path, "again", part_bytes=2**20))
@@ -110,6 +119,22 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
     for each in theirs.values():
         meta = json.loads(each["meta.json"])
         assert {name: each[name] for name in meta["members"]} == dict(found[meta["source"]].members)
+
+
+@pytest.mark.parametrize("lay", [as_folder, as_tar])
+def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
+    lay(tmp_path / "in", samples())
+    small = config(tmp_path, part_bytes=1024)
+    whole = tree(data_prep.run(small).out)
+    moments = count_moments(tmp_path, small)
+    rng = random.Random(0)
+    # The last moments are those of the commits.
+    lasts = [*rng.sample(range(moments), 3), *range(moments - 3, moments)]
+    again = [("again", last) for last in sorted(rng.sample(range(moments), 3))]
+    statuses = killed(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
+    assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
+    for out in ("again", *map(str, lasts)):
+        assert tree(data_prep.run(config(tmp_path, out, part_bytes=1024)).out) == whole
 
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +151,9 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         captioned += bool(caption)
     assert captioned > 15
     shown = show(tmp_path / "out" / "train", 0)
+    assert re.search(
+        r"<h1>30 images</h1>.*Captions.*\d tokens of|Tokens", (tmp_path / "out" / "report.html").read_text()
+    )
     assert ".png" in shown or ".jp" in shown
     with pytest.raises(SystemExit) as ended:
         main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])

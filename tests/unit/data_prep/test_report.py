@@ -70,7 +70,7 @@ def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
     for step in summary.result["steps"]:
         assert step["step"] in page
         for reason, dropped in step["dropped"].items():
-            assert f"{dropped['documents']:,} {reason}" in page
+            assert f"<summary>{reason} <small>{dropped['documents']:,} document" in page
 
 
 def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
