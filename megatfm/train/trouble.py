@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
+from megatfm.checkpoint import disk
 from megatfm.config import ResilienceConfig
 from megatfm.engines import NativeEngine
 from megatfm.errors import MegatfmError
@@ -64,9 +67,11 @@ class Decisions:
                 with self.path.open("ab") as file:
                     whole = self.path.read_bytes().rfind(b"\n") + 1
                     file.truncate(whole)  # a kill may have torn the last line
-                    file.write(json.dumps(record).encode() + b"\n")
+                    file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
+                if not whole:  # the file's name may be new
+                    disk.sync_folder(self.path.parent)
             except OSError as error:
                 raise MegatfmError(f"can't write {self.path}: {error.strerror}") from error
 
@@ -165,16 +170,25 @@ class Trouble:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise MegatfmError(f"can't read {path}: {error.strerror}") from error
+    if b"}" in torn[:-1]:  # a whole line, but for its end
+        lines.append(torn)
     records = []
-    for number, line in enumerate(lines[:-1]):  # what a kill tore has no end, and was never carried out
+    for number, line in enumerate(lines):  # what a kill tore was never carried out
         try:
             record = json.loads(line)
+            if record.pop("check") != _check(record):
+                raise ValueError
             records.append({"decision": record["decision"], "step": int(record["step"]), **record})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise MegatfmError(
-                f"{path}, line {number + 1}: damaged; mend or remove it: it says which steps the run skips"
+                f"{path}, line {number + 1}: damaged: restore or remove the file; it says which steps the run skips"
             ) from error
     return records
+
+
+def _check(record: Mapping[str, Any]) -> str:
+    """Tells a line that was changed: its decision would be another."""
+    return blake3(json.dumps(record).encode()).hexdigest(16)
