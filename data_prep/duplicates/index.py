@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from data_prep.words import Hashes
 from megatfm.data.files import WholeFile, writing
 
-# What finding equal numbers holds of each: the number, its place, the order of sorting, and one copy of each.
-_BYTES_EACH = 48
+# What finding equal numbers holds of each, as tracemalloc measures it: the number and its place three times (as they were
+# found, as one, and sorted), the order of sorting, and what groups are made of.
+_BYTES_EACH = 96
 _CHUNK = 2**20
 
 

@@ -15,7 +15,8 @@ from data_prep.minhash import band_hashes, signed
 from data_prep.steps.rule import example
 from megatfm.config.prep_steps import AlikeConfig
 
-PAIRS = 2**16
+PAIRS = 2**13
+"""Pairs whose signatures are read at a time: 7 MB."""
 SMALL = 32
 """In a bucket of up to so many documents all are compared with all; in a larger one each with the first of those that
 are left, until none is."""

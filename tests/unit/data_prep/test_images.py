@@ -151,9 +151,8 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         captioned += bool(caption)
     assert captioned > 15
     shown = show(tmp_path / "out" / "train", 0)
-    assert re.search(
-        r"<h1>30 images</h1>.*Captions.*\d tokens of|Tokens", (tmp_path / "out" / "report.html").read_text()
-    )
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(each in page for each in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
     assert ".png" in shown or ".jp" in shown
     with pytest.raises(SystemExit) as ended:
         main(["data", "show", str(tmp_path / "out" / "train"), "--sample", "1"])
