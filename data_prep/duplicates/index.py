@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from data_prep.words import Hashes
 from megatfm.data.files import WholeFile, writing
 
-# What finding equal numbers holds of each, as tracemalloc measures it: the number and its place three times (as they were
-# found, as one, and sorted), the order of sorting, and what groups are made of.
+# What finding equal numbers holds of each, as tracemalloc measures it: the number and its place three times (as they
+# were found, as one, and sorted), the order of sorting, and what groups are made of.
 _BYTES_EACH = 96
 _CHUNK = 2**20
 
