@@ -1,6 +1,7 @@
 """Ranks forked from a process that has imported all there is to import, which end themselves when they are told to."""
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import torch
 
 import megatfm.train.loop  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
-from megatfm.checkpoint import saver, staging, writer
+from megatfm.checkpoint import flow, saver, shard, staging, writer
 from megatfm.engines import NativeEngine
 
 PR_SET_PDEATHSIG = 1
@@ -74,9 +75,12 @@ def live(
     hit: Path | None = None,
     counts: Path | None = None,
 ) -> None:
-    """`megatfm train` as one rank."""
+    """`megatfm train` as one rank; of four or more, past the page cache, as large files are written and read."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
+    if int(environment["WORLD_SIZE"]) >= 4:
+        shard.DIRECT_BYTES = 0
+        flow._in_memory = lambda fd, size: False
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -159,11 +163,15 @@ class Events:
             time.sleep(SLOW_SECONDS)
             if name == "rename" and self.phase == "metadata":
                 self.phase = "commit"
-            half = (
-                (lambda: genuine(args[0], args[1][: len(args[1]) // 2])) if name == "write" else lambda: None
-            )
+            half = (lambda: genuine(args[0], _half(*args))) if name == "write" else lambda: None
             if name != "open" or args[1] & os.O_CREAT:
                 self.happens(self.phase, half)
             return genuine(*args, **kwargs)
 
         return operation
+
+
+def _half(file: int, data: memoryview) -> memoryview:
+    """Of what is written; past the page cache, whole blocks of it."""
+    direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+    return data[: len(data) // 2 // flow.BLOCK_BYTES * flow.BLOCK_BYTES if direct else len(data) // 2]
