@@ -47,7 +47,10 @@ class GopherRepetition:
         for n, top in enumerate(limits.top_ngrams, 2):
             if runs.top_is_over(n, top * len(text)):
                 return f"repeats a run of {n} words"
-        for n, most in enumerate(limits.repeated_ngrams, 2 + len(limits.top_ngrams)):
+        longer = 2 + len(limits.top_ngrams)
+        if runs.cover_at_most(longer, min(limits.repeated_ngrams, default=1) * len(text)):
+            return None
+        for n, most in enumerate(limits.repeated_ngrams, longer):
             if runs.repeated_are_over(n, most * len(text)):
                 return f"repeats runs of {n} words"
         return None
@@ -69,6 +72,7 @@ class _Runs:
         self.n = 1
         self._at: Integers = np.arange(len(words))
         self._times: Integers = np.empty(0, np.int64)
+        self._stretches: tuple[Integers, Integers] | None = None
         self._keep(np.bincount(self._code))
 
     def grow(self) -> None:
@@ -77,8 +81,15 @@ class _Runs:
         begins = np.flatnonzero(self._at[1:] == self._at[:-1] + 1)
         pairs = self._code[begins] * len(self._ends) + self._code[begins + 1]
         self._at = self._at[begins]
-        _, self._code, times = np.unique(pairs, return_inverse=True, return_counts=True)
-        self._keep(times)
+        # As np.unique numbers them, which takes three times as long for so few.
+        order = pairs.argsort()
+        pairs = pairs[order]
+        is_new = np.zeros(len(pairs), np.int64)
+        is_new[1:] = pairs[1:] != pairs[:-1]
+        numbers = is_new.cumsum()
+        self._code = np.empty(len(pairs), np.int64)
+        self._code[order] = numbers
+        self._keep(np.bincount(numbers))
 
     def top_is_over(self, n: int, limit: float) -> bool:
         """Whether the most frequent run of `n` words has more characters in all."""
@@ -90,11 +101,16 @@ class _Runs:
 
     def repeated_are_over(self, n: int, limit: float) -> bool:
         """Whether runs of `n` words that came before have more characters in all."""
+        return not self.cover_at_most(n, limit) and self.repeated_characters() > limit
+
+    def cover_at_most(self, n: int, limit: float) -> bool:
+        """Whether all words that may lie in repeated runs of `n` words, and so those in longer ones, have no more
+        characters; if not, the runs have grown to `n` words."""
         while self._covered(n) > limit:
             if self.n == n:
-                return self.repeated_characters() > limit
+                return False
             self.grow()
-        return False
+        return True
 
     def top_characters(self) -> int:
         """Characters in the most frequent run, with its spaces; of equally frequent ones the first."""
@@ -122,6 +138,7 @@ class _Runs:
         again = times[self._code] > 1
         self._at, self._code = self._at[again], self._code[again]
         self._times = times[self._code]
+        self._stretches = None
 
     def _top_at_most(self, n: int) -> int:
         """At least `top_characters` of runs of `n` words: none is more frequent than its first words are."""
@@ -131,12 +148,13 @@ class _Runs:
 
     def _covered(self, n: int) -> int:
         """Characters of all words that may lie in a repeated run of `n` words."""
-        edges = np.flatnonzero(
-            np.diff(self._at, prepend=-2, append=-2) != 1
-        )  # of places that follow one another
-        long = np.flatnonzero(np.diff(edges) > n - self.n)
-        first, last = self._at[edges[long]], self._at[edges[long + 1] - 1]
-        return int((self._ends[last + self.n] - self._ends[first]).sum())
+        if self._stretches is None:  # of places that follow one another
+            breaks = np.flatnonzero(self._at[1:] != self._at[:-1] + 1)
+            first = np.append(self._at[:1], self._at[breaks + 1])
+            last = np.append(self._at[breaks], self._at[-1:])
+            self._stretches = last - first, self._ends[last + self.n] - self._ends[first]
+        more, characters = self._stretches
+        return int(characters[more >= n - self.n].sum())
 
     def _first(self, n: int) -> int:
         """Characters of the text's first run, with its spaces."""
