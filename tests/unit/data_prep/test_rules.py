@@ -203,6 +203,16 @@ def test_ngrams_by_definition() -> None:
                 assert each.top_is_over(n, len(top) * times + near) == (near < 0)
                 assert each.repeated_are_over(n, repeated + near) == (near < 0)
             over += limited.n < n
+        # One limit among loose ones, unless the words of a run overlap and come to more than the text.
+        text = " ".join(words)
+        top_over = any(_Runs(words).top_is_over(n, len(text)) for n in (2, 3, 4))
+        for n in range(5, 11):
+            share = their_repetition.find_all_duplicate(words, n) / len(text)
+            loose = {"lines": 1, "paragraphs": 1, "line_characters": 1, "top_ngrams": [1, 1, 1]}
+            most = [0.5 * share if each == n else 1.0 for each in range(5, 11)]
+            assert (outcome(step("gopher_repetition", **loose, repeated_ngrams=most), text)[0] is None) == (
+                share > 0 or top_over
+            )
     assert over > 300, "bounds decided that often"
 
 
