@@ -183,7 +183,9 @@ class PackedRows:
 
     @cached_property
     def _padding(self) -> tuple[PackedBlock, int]:
-        return self._block(0, int(self._rows_of_block.argmax())).packed.padding, 0
+        # Of the smallest block that has rows, since any would do.
+        rows = self._rows_of_block
+        return self._block(0, int(np.where(rows, rows, rows.max()).argmin())).packed.padding, 0
 
     def _block(self, epoch: int, block: int) -> _Held:
         return self._cache.get((epoch, block), partial(self._open, epoch, block))

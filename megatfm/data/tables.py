@@ -1,7 +1,8 @@
-"""Packed rows as tables, from which batches are copied."""
+"""Packed rows, from which batches are copied."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +11,33 @@ from megatfm.data.packing import Fields
 from megatfm.errors import MegatfmError
 
 
+class Side(Protocol):
+    """The rows of a block on one side."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        ...
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def padding(self) -> Self:
+        """A side of no rows."""
+        ...
+
+    def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
+        """Write all fields [fields, length] of a row; past the last one there is padding."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The rows of a block on one side: `values` [fields, rows + 1, length], of which the last row is padding."""
+    """Rows that lie there as they are: `values` [fields, rows + 1, length], of which the last row is padding."""
 
     names: tuple[str, ...]
     values: NDArray[np.int32]
@@ -23,6 +48,26 @@ class Table:
         values = np.empty((len(fills), n_rows + 1, length), np.int32)
         values[:, n_rows] = np.array(list(fills.values()))[:, None]
         return cls(tuple(fills), values)
+
+    @property
+    def n_rows(self) -> int:
+        return self.values.shape[1] - 1
+
+    @property
+    def length(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def padding(self) -> "Table":
+        return Table(self.names, self.values[:, -1:].copy())
+
+    def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
+        # All fields in one copy, since for short rows a copy's start takes as long as the copy.
+        into[:] = self.values[:, min(number, self.n_rows)]
 
     def flat(self, name: str) -> NDArray[np.int32]:
         """A field's rows one after another [rows · length], to be written; without the row of padding."""
@@ -35,41 +80,41 @@ class PackedBlock:
     """The rows of a block: every field, and for each side "documents" (0, 1, … in the row, the same for all sides of
     a sequence; −1: padding) and "positions" (from 0 in each piece of a document)."""
 
-    sides: tuple[Table, ...]
+    sides: tuple[Side, ...]
 
     @property
     def n_rows(self) -> int:
-        return self.sides[0].values.shape[1] - 1
+        return self.sides[0].n_rows
 
     @property
     def nbytes(self) -> int:
-        return sum(side.values.nbytes for side in self.sides)
+        return sum(side.nbytes for side in self.sides)
 
     @property
     def padding(self) -> "PackedBlock":
-        """A block of a row of padding."""
-        return PackedBlock(tuple(Table(side.names, side.values[:, -1:].repeat(2, 1)) for side in self.sides))
+        """A block of no rows, so that every row of it is padding."""
+        return PackedBlock(tuple(side.padding for side in self.sides))
 
     def row(self, number: int) -> Fields:
         """One row, int64 arrays [length of the side] by name; past the end of the block there is padding."""
-        return {name: rows[0] for name, rows in batch_of([(self, min(number, self.n_rows))]).items()}
+        return {name: rows[0] for name, rows in batch_of([(self, number)]).items()}
 
 
 def batch_of(rows: Sequence[tuple[PackedBlock, int]]) -> Fields:
     """Rows of blocks that were packed alike, int64 arrays [n, length of the side] by name."""
     fields: Fields = {}
     for number, side in enumerate(rows[0][0].sides):
-        # All fields of a row in one copy, since for short rows a copy's start takes as long as the copy.
-        batch = np.empty((len(side.names), len(rows), side.values.shape[2]), np.int64)
+        batch = np.empty((len(side.names), len(rows), side.length), np.int64)
         for at, (block, row) in enumerate(rows):
-            batch[:, at] = block.sides[number].values[:, row]
+            block.sides[number].copy_row(row, batch[:, at])
         fields.update(zip(side.names, batch, strict=True))
     return fields
 
 
 def fitting(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
-    """A field's values, unless they don't fit a table: a MegatfmError."""
-    fits = not len(values) or np.can_cast(values.dtype, np.int32)
-    if not fits and not -(2**31) <= values.min() <= values.max() < 2**31:
+    """A field's values in at most 32 bits; a MegatfmError if they don't fit."""
+    if values.dtype.itemsize < 4 or values.dtype == np.int32:
+        return values
+    if len(values) and not -(2**31) <= values.min() <= values.max() < 2**31:
         raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
-    return values
+    return values.astype(np.int32)

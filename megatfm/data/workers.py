@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import pickle
 import signal
+import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -83,11 +84,21 @@ class Workers:
             return answer
         except (EOFError, OSError):
             process = self._processes[number]
-            process.join(10)
             return MegatfmError(
-                f"data worker {number} (pid {process.pid}) died with exit code {process.exitcode}: the machine may be "
-                "short of memory: set data.workers to fewer"
+                f"data worker {number} (pid {process.pid}) died with exit code {_exit_code(process)}: the machine may "
+                "be short of memory: set data.workers to fewer"
             )
+
+
+def _exit_code(process: Any) -> int | None:
+    """Of a process that died or is about to; None if it does not."""
+    end = time.monotonic() + 10
+    process.join(10)
+    # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
+    while process.exitcode is None and time.monotonic() < end:
+        time.sleep(0.01)
+    found: int | None = process.exitcode
+    return found
 
 
 def _main(pipe: Connection, pickled: bytes) -> None:

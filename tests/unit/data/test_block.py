@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatfm.data.block import pack
-from megatfm.data.packing import Packing
+from megatfm.data.packing import NO_DOCUMENT, Packing
 from megatfm.data.tables import PackedBlock
 from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Fields, SpecialTokens
@@ -58,3 +58,28 @@ def test_a_join_of_another_length_than_planned_is_named() -> None:
 def test_ids_over_31_bits_are_refused() -> None:
     with pytest.raises(MegatfmError, match="'tokens' has values that do not fit 32-bit integers"):
         pack([np.array([2**31], np.uint32)], Packing(Causal(SPECIAL), (7,), 0))
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("length", [5, 37, 700])
+def test_many_short_documents_are_numbered_as_few_are(
+    few: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against numbers and positions counted token by token."""
+    monkeypatch.setattr("megatfm.data.cut.FEW", few)
+    lengths = np.random.default_rng(0).integers(0, 9, 150)
+    packed = pack([np.zeros(n, np.uint16) for n in lengths], Packing(Causal(SPECIAL), (length,), 0))
+    owner = np.repeat(np.arange(150), lengths + 1)
+    for row in range(packed.n_rows):
+        own = owner[row * length : (row + 1) * length].tolist()
+        pad = [NO_DOCUMENT] * (length - len(own))
+        assert packed.row(row)["documents"].tolist() == [n - own[0] for n in own] + pad
+        counted = [own[:at].count(n) for at, n in enumerate(own)]
+        assert packed.row(row)["positions"].tolist() == counted + [0] * len(pad)
+
+
+def test_a_packed_block_takes_what_its_fields_take() -> None:
+    """Four bytes a token of uint16, so that blocks of very long documents don't push others out of the cache."""
+    documents = [np.zeros(n, np.uint16) for n in (5000, 100, 20_000)]
+    packed = pack(documents, Packing(Causal(SPECIAL), (64,), 0))
+    assert packed.nbytes < 4.1 * 25_103

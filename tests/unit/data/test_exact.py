@@ -126,9 +126,10 @@ def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows, 
         np.testing.assert_array_equal(next(loader)[0]["tokens"], np.stack(expected))
         assert len(loader.worker_pids) == 3
         pid = loader.worker_pids[1]
+        child = next(child for child in multiprocessing.active_children() if child.pid == pid)
         os.kill(pid, signal.SIGKILL)
         if already:  # before it is asked
-            next(child for child in multiprocessing.active_children() if child.pid == pid).join(10)
+            child.join()
         with pytest.raises(MegatfmError, match=r"data worker 1 \(pid \d+\) died with exit code -9"):
             list(loader)
     assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
