@@ -1,6 +1,5 @@
 """Bytes on their way between memory and an open file: hashed meanwhile, and past the page cache where that helps."""
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -119,8 +118,13 @@ class DirectOutput(Output):
         super().write(self._buffer[whole : self._held].data)
 
     def _put(self, blocks: np.ndarray) -> None:
-        done = os.write(self._fd, blocks.data) if len(blocks) else 0
-        if done < len(blocks):  # what is left may not be whole blocks
+        done = 0
+        try:
+            done = os.write(self._fd, blocks.data) if len(blocks) else 0
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if done < len(blocks):  # what is left may not be whole blocks, or the filesystem can't
             _as_usual(self._fd)
             super().write(blocks[done:].data)
 
@@ -191,11 +195,13 @@ class DirectInput(Input):
 
 def source(fd: int, size: int, direct: bool) -> Input:
     """What reads a file of so many bytes; direct: past the page cache, where it isn't there and the filesystem can."""
-    if direct and not _in_memory(fd, size):
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-            return DirectInput(fd, size)
-    return Input(fd)
+    if not direct or _in_memory(fd, size):
+        return Input(fd)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return Input(fd)
+    return DirectInput(fd, size)
 
 
 def _in_memory(fd: int, size: int) -> bool:

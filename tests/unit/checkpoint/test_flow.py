@@ -239,6 +239,22 @@ def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(
     ]
 
 
+def test_filesystems_that_can_not_write_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.write, []
+
+    def fail(fd: int, data: Any) -> int:
+        if is_direct(fd):
+            refused.append(len(data))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    tensors = {"large": torch.randn(64, 1024), "odd": torch.randn(33, 1023)}
+    path = save(tmp_path, 1, tensors, {})
+    assert len(refused) == 1, "tried once"
+    assert all(torch.equal(read_tensors(path)[name], tensor) for name, tensor in tensors.items())
+
+
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Address and size of each direct write."""
