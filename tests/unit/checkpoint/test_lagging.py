@@ -101,5 +101,5 @@ def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
 def test_a_name_that_never_comes(tmp_path: Path, patience: float) -> None:
     start = time.monotonic()
     disk.await_name(tmp_path / "absent", start + patience)
-    assert patience <= time.monotonic() - start < patience + 2
+    assert patience <= time.monotonic() - start < patience + 20
     disk.await_size(tmp_path, 1, start + patience)
