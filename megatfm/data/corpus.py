@@ -34,8 +34,8 @@ class Corpus:
     Of the index, 9 bytes a block are held in memory, and of its samples (20 bytes and the key of each) what was used
     last; the text is not. Reading is thread-safe. `folder` is where the corpus lies, or its cache if that is a URL.
 
-    Frames of zstd bear checksums. Frames of foreign shards are hashed when they are first read after opening; `samples`
-    hashes each time.
+    A frame is held against the index when it is first read after opening: that its samples lie where they should, and
+    its hash, where there is one. Frames of zstd bear checksums besides, and `samples` holds all against all each time.
     """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
@@ -47,7 +47,7 @@ class Corpus:
         self._first_blocks = np.concatenate([[0], np.cumsum([*map(len, frames)], dtype=np.int64)])
         samples = np.concatenate(frames)
         self.blocks: NDArray[np.int64] = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
-        self._hashed = np.zeros(len(samples), np.bool_)
+        self._verified = np.zeros(len(samples), np.bool_)
 
     @classmethod
     def open(cls, place: str | Path, cache: Cache | None = None) -> Self:
@@ -105,7 +105,7 @@ class Corpus:
 
     def block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
         """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
-        tokens = self._all_tokens(*self._frame(number))
+        *_, tokens = self._read(number)
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
     def lies_open(self, number: int) -> bool:
@@ -114,11 +114,11 @@ class Corpus:
 
     def verify(self, number: int) -> None:
         """Hold a block against the index, as the first reading of it does."""
-        self._all_tokens(*self._frame(number))
+        self._read(number)
 
     def is_verified(self, number: int) -> bool:
-        """Whether a block was held against the index's hash since the corpus was opened."""
-        return bool(self._hashed[number])
+        """Whether a block was held against the index since the corpus was opened."""
+        return bool(self._verified[number])
 
     def read_ahead(self, number: int) -> None:
         """Have the system fetch a block from disk meanwhile."""
@@ -153,8 +153,8 @@ class Corpus:
 
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
-        shard, frame, data = self._frame(number, again=True)
-        index, at, arrays = self.indexes[shard], 0, self._all_tokens(shard, frame, data)
+        shard, frame, data, arrays = self._read(number, again=True)
+        index, at = self.indexes[shard], 0
         found: list[Sample] = []
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
@@ -203,17 +203,36 @@ class Corpus:
         shard = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
         return shard, number - int(self._first_blocks[shard])
 
-    def _frame(self, number: int, again: bool = False) -> tuple[int, int, bytes]:
-        """A block's shard, frame and data, held against the index's hash where there is one, once or `again`."""
+    def _read(self, number: int, again: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
+        """A block's shard, frame, data, and as views of that its samples' tokens; verified, once or `again`."""
         shard, frame = self._place(number)
-        index, data = self.indexes[shard], self.frame_bytes(number)
+        index, dtype, data = self.indexes[shard], self.manifest.dtype, self.frame_bytes(number)
         if not self.manifest.shards[shard].is_raw:
             data = self._unpacked(shard, frame, data)
-        if index.hashes is not None and (again or not self._hashed[number]):
-            if frame_hash(data) != index.hashes[frame]:
-                raise self._damage(shard, frame, "its hash is not the index's")
-            self._hashed[number] = True
-        return shard, frame, data
+        if again or not self._verified[number]:
+            self._verify(shard, frame, data)
+            self._verified[number] = True
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
+        # samples start at whole tokens.
+        tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
+        begins, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
+        found = [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
+        return shard, frame, data, found
+
+    def _verify(self, shard: int, frame: int, data: bytes) -> None:
+        """Hold a frame against the index: its hash, where there is one, and where its samples lie."""
+        index, dtype = self.indexes[shard], self.manifest.dtype
+        if index.hashes is not None and frame_hash(data) != index.hashes[frame]:
+            raise self._damage(shard, frame, "its hash is not the index's")
+        first, end = index.first_samples[frame : frame + 2].tolist()
+        entries = index.samples[first:end]
+        for sample, start, n in zip(
+            range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
+        ):
+            if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
+                reason = f"no array of {n} {dtype} at byte {start} of the frame"
+                raise self._damage(shard, frame, reason, sample)
 
     def _unpacked(self, shard: int, frame: int, compressed: bytes) -> bytes:
         said = int(self.indexes[shard].frames["uncompressed"][frame])
@@ -225,22 +244,6 @@ class Corpus:
             return _decompressor().decompress(compressed, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise self._damage(shard, frame, str(error)) from error
-
-    def _all_tokens(self, shard: int, frame: int, data: bytes) -> list[NDArray[Any]]:
-        """The tokens of each sample of a frame, as views of its data."""
-        index, dtype = self.indexes[shard], self.manifest.dtype
-        first, end = index.first_samples[frame : frame + 2].tolist()
-        entries = index.samples[first:end]
-        starts, lengths = entries["offset"], entries["tokens"].tolist()
-        for number, (start, n) in enumerate(zip(starts.tolist(), lengths, strict=True)):
-            if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
-                reason = f"no array of {n} {dtype} at byte {start} of the frame"
-                raise self._damage(shard, frame, reason, first + number)
-        # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
-        # samples start at whole tokens.
-        tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
-        begins = (starts // dtype.itemsize).tolist()
-        return [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
 
     def _path(self, shard: int) -> Path:
         return self.folder / self.manifest.shards[shard].file
