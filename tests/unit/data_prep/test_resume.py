@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 import data_prep
+from data_prep.work import Workspace
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from tests.unit.data_prep.conftest import tree
@@ -89,36 +89,23 @@ def test_what_other_settings_made_is_not_used(
 def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    # The first waits, stopped, in the middle of its work.
-    first = subprocess.Popen([sys.executable, "-m", "data_prep", path], stderr=subprocess.PIPE, text=True)
-    try:
-        while not (tmp_path / "out" / ".work").exists():
-            time.sleep(0.005)
-            assert first.poll() is None
-        first.send_signal(signal.SIGSTOP)
-        second = subprocess.run([sys.executable, "-m", "data_prep", path], stderr=subprocess.PIPE, text=True)
-        assert second.returncode == 2
-        assert "another prep is working here" in second.stderr
-    finally:
-        first.send_signal(signal.SIGCONT)
-        first.communicate()
-    assert first.returncode == 0
+    command = [sys.executable, "-m", "data_prep", path]
+    with Workspace(config()).lock():
+        second = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert second.returncode == 2
+    assert "another prep is working here" in second.stderr
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_a_request_to_stop_ends_with_75_and_the_same_command_goes_on(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    command = [sys.executable, "-m", "data_prep", str(path)]
-    stopped = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out" / ".work").exists():
-        time.sleep(0.005)
-        assert stopped.poll() is None
-    stopped.send_signal(signal.SIGTERM)
-    _, said = stopped.communicate()
-    assert stopped.returncode == 75, said
-    assert said.strip().splitlines()[-1].startswith("stopped: ")
-    assert "Traceback" not in said
-    subprocess.run(command, check=True, capture_output=True)
+    falling = [sys.executable, str(Path(__file__).with_name("falling.py")), "SIGTERM", "9", "-", str(path)]
+    stopped = subprocess.run(falling, capture_output=True, text=True)
+    assert stopped.returncode == 75, stopped.stderr
+    assert stopped.stderr.strip().splitlines()[-1].startswith("stopped: ")
+    assert "Traceback" not in stopped.stderr
+    subprocess.run([sys.executable, "-m", "data_prep", str(path)], check=True, capture_output=True)
     assert tree(tmp_path / "out") == tree(data_prep.run(config("clean")).out)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -32,14 +31,16 @@ ALL: dict[str, Any] = {  # one step of each kind: what sees a document, a line, 
 
 @pytest.fixture
 def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(*words, before=[…])`: prepare the corpus in small parts into `together`, in a process of its own."""
+    """`start(*words, before=[…], falls=[…])`: prepare the corpus in small parts into `together`, in a process of its
+    own, which may fall (see falling.py)."""
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config("together", part_bytes=PART, workers=1, **ALL)))
     started = []
 
-    def go(*words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def go(*words: str, before: tuple[str, ...] = (), falls: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        how = (str(Path(__file__).with_name("falling.py")), *falls) if falls else ("-m", "data_prep")
         process = subprocess.Popen(
-            [*before, sys.executable, "-m", "data_prep", str(path), *words],
+            [*before, sys.executable, *how, str(path), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,13 +64,13 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     config: Make, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     whole = tree(data_prep.run(config(**ALL)).out)
-    victim = start("--part", "2/3")
+    victim = start("--part", "2/3", falls=("SIGSTOP", "9", "-"))
     work = tmp_path / "together" / ".work"
     deadline = time.monotonic() + 60
-    while not (list(work.glob("clean.*.json")) and list(work.glob(".read.*.partial"))):
+    while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
-        assert victim.poll() is None
-    victim.send_signal(signal.SIGSTOP)  # in the middle of a part, which it holds
+        time.sleep(0.01)
+    assert list(work.glob(".read.*.partial")), "in the middle of a part, which it holds"
     others = [start("--part", f"{number}/3") for number in (1, 3)]
     while len(list(work.glob("clean.*.json"))) < 3:
         assert time.monotonic() < deadline
@@ -126,20 +127,10 @@ def test_a_rank_that_dies_costs_its_part_only(
     if "Open MPI" not in said:
         pytest.skip("another mpirun ends all ranks when one dies")
     whole = tree(data_prep.run(config(**ALL)).out)
-    together = start(before=(*mpirun, "--enable-recovery"))
-    work = tmp_path / "together" / ".work"
-    deadline = time.monotonic() + 60
-    while not (list(work.glob("clean.*.json")) and list(work.glob(".read.*.partial"))):
-        assert time.monotonic() < deadline
-        assert together.poll() is None
-    victim = next(
-        rank
-        for rank in psutil.Process(together.pid).children()
-        if rank.environ().get("OMPI_COMM_WORLD_RANK") == "1"
-    )
-    victim.kill()
+    together = start(before=(*mpirun, "--enable-recovery"), falls=("SIGKILL", "3", "1"))
     _, said = together.communicate(timeout=120)
     assert tree(tmp_path / "together") == whole, said
+    assert (tmp_path / "fallen").exists()
 
 
 @pytest.mark.parametrize("begin", ["OMPI_COMM_WORLD", "PMI"])
