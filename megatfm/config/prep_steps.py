@@ -220,8 +220,8 @@ class AlikeConfig(Section):
 
 
 class RepeatedSubstringsConfig(Section):
-    """Removes runs of bytes that the corpus already had, by a suffix array (Lee et al. 2022, section 4.1). It holds
-    the text in memory, 13 times: for corpora of a few GB at most."""
+    """Removes runs of bytes that the corpus already had, as a suffix array finds them (Lee et al. 2022, section 4.1),
+    by an index on disk that takes eight times the text."""
 
     name: Literal["substrings"]
     min_bytes: Annotated[int, Field(ge=20)] = 200
