@@ -148,6 +148,7 @@ def plant(fault: Fault) -> None:
     place, name, call = {
         "startup": (loop, "build_engine", 1),
         "step": (NativeEngine, "forward_backward", 3),
+        "tenth step": (NativeEngine, "forward_backward", 10),
         "evaluation": (NativeEngine, "evaluate", 2),
         "schedule": (StagePasses, "_run_backward", 6),
         "save": (shard, "write", 1),

@@ -125,11 +125,13 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     )  # fmt: skip
     whole = start(*often, run="whole")
     assert whole.wait(90) == [DONE, DONE], whole.said(0)
-    run = start(*often)
-    run.wait_for_step(9)
-    for rank in range(2):
-        run.signal(rank, signal.SIGKILL)
-    run.wait(20)
+    run = start(
+        *often, fault=Fault(-1, "tenth step", "is_killed")
+    )  # when step 6 is saved for sure, and 8 perhaps
+    assert -signal.SIGKILL in run.wait(60), run.said(
+        0
+    )  # at most one learns of the other's end before its own
+    assert None not in run.wait(60)
     assert not list((run.folder / "checkpoints").glob("step-*"))
     shutil.rmtree(tmp_path / "node-1")
     again = start(*often)
@@ -159,7 +161,7 @@ def test_a_rank_that_never_comes_is_named(start: Start) -> None:
 
 def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start) -> None:
     early = start(run="early", fault=Fault(1, "startup", "is_asked_to_stop"))
-    quiet = start("train.steps=400", "evaluate.every=0", run="quiet")
+    quiet = start("train.steps=20000", "evaluate.every=0", run="quiet")
     stuck = start("train.hang_seconds=600", run="stuck", fault=Fault(1, "step", "sticks_in_c"))
     twice = start(run="twice", fault=Fault(1, "step", "is_interrupted_twice"))
     quiet.wait_for_step(2)
@@ -184,7 +186,7 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
 
 
 def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: Start) -> None:
-    first = start("train.steps=2000", "evaluate.every=0")
+    first = start("train.steps=20000", "evaluate.every=0")
     first.wait_for_step(2)
     second = start(run="run")
     assert second.wait(60) == [LOCKED, LOCKED]
@@ -197,7 +199,9 @@ def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: S
         first.signal(rank, signal.SIGKILL)
     first.wait(20)
     assert (first.folder / "lock").read_text(), "left over"
-    assert start("train.steps=2000", 'resume.allow=["schedule"]', "evaluate.every=0").wait_for_step(1) is None
+    assert (
+        start("train.steps=20000", 'resume.allow=["schedule"]', "evaluate.every=0").wait_for_step(1) is None
+    )
 
 
 CRASHES = """
