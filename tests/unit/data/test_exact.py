@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatfm.data import Loader, Mixture, Order, PackedRows, Phase, Rows, Stage, Steps
-from megatfm.data.workers import Workers, serve
+from megatfm.data.workers import Workers, _exit_code, serve
 from megatfm.errors import MegatfmError
 
 BATCH = 24
@@ -133,6 +133,20 @@ def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows, 
         with pytest.raises(MegatfmError, match=r"data worker 1 \(pid \d+\) died with exit code -9"):
             list(loader)
     assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
+
+
+def test_an_exit_code_that_is_told_late_is_waited_for() -> None:
+    """As where another thread asks the system for it at the same time."""
+
+    class Late(Stub):
+        left = 3
+
+        @property
+        def exitcode(self) -> int | None:  # type: ignore[override]
+            self.left -= 1
+            return None if self.left > 0 else -9
+
+    assert _exit_code(Late()) == -9
 
 
 def test_the_error_of_a_worker_is_raised_with_its_traceback(
