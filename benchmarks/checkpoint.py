@@ -1,7 +1,7 @@
 """Save and load against `dd` with fsync on the same disk, and how long a step stalls.
 
     python benchmarks/checkpoint.py /disk/folder                  # 1 GB, 1 and 2 ranks, 10 rounds
-    python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1
+    python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1 --out /dev/null
 
 Every round takes each measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios
 within a round are what counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync), once
@@ -34,6 +34,7 @@ from megatfm.checkpoint import disk
 
 BLOCK = 8 * 2**20
 PRODUCTS = 40
+RESULT = Path(__file__).parent / "results" / time.strftime("%Y-%m-%d-checkpoint.json")
 Read = tuple[str, Callable[[], object], bool]
 """Name, what is timed, and whether all ranks do it."""
 
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--out", type=Path, default=RESULT, help="where to write the result as JSON")
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
     results = []
@@ -66,8 +67,7 @@ def main() -> None:
         "rounds": given.rounds,
         "results": results,
     }
-    if given.out:
-        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+    given.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
