@@ -19,6 +19,7 @@ LONGEST = 64
 """Bytes of a word that is remembered, at most."""
 TOGETHER = 64
 """New words in a text for SentencePiece: few texts cost calls, long ones time, which grows faster than they do."""
+_CHUNK = 2**15  # of bytes, so that all arrays of one stay in the cache
 _NUL = "\0"
 _MARK = "\u2581"
 """How pieces spell a space. Where it stands in a text the tokenizer cuts, and spells it in bytes."""
@@ -58,29 +59,29 @@ class WordMemory:
         offsets = pyarrow.py_buffer(np.append(begins, len(data)).astype("<i8"))
         buffers = [None, offsets, pyarrow.py_buffer(data)]
         words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(begins), buffers).dictionary_encode()
-        ids, counts = self._lookup(words.dictionary.to_pylist(), threads)
-        which = words.indices.to_numpy()
-        each = counts[which]
-        ends = np.cumsum(each)
-        starts = (np.cumsum(counts) - counts)[which]
-        result = ids[np.repeat(starts - (ends - each), each) + np.arange(ends[-1])]
-        return np.split(result, np.append(0, ends)[first_words[1:]])
+        found = self._lookup(words.dictionary.to_pylist(), threads)
+        _, ends, ids = pyarrow.array(found, pyarrow.large_binary()).take(words.indices).buffers()
+        result = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
+        return np.split(result, np.frombuffer(ends, np.int64)[first_words[1:]] // 4)
 
     def _cut(self, texts: Sequence[bytes]) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
         """All texts in one, where words begin in it, and the number of each text's first word."""
         data = b"".join(texts)
         values = np.frombuffer(data, np.uint8)
-        pairs = values[:-1].astype(np.uint16) << 8 | values[1:]
         is_begin = np.empty(len(values), np.bool_)
         is_begin[:1] = True
-        np.take(self._cuts.ravel(), pairs, out=is_begin[1:])
+        for at in range(1, len(values), _CHUNK):
+            some = values[at - 1 : at + _CHUNK].astype(np.intp)
+            np.take(
+                self._cuts.ravel(), some[:-1] << 8 | some[1:], out=is_begin[at : at + _CHUNK], mode="clip"
+            )
         places = np.cumsum([0, *map(len, texts)])[:-1]
         is_begin[places[places < len(data)]] = True
         begins = np.flatnonzero(is_begin)
         return data, begins, np.searchsorted(begins, places)
 
-    def _lookup(self, words: list[bytes], threads: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all these words, one after the other, and how many each has."""
+    def _lookup(self, words: list[bytes], threads: int) -> list[bytes]:
+        """The ids of each of these words, as the bytes of int32."""
         known = self._known
         if len(known) > REMEMBERED:
             known.clear()
@@ -90,8 +91,7 @@ class WordMemory:
         for word in new:
             if len(word) > LONGEST:
                 del known[word]
-        counts = np.fromiter(map(len, found), np.int64, len(found)) // 4
-        return np.frombuffer(b"".join(found), np.int32), counts
+        return found
 
     def _encode_words(self, words: list[bytes], threads: int) -> list[bytes]:
         texts = [word.decode() for word in words]
