@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from blake3 import blake3
 from safetensors.torch import load_file
 
-from megatfm.checkpoint import Box, Saver, disk, flow, load, read_tensors, save, shard, store, verify
+from megatfm.checkpoint import Box, Saver, disk, flow, load, read_tensors, save, shard, verify
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -204,28 +205,21 @@ def test_what_the_page_cache_has_is_read_from_there(
 
 def read_alike_and_apart(folder: Path) -> list[list[str]]:
     """The files that are read past the page cache, of a checkpoint of two ranks: each its own, all, of two hosts."""
-    rank, found = dist.get_rank(), []
-    flow._in_memory = lambda fd, size: False
-    shard.DIRECT_BYTES = 0
+    rank, found, genuine = dist.get_rank(), [], shard.read
     own = Box(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
     path = save(folder, 1, {"rows": own}, {})
-    genuine = shard.read
 
     def read(path: Path, entry: Any, places: Any, direct: bool = False) -> Any:
         if direct:
             found[-1].append(path.name)
         return genuine(path, entry, places, direct)
 
-    shard.read = read
-    host = store.ranks.socket.gethostname
-    try:
-        for wanted, apart in ((own, False), (torch.empty(4, 3), False), (torch.empty(4, 3), True)):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "read", read)
+        for wanted, host in ((own, "one"), (torch.empty(4, 3), "one"), (torch.empty(4, 3), f"host-{rank}")):
             found.append([])
-            if apart:
-                store.ranks.socket.gethostname = lambda: f"host-{rank}"
+            patch.setattr(socket, "gethostname", lambda host=host: host)
             load(path, {"rows": wanted})
-    finally:
-        shard.read, store.ranks.socket.gethostname = genuine, host
     return found
 
 
