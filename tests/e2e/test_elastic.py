@@ -15,13 +15,30 @@ import pytest
 from tests.e2e.ranks import free_port
 
 STEPS = 60
-# Three data ranks share a batch of twelve, and so can two; a step takes long enough to be interrupted.
+# Three data ranks share a batch of twelve, and so can two.
 OVERRIDES = (
     f"train.steps={STEPS}", "train.global_batch=12", "train.micro_batch=4", "checkpoint.every=5", "evaluate.max_rows=4",
     "evaluate.every=1000", "optimizer.name=adamw", "log.sinks=[]", "resilience.elastic=true",
 )  # fmt: skip
 # How soon a silent agent counts as lost, and how long the others wait for more of them (by default 15 s and 30 s).
 RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=120"
+# Of three ranks, steps after the seventh take long enough to be interrupted however busy the machine is.
+PAUSES = """
+import time
+import torch.distributed as dist
+from megatfm.engines import NativeEngine
+
+genuine, calls = NativeEngine.forward_backward, 0
+
+def forward_backward(*batch):
+    global calls
+    calls += 1
+    if calls > 7 and dist.get_world_size() == 3:
+        time.sleep(0.5)
+    return genuine(*batch)
+
+NativeEngine.forward_backward = forward_backward
+"""
 
 
 class Node:
@@ -40,7 +57,7 @@ class Node:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+                env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{Path.cwd()}"},
             )
 
     def is_lost(self) -> None:
@@ -60,7 +77,9 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def nodes(config_file: Path, tmp_path: Path) -> Iterator[list[Node]]:
-    port, words = free_port(), [str(config_file), f"run_dir={tmp_path / 'run'}", *OVERRIDES]
+    (tmp_path / "pauses.py").write_text(PAUSES)
+    port = free_port()
+    words = [str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["pauses"]', *OVERRIDES]
     nodes = [Node(number, port, words, tmp_path) for number in range(3)]
     yield nodes
     for node in nodes:
