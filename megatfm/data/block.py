@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.cut import cut_rows
+from megatfm.data.packed import PackedBlock
 from megatfm.data.packing import Packing, build_pieces, join_documents, joiner
 from megatfm.data.pieces import pieces_of
-from megatfm.data.tables import PackedBlock
 from megatfm.data.whole import best_fit, fitted_rows
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.order import in_turns
+from megatfm.data.packed import batch_of
 from megatfm.data.packing import Fields
 from megatfm.data.rows import PackedRows
-from megatfm.data.tables import batch_of
 from megatfm.errors import UsageError
 from megatfm.keyed import fractions, raw
 

@@ -13,11 +13,11 @@ from megatfm.data.block import pack
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.corpus import Corpus
 from megatfm.data.order import Place, order_of
+from megatfm.data.packed import PackedBlock, batch_of
 from megatfm.data.packing import Fields, Objective, Packing
 from megatfm.data.plan import stored_plan
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.steps import Streams
-from megatfm.data.tables import PackedBlock, batch_of
 from megatfm.errors import MegatfmError
 from megatfm.keyed import permutation
 

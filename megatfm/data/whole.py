@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import NO_DOCUMENT, Packing, side_of
+from megatfm.data.packed import JoinedRows, PackedBlock, fitting
+from megatfm.data.packing import Packing, side_of
 from megatfm.data.pieces import Pieces
-from megatfm.data.tables import PackedBlock, Table, fitting
 
 
 def best_fit(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
@@ -69,31 +69,21 @@ def fitted_rows(
 ) -> PackedBlock:
     """Lay built sequences [P] into their rows [P]; in a row they stand in stored order. blank [P]: are padding."""
     order = np.argsort(rows, kind="stable")
-    in_order, n_rows = rows[order], int(rows.max(initial=-1)) + 1
-    numbers = np.arange(len(order)) - np.searchsorted(in_order, in_order)
-    if how.as_one_document:
-        numbers[:] = 0
-    if blank is not None:
-        numbers[blank[order]] = NO_DOCUMENT
-    tables, sides = [], how.objective.sides
-    for side, (prefix, capacity) in enumerate(zip(sides, how.row_lengths, strict=True)):
-        names = [name for name in built[0] if side_of(name, sides) == side]
-        fills = how.fills(names, side)
-        table = Table.empty(fills, n_rows, capacity)
-        table.values[:, :n_rows] = table.values[:, n_rows:]
-        lengths = pieces.lengths[order, side]
-        starts = np.cumsum(lengths) - lengths
-        columns = (
-            starts - starts[np.searchsorted(in_order, in_order)]
-        )  # where each sequence starts in its row
-        at = np.arange(lengths.sum()) + np.repeat(in_order * capacity + columns - starts, lengths)
-        for name in names:
-            joined = np.concatenate([built[number][name] for number in order.tolist()])
-            table.flat(name)[at] = fitting(joined, name)
-        shown = np.repeat(numbers, lengths)
-        counted_from = in_order * capacity if how.as_one_document else in_order * capacity + columns
-        positions = at - np.repeat(counted_from, lengths)
-        table.flat(f"{prefix}documents")[at] = shown
-        table.flat(f"{prefix}positions")[at] = np.where(shown == NO_DOCUMENT, 0, positions)
-        tables.append(table)
-    return PackedBlock(tuple(tables))
+    firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
+    sides, prefixes = [], how.objective.sides
+    for side, length in enumerate(how.row_lengths):
+        names = [name for name in built[0] if side_of(name, prefixes) == side]
+        fields = {name: np.concatenate([built[number][name] for number in order.tolist()]) for name in names}
+        starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
+        sides.append(
+            JoinedRows(
+                fields=fitting(fields),
+                starts=starts.tolist(),
+                bounds=np.append(starts[firsts], starts[-1]),
+                blank=None if blank is None else blank[order].tolist(),
+                fills=how.fills(names, side),
+                length=length,
+                as_one_document=how.as_one_document,
+            )
+        )
+    return PackedBlock(tuple(sides))

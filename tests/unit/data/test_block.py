@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatfm.data.block import pack
+from megatfm.data.packed import PackedBlock
 from megatfm.data.packing import NO_DOCUMENT, Packing
-from megatfm.data.tables import PackedBlock
 from megatfm.errors import MegatfmError
 from megatfm.objectives import Causal, Fields, SpecialTokens
 
@@ -66,7 +66,7 @@ def test_many_short_documents_are_numbered_as_few_are(
     few: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against numbers and positions counted token by token."""
-    monkeypatch.setattr("megatfm.data.cut.FEW", few)
+    monkeypatch.setattr("megatfm.data.packed.FEW", few)
     lengths = np.random.default_rng(0).integers(0, 9, 150)
     packed = pack([np.zeros(n, np.uint16) for n in lengths], Packing(Causal(SPECIAL), (length,), 0))
     owner = np.repeat(np.arange(150), lengths + 1)
@@ -81,5 +81,5 @@ def test_many_short_documents_are_numbered_as_few_are(
 def test_a_packed_block_takes_what_its_fields_take() -> None:
     """Four bytes a token of uint16, so that blocks of very long documents don't push others out of the cache."""
     documents = [np.zeros(n, np.uint16) for n in (5000, 100, 20_000)]
-    packed = pack(documents, Packing(Causal(SPECIAL), (64,), 0))
+    packed = pack(documents, Packing(Causal(SPECIAL), (512,), 0))
     assert packed.nbytes < 4.1 * 25_103

@@ -1,0 +1,145 @@
+"""Packed rows, from which batches are copied."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.packing import NO_DOCUMENT, Fields
+from megatfm.errors import MegatfmError
+
+FEW = 12
+"""So many documents of a row are numbered one by one, which is faster then."""
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedRows:
+    """The rows of a block on one side: its documents joined in the order of the rows, which are made when copied.
+
+    Rows that lie there ready would take several times the memory: a block with a document of millions of tokens, of
+    which a corpus has few but a stream is long in one, would push the other streams' blocks out of the cache.
+    """
+
+    fields: Mapping[str, NDArray[np.integer]]
+    """The objective's, [total] each, of at most 32 bits."""
+    starts: list[int]
+    """Where the documents start, and the last one ends. None is empty."""
+    bounds: NDArray[np.int64]
+    """Where the rows start, and the last one ends."""
+    blank: list[bool] | None
+    """Which documents are padding."""
+    fills: Mapping[str, int]
+    """What stands in the padding of the fields, and then of "documents" and "positions"."""
+    length: int
+    as_one_document: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.fills)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(field.nbytes for field in self.fields.values()) + 36 * (
+            len(self.starts) + len(self.bounds)
+        )
+
+    @property
+    def padding(self) -> "JoinedRows":
+        """No rows."""
+        fields = {name: field[:0].copy() for name, field in self.fields.items()}
+        return replace(self, fields=fields, starts=[0], bounds=np.zeros(1, np.int64))
+
+    def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
+        """Write all fields [fields, length] of a row; past the last one there is padding."""
+        begin, end = self.bounds[number : number + 2].tolist() if number < self.n_rows else (0, 0)
+        n = end - begin
+        for values, out in zip(self.fields.values(), into, strict=False):
+            out[:n] = values[begin:end]
+        if n < self.length:
+            into[:, n:] = np.array(list(self.fills.values()))[:, None]
+        if n:
+            self._number(begin, into[-2, :n], into[-1, :n])
+
+    def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """Number the documents of a row that starts at `begin`, and the positions in their pieces."""
+        n, ramp, starts = len(documents), _ramp(self.length), self.starts
+        if self.as_one_document:
+            documents[:], positions[:] = 0, ramp[:n]
+            if self.blank is None:
+                return
+        first, after = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
+        if after - first > FEW and self.blank is None:
+            bounds = np.clip(np.array(starts[first : after + 1]) - begin, 0, n)
+            counts = np.diff(bounds)
+            documents[:] = np.repeat(ramp[: after - first], counts)
+            positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
+            return
+        for number in range(first, after):
+            piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
+            if self.blank is not None and self.blank[number]:
+                documents[piece], positions[piece] = NO_DOCUMENT, 0
+            elif not self.as_one_document:
+                documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBlock:
+    """The rows of a block: every field, and for each side "documents" (0, 1, … in the row, the same for all sides of
+    a sequence; −1: padding) and "positions" (from 0 in each piece of a document)."""
+
+    sides: tuple[JoinedRows, ...]
+
+    @property
+    def n_rows(self) -> int:
+        return self.sides[0].n_rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in self.sides)
+
+    @property
+    def padding(self) -> "PackedBlock":
+        """A block of no rows, so that every row of it is padding."""
+        return PackedBlock(tuple(side.padding for side in self.sides))
+
+    def row(self, number: int) -> Fields:
+        """One row, int64 arrays [length of the side] by name; past the end of the block there is padding."""
+        return {name: rows[0] for name, rows in batch_of([(self, number)]).items()}
+
+
+def batch_of(rows: Sequence[tuple[PackedBlock, int]]) -> Fields:
+    """Rows of blocks that were packed alike, int64 arrays [n, length of the side] by name."""
+    fields: Fields = {}
+    for number, side in enumerate(rows[0][0].sides):
+        batch = np.empty((len(side.names), len(rows), side.length), np.int64)
+        for at, (block, row) in enumerate(rows):
+            block.sides[number].copy_row(row, batch[:, at])
+        fields.update(zip(side.names, batch, strict=True))
+    return fields
+
+
+def fitting(fields: Mapping[str, NDArray[np.integer]]) -> dict[str, NDArray[np.integer]]:
+    """Fields in at most 32 bits; a MegatfmError if one doesn't fit."""
+    return {name: _fitting(values, name) for name, values in fields.items()}
+
+
+def _fitting(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
+    if values.dtype.itemsize < 4 or values.dtype == np.int32:
+        return values
+    if len(values) and not -(2**31) <= values.min() <= values.max() < 2**31:
+        raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
+    return values.astype(np.int32)
+
+
+@lru_cache(maxsize=64)
+def _ramp(n: int) -> NDArray[np.int64]:
+    ramp = np.arange(n)
+    ramp.flags.writeable = False
+    return ramp
