@@ -2,14 +2,13 @@
 
     python benchmarks/prep.py --megabytes 1000 --rounds 10 --out benchmarks/results
 
-The text is what the machine has: /usr/share/doc, manual pages, the sources of Python and its packages; each file is
-read once. Every round of a stage gets text that no round had before, so that nothing is timed on a repeated corpus;
-encoders start cold, in processes of their own, with a tokenizer trained on 8 MB. CPU seconds of one thread; medians of
-rounds.
+The text is what the machine has (see `data_corpus.py`): documentation, manuals, the sources of Python and its packages,
+and what `--places` hold besides, each text once. Every round of a stage gets text that no round had before, so that
+nothing is timed on a repeated corpus; encoders start cold, in processes of their own, with a tokenizer trained on 8 MB.
+CPU seconds of one thread; medians of rounds.
 """
 
 import argparse
-import gzip
 import json
 import os
 import platform
@@ -17,7 +16,6 @@ import random
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,45 +25,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from data_corpus import texts
+
 PIECE = 8192
-PLACES = (
-    "/usr/share/doc",
-    "/usr/share/man",
-    "/usr/share/perl",
-    "/usr/lib/python3",
-    sysconfig.get_path("stdlib"),
-)
 FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "redact", "language")
 ENCODERS = ("byte-bpe", "sentencepiece-bpe")
 TRAIN_BYTES = 8 * 10**6
 COMPARED = 40
 """Of so many documents one is encoded by the tokenizer itself, which is slow, and compared."""
-
-
-def texts(limit: int) -> Iterator[str]:
-    """Documents of real text, until there are `limit` bytes."""
-    seen: set[tuple[int, int]] = set()
-    for place in PLACES:
-        for path in sorted(Path(place).rglob("*")):
-            try:
-                found = path.stat()
-                if (
-                    not path.is_file()
-                    or (found.st_dev, found.st_ino) in seen
-                    or path.suffix in (".pyc", ".so")
-                ):
-                    continue
-                seen.add((found.st_dev, found.st_ino))
-                data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-                text = data.decode()
-            except (OSError, UnicodeDecodeError, gzip.BadGzipFile, EOFError):
-                continue
-            if "\0" in text or not text.strip():
-                continue
-            yield text
-            limit -= len(data)
-            if limit <= 0:
-                return
 
 
 def main() -> None:
@@ -75,6 +42,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="text for all rounds together")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
     parser.add_argument("--out", type=Path, help="folder for DATE-prep.md; left out, it is printed")
     parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -82,7 +50,7 @@ def main() -> None:
         print(encode(*map(Path, arguments.encode)))
         return
     # Documents are shuffled, so that every round has text of all kinds.
-    documents = list(texts(arguments.megabytes * 10**6))
+    documents = list(texts(arguments.megabytes * 10**6, arguments.places))
     random.Random(0).shuffle(documents)
     parts = [documents[number :: arguments.rounds] for number in range(arguments.rounds)]
     with TemporaryDirectory() as name:
@@ -230,9 +198,10 @@ def write(speeds: dict[str, list[float]], size: int, count: int, arguments: argp
     names = ("numpy", "rensa", "gigatoken", "pyarrow", "tokenizers", "sentencepiece", "py3langid", "ftfy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     machine = platform.processor() or platform.machine()
+    more = f" --places ({len(arguments.places)} more folders)" if arguments.places else ""
     lines = [
         f"# Preparing text, {date.today()}\n",
-        f"`python benchmarks/prep.py --megabytes {arguments.megabytes} --rounds {arguments.rounds}`\n",
+        f"`python benchmarks/prep.py --megabytes {arguments.megabytes} --rounds {arguments.rounds}{more}`\n",
         f"{size / 1e6:,.0f} MB in {count:,} documents; {machine}, one thread; Python",
         f"{platform.python_version()}, {versions}.\n",
         "| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|",
