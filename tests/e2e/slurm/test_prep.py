@@ -1,5 +1,6 @@
 """Tasks of an array prepare one corpus together; one that is killed leaves its part to the others."""
 
+import fcntl
 import os
 import signal
 import time
@@ -22,16 +23,20 @@ def process_of(part: str) -> int | None:
 
 
 def test_an_array_with_one_task_killed_makes_what_one_process_makes(project, corpus, prep_config):
-    array, *_ = project.submit(prep_config(project), "--prep", "--array", 3)
-    tasks = [Job(project.cluster, f"{array.number}_{k}", project.run_dir) for k in (1, 2, 3)]
     out = project.folder / "corpus"
-    end = time.monotonic() + 240
-    while (victim := process_of("2/3")) is None or not list((out / ".work").glob("clean.*.json")):
-        assert time.monotonic() < end, tasks[1].report("it never got to work")
-        time.sleep(0.01)
-    os.kill(victim, signal.SIGKILL)
-    assert not (out / "prep.json").exists(), "in the middle"
-    assert tasks[1].finish("FAILED")["ExitCode"] == "137:0"
+    claim = out / ".work" / "claims" / "clean.0"
+    claim.parent.mkdir(parents=True)
+    with open(claim, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # nobody can finish before this is closed
+        array, *_ = project.submit(prep_config(project), "--prep", "--array", 3)
+        tasks = [Job(project.cluster, f"{array.number}_{k}", project.run_dir) for k in (1, 2, 3)]
+        end = time.monotonic() + 240
+        while (victim := process_of("2/3")) is None or not list((out / ".work").glob("clean.*.json")):
+            assert time.monotonic() < end, tasks[1].report("it never got to work")
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+        assert tasks[1].finish("FAILED")["ExitCode"] == "137:0"
+        assert not (out / "prep.json").exists(), "in the middle"
     for task in (tasks[0], tasks[2]):
         task.finish()
     assert tree(out) == tree(corpus)
