@@ -24,7 +24,7 @@ def cut_rows(
     side = JoinedRows(
         fields=fitting(fields),
         starts=starts,
-        bounds=np.append(np.arange(0, starts[-1], length), starts[-1]),
+        bounds=[*range(0, starts[-1], length), starts[-1]],
         blank=None if blank is None else blank[kept].tolist(),
         fills=how.fills(fields),
         length=length,

@@ -27,7 +27,7 @@ class JoinedRows:
     """The objective's, [total] each, of at most 32 bits."""
     starts: list[int]
     """Where the documents start, and the last one ends. None is empty."""
-    bounds: NDArray[np.int64]
+    bounds: list[int]
     """Where the rows start, and the last one ends."""
     blank: list[bool] | None
     """Which documents are padding."""
@@ -54,14 +54,14 @@ class JoinedRows:
     def padding(self) -> "JoinedRows":
         """No rows."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        return replace(self, fields=fields, starts=[0], bounds=np.zeros(1, np.int64))
+        return replace(self, fields=fields, starts=[0], bounds=[0])
 
     def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
         """Write all fields [fields, length] of a row; past the last one there is padding."""
-        begin, end = self.bounds[number : number + 2].tolist() if number < self.n_rows else (0, 0)
-        n = end - begin
+        begin, *ends = self.bounds[number : number + 2] or (0,)
+        n = ends[0] - begin if ends else 0
         for values, out in zip(self.fields.values(), into, strict=False):
-            out[:n] = values[begin:end]
+            out[:n] = values[begin : begin + n]
         if n < self.length:
             into[:, n:] = np.array(list(self.fills.values()))[:, None]
         if n:

@@ -55,6 +55,7 @@ class _Held:
     packed: PackedBlock
     order: list[int]
     """Its rows as they come in the epoch."""
+    n_rows: int
     asked: Iterator[int] = field(default_factory=partial(count, 1))
     """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
 
@@ -176,7 +177,7 @@ class PackedRows:
 
     def _found(self, epoch: int, block: int, slot: int) -> tuple[PackedBlock, int]:
         held = self._block(epoch, block)
-        if next(held.asked) == held.packed.n_rows:
+        if next(held.asked) == held.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.
             self._cache.forget((epoch, block))
         return held.packed, held.order[slot]
@@ -191,7 +192,8 @@ class PackedRows:
         return self._cache.get((epoch, block), partial(self._open, epoch, block))
 
     def _open(self, epoch: int, block: int) -> _Held:
-        return _Held(self._pack(epoch, block), self.order.block_order(epoch, block))
+        packed = self._pack(epoch, block)
+        return _Held(packed, self.order.block_order(epoch, block), packed.n_rows)
 
     def _pack(self, epoch: int, block: int) -> PackedBlock:
         blank = self._blank(block)

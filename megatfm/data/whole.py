@@ -79,7 +79,7 @@ def fitted_rows(
             JoinedRows(
                 fields=fitting(fields),
                 starts=starts.tolist(),
-                bounds=np.append(starts[firsts], starts[-1]),
+                bounds=[*starts[firsts].tolist(), int(starts[-1])],
                 blank=None if blank is None else blank[order].tolist(),
                 fills=how.fills(names, side),
                 length=length,
