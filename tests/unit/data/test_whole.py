@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, Loader, PackedRows
+from megatfm.data.block import pack
+from megatfm.data.packing import Packing
+from megatfm.data.pieces import pieces_of
 from megatfm.data.whole import best_fit
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey, piece_keys, raw
@@ -133,6 +136,19 @@ def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
     assert sorted(loads.tolist()) == sorted(capacity - left for left in room)
     seen = list(dict.fromkeys(rows.tolist()))
     assert seen == list(range(len(room))), "rows are numbered by their first sequences"
+
+
+def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
+    documents, objective = memory_corpus([[30, 5, 17, 8, 40, 3, 0, 11]]).documents, Whole(20)
+    pieces = pieces_of(np.array([len(d) for d in documents]), objective, 0, 3).with_sequences()
+    planned = best_fit(pieces.lengths, (48,))
+    packed = pack(documents, Packing(objective, (48,), 3))
+    assert packed.n_rows == planned.max() + 1
+    parts = [documents[number][start:end] for number, start, end, _, _ in pieces.rows()]
+    for row in range(packed.n_rows):
+        tokens = packed.row(row)["tokens"]
+        expected = np.concatenate([parts[at] for at in np.flatnonzero(planned == row)])
+        assert tokens[tokens > 0].tolist() == expected.tolist()
 
 
 @settings(max_examples=100, deadline=None)
