@@ -37,6 +37,8 @@ LONGEST = timedelta(hours=2)
 NICE = 19
 """Of a thread that copies and writes, and of the one that hashes for it: they leave busy cores to training, until it
 waits for them."""
+HELP_SECONDS = 0.001
+"""Between looks whether there is something to help with."""
 LAST_WAIT_SECONDS = 30.0
 """After an error elsewhere: how long a save that still runs may take."""
 
@@ -114,8 +116,10 @@ class Saver:
             self.finish()
 
     def settle(self) -> None:
-        """Wait until what is being saved is copied, and so may change. Local, and short."""
-        self._copied.wait()
+        """Wait until what is being saved is copied, and so may change, and help with it. Local, and short."""
+        while not self._copied.is_set():
+            self._staging.help()
+            self._copied.wait(HELP_SECONDS)
 
     @property
     def running(self) -> int | None:

@@ -1,7 +1,8 @@
 """The staging copy: a rank's share in host memory, where no later step can touch it."""
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +17,18 @@ log = logging.getLogger("megatfm")
 LINE_BYTES = 64
 """A processor's cache line, at which each piece in the buffer begins; those of whole blocks of the disk lie at blocks,
 so that they can be written right from there."""
+PART_BYTES = 4 * 2**20
+"""Copied at once: nobody waits long for a part that a thread has begun and is not let finish."""
+Part = tuple[np.ndarray, np.ndarray]
+"""Target and source."""
 
 
 class Staging:
     """One buffer, as large as what this rank writes, and used again by every save."""
 
     def __init__(self) -> None:
+        self._copying: _Copying | None = None
+        self._helping = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
@@ -38,11 +45,26 @@ class Staging:
         for index, piece in pieces.items():
             flat = self._buffer[places[index] : places[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
+        parts: list[Part] = []
         for index, piece in pieces.items():
-            _copy(copies[index], piece.detach(), self._pinned)
+            if piece.is_cuda or not piece.is_contiguous():
+                copies[index].copy_(piece.detach(), non_blocking=self._pinned)
+            else:  # NumPy takes less time for it than torch where it writes past the caches
+                parts.extend(_parts(copies[index], piece.detach()))
+        copying = self._copying = _Copying(parts)
+        copying.go_on()
+        with self._helping:  # whoever helps has left
+            self._copying = None
+        copying.complete()
         if gpu:  # the thread's own device may be another
             torch.cuda.current_stream(gpu).synchronize()
         return copies
+
+    def help(self) -> None:
+        """Take part in what another thread copies: it has the lowest priority, and here somebody waits for it."""
+        with self._helping:
+            if self._copying is not None:
+                self._copying.go_on()
 
     def _allocate(self, size: int, pin: bool) -> None:
         self._release()
@@ -68,12 +90,34 @@ class Staging:
         self._release()
 
 
-def _copy(target: Tensor, source: Tensor, pinned: bool) -> None:
-    """One piece. One thread does it: training has better use for the other cores meanwhile."""
-    if source.is_cuda or not source.is_contiguous():
-        target.copy_(source, non_blocking=pinned)
-    else:  # NumPy writes past the caches, in half of torch's time
-        np.copyto(_bytes(target), _bytes(source))
+class _Copying:
+    """Parts that two threads may copy together, each of them taking the next one."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts, self._next = parts, iter(range(len(parts)))
+        self._done = bytearray(len(parts))
+
+    def go_on(self) -> None:
+        for number in self._next:
+            _copy(*self._parts[number])
+            self._done[number] = 1
+
+    def complete(self) -> None:
+        """Copy what was begun and interrupted; nobody else is at it any more."""
+        for part, done in zip(self._parts, self._done, strict=True):
+            if not done:
+                _copy(*part)
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """One part. Other threads may run Python meanwhile."""
+    np.copyto(target, source)
+
+
+def _parts(target: Tensor, source: Tensor) -> Iterator[Part]:
+    to, of = _bytes(target), _bytes(source)
+    for start in range(0, len(of), PART_BYTES):
+        yield to[start : start + PART_BYTES], of[start : start + PART_BYTES]
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -123,15 +123,13 @@ class Events:
         torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.happens("step"))
         for name in ("forward_backward", "step"):
             setattr(NativeEngine, name, self._around(getattr(NativeEngine, name), "step"))
-        copy, happens = staging.Staging.copy, self.happens
+        copy = staging._copy
 
-        class Pieces(dict[Any, Any]):
-            def items(self) -> Any:
-                for item in super().items():
-                    happens("staging")
-                    yield item
+        def counted(*part: Any) -> None:
+            self.happens("staging")
+            copy(*part)
 
-        staging.Staging.copy = lambda staged, pieces: copy(staged, Pieces(pieces))  # type: ignore[method-assign]
+        staging._copy = counted
         writer.commit = self._during(writer.commit, "metadata")
         saver.retain = self._during(saver.retain, "retention")
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):

@@ -14,7 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatfm.checkpoint import Box, Saver, disk, latest, read_state, read_tensors, saver, shard, verify
+from megatfm.checkpoint import (
+    Box,
+    Saver,
+    disk,
+    latest,
+    read_state,
+    read_tensors,
+    saver,
+    shard,
+    staging,
+    verify,
+)
 from megatfm.checkpoint.folder import committed
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
@@ -104,6 +115,63 @@ def test_a_save_returns_before_its_copy_where_that_is_asked_for(
         saving.settle()
     read = read_tensors(tmp_path / "step-00000001")
     assert all(bool((tensor == 1).all()) for tensor in read.values())
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of each part that is copied; the background's first waits for all others, if there are any."""
+    found: list[str] = []
+    total, copy, all_others = 2 * 100, staging._copy, threading.Event()
+
+    def note(*part: Any) -> None:
+        found.append(threading.current_thread().name)
+        if found[-1] == "megatfm-save" and found.count("megatfm-save") == 1:
+            assert all_others.wait(30)
+        copy(*part)
+        if len(found) >= total:
+            all_others.set()
+
+    monkeypatch.setattr(staging, "PART_BYTES", 40)
+    monkeypatch.setattr(staging, "_copy", note)
+    return found
+
+
+def halves(step: int) -> dict[str, Box | torch.Tensor]:
+    return {name: torch.full((1000,), float(step)) for name in "ab"}
+
+
+def test_who_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str]) -> None:
+    held = halves(1)
+    with Saver(tmp_path) as saving:
+        saving.save(1, held, {})
+        assert len(copied) == 200, "each part once"
+        assert copied.count("megatfm-save") == 1
+        for tensor in held.values():
+            Box.of(tensor).tensor.add_(100)
+    assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
+
+
+def test_who_helps_and_is_interrupted_leaves_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, interrupted = staging._copy, threading.Event()
+
+    def interrupt(*part: Any) -> None:
+        if threading.current_thread().name == "megatfm-save":
+            assert interrupted.wait(30)
+        elif not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        copy(*part)
+
+    monkeypatch.setattr(staging, "PART_BYTES", 40)
+    monkeypatch.setattr(staging, "_copy", interrupt)
+    with Saver(tmp_path) as saving:
+        saving.save(1, halves(1), {}, copied=False)
+        with pytest.raises(KeyboardInterrupt):
+            saving.settle()
+        saving.finish()
+    assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
 
 def test_the_copy_is_one_buffer_used_again(tmp_path: Path) -> None:
