@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import Config, load
+from megatfm.data import Mixture
 from megatfm.errors import DONE, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.loop import train
@@ -46,6 +47,16 @@ def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Conf
         return load(Config, config_file, [*more, *overrides])
 
     return make
+
+
+def test_weights_change_after_the_tokens_that_the_config_says(mixed: Any) -> None:
+    """1,600 tokens are 25 rows of 64."""
+    mixture = open_corpora(*open_tokenizer(mixed(run="opened"))).train
+    assert isinstance(mixture, Mixture)
+    assert [(phase.position, dict(phase.weights)) for phase in mixture.phases] == [
+        (0, {"web": 3, "code": 1}),
+        (25, {"web": 1, "code": 3}),
+    ]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
