@@ -100,11 +100,11 @@ def _encode(text: str) -> bytes:
         return text.encode()
     points = np.frombuffer(bytearray(text.lower().encode("utf-32-le")), "<u4")
     others = np.flatnonzero(points >= 128)
-    points[others[~_is_word()[points[others]]]] = _SPACE
+    points[others[~is_word()[points[others]]]] = _SPACE
     return points.tobytes().decode("utf-32-le").encode()
 
 
 @cache
-def _is_word() -> NDArray[np.bool_]:
+def is_word() -> NDArray[np.bool_]:
     """Of every code point, whether `\\w` matches it."""
     return np.array([chr(point).isalnum() or point == ord("_") for point in range(0x110000)], np.bool_)

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.duplicates.index import Rows, array_on_disk
 from data_prep.steps.rule import example
-from data_prep.words import Hashes
+from data_prep.words import Hashes, is_word
 from megatfm.config.prep_steps import RepeatedLinesConfig, RepeatedParagraphsConfig
 
 ROW = ("<u8", 1)
-_DIGITS = str.maketrans("123456789", "000000000")
-_NOT_WORDS = re.compile(r"[\W_]+")
+# CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. What
+# stands between pieces stays.
+_BETWEEN = "\0"
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
 
 
 class _Pieces:
@@ -34,10 +37,8 @@ class _Pieces:
 
     def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
-            hashes = [
-                xxhash.xxh3_64_intdigest(key) for key in map(self._key, self._split(document.text)) if key
-            ]
-            yield np.array(hashes, "<u8")
+            keys = self._keys(self._cut.split(document.text))
+            yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
 
     def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
         decide_later_ones(rows, decision, memory_bytes)
@@ -48,10 +49,10 @@ class _Pieces:
         at = 0
         for document in documents:
             counts.take(document.text_bytes)
-            pieces = self._split(document.text)
+            pieces = self._cut.split(document.text)
             kept, gone = [], 0
-            for piece in pieces:
-                if self._key(piece):
+            for piece, key in zip(pieces, self._keys(pieces), strict=True):
+                if key:
                     at += 1
                     if decision[at - 1]:
                         gone += 1
@@ -62,20 +63,24 @@ class _Pieces:
             text = self._between.join(kept) if gone else document.text
             yield from rest(document, text, counts)
 
-    def _split(self, text: str) -> list[str]:
-        return self._cut.split(text)
-
-    def _key(self, piece: str) -> bytes:
+    def _keys(self, pieces: Sequence[str]) -> list[bytes]:
         """What two pieces must have in common to count as equal; empty for one that always stays."""
-        if len(piece) < self._least:
-            return b""
         if not self._loose:
-            return piece.strip().encode()
-        # CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation.
-        piece = piece.lower()
-        if not piece.isascii():
-            piece = unicodedata.normalize("NFD", piece)
-        return _NOT_WORDS.sub("", piece).translate(_DIGITS).encode()
+            return [piece.strip().encode() if len(piece) >= self._least else b"" for piece in pieces]
+        joined = _BETWEEN.join(pieces)
+        if joined.count(_BETWEEN) >= len(pieces):  # one of them has it
+            keys = [_folded(piece).replace(_BETWEEN.encode(), b"") for piece in pieces]
+        else:
+            keys = _folded(joined).split(_BETWEEN.encode())
+        return [key if len(piece) >= self._least else b"" for piece, key in zip(pieces, keys, strict=True)]
+
+
+def _folded(text: str) -> bytes:
+    if not text.isascii():
+        text = unicodedata.normalize("NFD", text.lower())
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        text = points[is_word()[points] | (points < 128)].tobytes().decode("utf-32-le")
+    return text.encode().lower().translate(_DIGITS, _NOT_WORDS)
 
 
 class Lines(_Pieces):

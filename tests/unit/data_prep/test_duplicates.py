@@ -6,12 +6,15 @@ import random
 import re
 import string
 import tracemalloc
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from data_prep import duplicates
@@ -19,9 +22,10 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.duplicates.index import Rows, RowsWriter
 from data_prep.duplicates.near import Near
+from data_prep.duplicates.pieces import Lines
 from data_prep.minhash import signatures
 from data_prep.words import run_hashes, word_hashes
-from megatfm.config.prep_steps import AlikeConfig, DuplicatesConfig
+from megatfm.config.prep_steps import AlikeConfig, DuplicatesConfig, RepeatedLinesConfig
 
 MANY = 2**30
 WORDS = [
@@ -92,6 +96,23 @@ def test_lines(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
         text.count("\n") + 1 for text in expected.values()
     )
     assert counts.found["repeated lines removed"] >= removed - counts.dropped["has nothing left"].documents
+
+
+_ODD = ["Σ", "ΟΔΟΣ", "É e\u0301_1", "a\0b", "", "x-9_", "İ"]
+
+
+@given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from(_ODD)), max_size=9))
+@settings(max_examples=200)
+def test_lines_are_compared_by_definition(lines: list[str]) -> None:
+    """All at once, as one by one."""
+    text = "\n".join(lines)
+    each = Lines(RepeatedLinesConfig(name="lines", min_characters=2))
+
+    def key(line: str) -> bytes:
+        folded = re.sub(r"[\W_]+", "", unicodedata.normalize("NFD", line.lower()))
+        return re.sub("[1-9]", "0", folded).encode() if len(line) >= 2 else b""
+
+    assert each._keys(text.split("\n")) == list(map(key, text.split("\n")))
 
 
 def test_paragraphs_strictly(tmp_path: Path) -> None:
