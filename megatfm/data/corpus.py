@@ -121,7 +121,9 @@ class Corpus:
         return bool(self._verified[number])
 
     def read_ahead(self, number: int) -> None:
-        """Have the system fetch a block from disk meanwhile."""
+        """Have the system fetch a block from disk meanwhile, where it can be told to."""
+        if not hasattr(os, "posix_fadvise"):  # as on macOS
+            return
         shard, frame = self._place(number)
         offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
         descriptor = self.store.open(self.manifest.shards[shard])
