@@ -8,8 +8,8 @@ within a round are what counts. `dd` writes as many bytes into a new file in blo
 through the page cache and once past it (oflag=direct), and reads the very files that the load reads, both ways, too,
 each time after their pages were dropped from memory. Who goes first alternates. The stall is what a step (half a second
 of matrix products on one core) takes longer with a save that begins before it, until the weights may change; the write
-then goes on. "blocked" is the part of it in which the step does nothing but wait; the rest is what the copy takes of
-processor and memory where the ranks leave no core free. The first save also takes its memory, and isn't counted.
+then goes on. "blocked" is the part of it in which the step only waits for the copy or helps with it; the rest is what the
+background takes of processor and memory meanwhile. The first save also takes its memory, and isn't counted.
 """
 
 import argparse
