@@ -4,12 +4,13 @@
     python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1 --out /dev/null
 
 Every round takes each measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios
-within a round are what counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync), once
-through the page cache and once past it (oflag=direct), and reads the very files that the load reads, both ways, too,
-each time after their pages were dropped from memory. Who goes first alternates. The stall is what a step (half a second
-of matrix products on one core) takes longer with a save that begins before it, until the weights may change; the write
-then goes on. "blocked" is the part of it in which the step only waits for the copy or helps with it; the rest is what the
-background takes of processor and memory meanwhile. The first save also takes its memory, and isn't counted.
+within a round are what counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync),
+once through the page cache and once past it (oflag=direct), and reads the very files that the load reads, both ways,
+too, each time after their pages were dropped from memory. Who goes first alternates. The stall is what a step (half a
+second of matrix products on one core) takes longer with a save that begins before it, until the weights may change;
+the write then goes on. "blocked" is the part of it in which the step only waits for the copy or helps with it; the
+rest is what the background takes of processor and memory meanwhile. The first save also takes its memory, and isn't
+counted.
 """
 
 import argparse
