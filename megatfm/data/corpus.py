@@ -1,16 +1,15 @@
 """A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from megatfm.data.files import RESTORE, read_at
+from megatfm.data.frames import BadFrame, unpack, unpack_together
 from megatfm.data.index import NPY_HEADER_BYTES, frame_hash
 from megatfm.data.indexes import Indexes
 from megatfm.data.manifest import MANIFEST, Manifest
@@ -107,6 +106,21 @@ class Corpus:
         """The samples of a block: (sample number, read-only tokens [n] in the stored type)."""
         *_, tokens = self._read(number)
         return list(enumerate(tokens, start=int(self.blocks[number])))
+
+    def together(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
+        """The samples of several blocks, none of which `lies_open`: faster than one after the other, in one memory."""
+        places = [self._place(number) for number in numbers]
+        packed = [self.frame_bytes(number) for number in numbers]
+        sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
+        found: Sequence[bytes | memoryview]
+        try:
+            found = unpack_together(packed, sizes)
+        except BadFrame:  # which of them it is, and why, is said by the one that fails alone
+            found = [self._unpacked(*place, data) for place, data in zip(places, packed, strict=True)]
+        return [
+            list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
+            for number, data in zip(numbers, found, strict=True)
+        ]
 
     def lies_open(self, number: int) -> bool:
         """Whether a block is of a plain tar, so that its samples can be read by themselves."""
@@ -208,19 +222,24 @@ class Corpus:
     def _read(self, number: int, again: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
         """A block's shard, frame, data, and as views of that its samples' tokens; verified, once or `again`."""
         shard, frame = self._place(number)
-        index, dtype, data = self.indexes[shard], self.manifest.dtype, self.frame_bytes(number)
+        data = self.frame_bytes(number)
         if not self.manifest.shards[shard].is_raw:
             data = self._unpacked(shard, frame, data)
+        return shard, frame, data, self._tokens(number, data, again)
+
+    def _tokens(self, number: int, data: bytes | memoryview, again: bool = False) -> list[NDArray[Any]]:
+        """The tokens of a block's samples, as views of its data; verified, once or `again`."""
+        shard, frame = self._place(number)
+        index, dtype = self.indexes[shard], self.manifest.dtype
         if again or not self._verified[number]:
-            self._verify(shard, frame, data)
+            self._verify(shard, frame, bytes(data))
             self._verified[number] = True
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         # Of the whole frame, since a slice takes less time than an array of its own; the index has checked that
         # samples start at whole tokens.
         tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
         begins, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
-        found = [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
-        return shard, frame, data, found
+        return [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
 
     def _verify(self, shard: int, frame: int, data: bytes) -> None:
         """Hold a frame against the index: its hash, where there is one, and where its samples lie."""
@@ -236,15 +255,10 @@ class Corpus:
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
                 raise self._damage(shard, frame, reason, sample)
 
-    def _unpacked(self, shard: int, frame: int, compressed: bytes) -> bytes:
-        said = int(self.indexes[shard].frames["uncompressed"][frame])
+    def _unpacked(self, shard: int, frame: int, packed: bytes) -> bytes:
         try:
-            found = zstandard.frame_content_size(compressed)
-            # Compared before anything is allocated for it.
-            if found != said:
-                raise self._damage(shard, frame, f"holds {found} bytes, the index says {said}")
-            return _decompressor().decompress(compressed, allow_extra_data=False)
-        except zstandard.ZstdError as error:
+            return unpack(packed, int(self.indexes[shard].frames["uncompressed"][frame]))
+        except BadFrame as error:
             raise self._damage(shard, frame, str(error)) from error
 
     def _path(self, shard: int) -> Path:
@@ -261,14 +275,3 @@ class Corpus:
             f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )
-
-
-_local = threading.local()
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """One for each thread, since making one takes as long as unpacking a small frame."""
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    found: zstandard.ZstdDecompressor = _local.decompressor
-    return found

@@ -1,26 +1,31 @@
 """The samples of a corpus one by one, shuffled, at the speed at which their frames unpack."""
 
-from collections.abc import Callable, Iterable, Iterator
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
 from megatfm.data.order import order_of
+from megatfm.errors import MegatfmError
 
 Numbered = tuple[int, NDArray[np.integer]]
 Run = tuple[int, int, int]
 """Of `Order.runs`."""
+TOGETHER = 16
+"""Frames that a thread unpacks at once: to do so one by one, and to hand them over, takes half as long again."""
 
 
 class ShuffledSamples(Iterator[Numbered]):
     """An endless iterator over (sample number, read-only tokens [n]) in the order of `Order` over samples.
 
     Each epoch has each sample once; `position` counts those that were given, and an iterator that starts there goes
-    on from there. For those who want documents rather than packed rows. Of each stream two frames are in memory: the
-    one that is given, and the next, which `threads` unpack meanwhile. Of plain tars, frames are verified the first
+    on from there. For those who want documents rather than packed rows. About two frames of each stream are in memory:
+    the one that is given, and the next, which `threads` unpack meanwhile. Of plain tars, frames are verified the first
     time, and their samples read one by one.
     """
 
@@ -46,42 +51,69 @@ class ShuffledSamples(Iterator[Numbered]):
         """What is left of the epoch in which `position` is."""
         epoch, done = divmod(self.position, len(self.order))
         turns, first = divmod(done, self.order.streams)
-        readers = [
-            self._stream(epoch, self.order.runs(stream, epoch, turns + (stream < first)))
-            for stream in range(self.order.streams)
-        ]
+        ahead = self._ahead(epoch, self._needed(epoch, turns, first))
+        streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
         while True:
-            for reader in readers[first:]:
-                found = next(reader, None)
+            for stream in range(first, len(streams)):
+                found = next(streams[stream], None)
                 if found is None:
-                    # The first streams are the longer ones, so the epoch ends at the first that does.
-                    return
+                    # What is needed first comes first, so this is the stream's; none is left at the end of the epoch.
+                    streams[stream] = iter(next(ahead, ()))
+                    found = next(streams[stream], None)
+                    if found is None:
+                        return
                 yield found
             first = 0
 
-    def _stream(self, epoch: int, runs: Iterator[Run]) -> Iterator[Numbered]:
-        """The samples of a stream, the next run of which is made ready meanwhile."""
-        ahead = self._ahead(epoch, next(runs, None))
-        while (samples := ahead()) is not None:
-            ahead = self._ahead(epoch, next(runs, None))
-            yield from samples
+    def _needed(self, epoch: int, turns: int, first: int) -> Iterator[Run]:
+        """The runs of all streams as they will be needed; the streams before `first` have had a turn more."""
+        begin = [(turns + (stream < first), stream) for stream in range(self.order.streams)]
+        runs = [self.order.runs(stream, epoch, turn) for turn, stream in begin]
+        heapq.heapify(begin)
+        while begin:
+            turn, stream = begin[0]
+            run = next(runs[stream], None)
+            if run is None:
+                heapq.heappop(begin)
+                continue
+            yield run
+            heapq.heapreplace(begin, (turn + run[2] - run[1], stream))
 
-    def _ahead(self, epoch: int, run: Run | None) -> Callable[[], Iterable[Numbered] | None]:
-        """The samples of a run, if there is one, when they are called for."""
-        if run is None:
-            return lambda: None
-        if self.corpus.lies_open(run[0]) and self.corpus.is_verified(run[0]):
-            # Nothing is left to do that would be worth a thread.
-            self.corpus.read_ahead(run[0])
-            return partial(self._read, epoch, run)
-        return self._executor.submit(self._read, epoch, run).result
+    def _ahead(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
+        """The samples of each run, made ready by other threads."""
+        parts = iter(lambda: list(islice(runs, TOGETHER)), [])
+        made = deque(
+            self._executor.submit(self._read, epoch, part)
+            for part in islice(parts, -(-self.order.streams // TOGETHER) + 1)
+        )
+        while made:
+            ready = made.popleft().result()
+            made.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
+            yield from ready
 
-    def _read(self, epoch: int, run: Run) -> Iterable[Numbered]:
-        block, at, stop = run
-        rows = self.order.block_order(epoch, block)[at:stop]
-        if self.corpus.lies_open(block):
-            if not self.corpus.is_verified(block):
-                self.corpus.verify(block)
-            return self.corpus.one_by_one(block, rows)
+    def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
+        packed = [block for block, _, _ in runs if not self.corpus.lies_open(block)]
+        try:
+            unpacked = dict(zip(packed, self.corpus.together(packed), strict=True))
+        except MegatfmError:  # raised again by the one that is damaged, when its turn comes
+            unpacked = {}
+        found: list[Iterable[Numbered]] = []
+        for block, at, stop in runs:
+            rows = self.order.block_order(epoch, block)[at:stop]
+            if samples := unpacked.get(block):
+                found.append([samples[row] for row in rows])
+            else:
+                found.append(
+                    self._open(block, rows) if self.corpus.lies_open(block) else self._alone(block, rows)
+                )
+        return found
+
+    def _alone(self, block: int, rows: list[int]) -> Iterator[Numbered]:
         samples = self.corpus.block(block)
-        return [samples[row] for row in rows]
+        yield from (samples[row] for row in rows)
+
+    def _open(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+        if not self.corpus.is_verified(block):
+            self.corpus.verify(block)
+        self.corpus.read_ahead(block)
+        return self.corpus.one_by_one(block, rows)

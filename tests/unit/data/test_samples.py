@@ -34,6 +34,26 @@ def test_it_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
         assert [number for number, _ in islice(again, 250 - position)] == whole[position:]
 
 
+def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
+    expected = list(islice(ShuffledSamples(Corpus.open(folder), seed=3, streams=7), 100))
+    corpus = Corpus.open(folder)
+    samples = ShuffledSamples(corpus, seed=3, streams=7)
+    damaged = samples.order.place(40).block
+    before = next(k for k in range(100) if samples.order.place(k).block == damaged)
+    shard, frame = corpus._place(damaged)
+    path = folder / corpus.manifest.shards[shard].file
+    data = bytearray(path.read_bytes())
+    data[int(corpus.indexes[shard].offsets[frame + 1]) - 1] ^= 1
+    path.write_bytes(data)
+    given: list[int] = []
+    with pytest.raises(MegatfmError, match=rf"{path.name}: samples .* in frame {frame} .* checksum"):
+        given.extend(number for number, _ in samples)
+    assert len(given) == samples.position == before > 0
+    assert given == [number for number, _ in expected[:before]]
+    with pytest.raises(MegatfmError, match=f"in frame {frame} "):
+        next(ShuffledSamples(Corpus.open(folder), seed=3, streams=7, position=before))
+
+
 @pytest.fixture
 def plain(tmp_path: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) -> Corpus:
     """The documents as a plain tar of several frames, by the webdataset library."""
