@@ -87,17 +87,6 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         data = wds.WebDataset(tars[:PART], shardshuffle=PART, seed=next(seeds), empty_check=False)
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
-    def streaming() -> int:
-        from streaming import StreamingDataset
-        from streaming.base.util import clean_stale_shared_memory
-
-        local = str(part_of_mds(folder, PART))
-        data = StreamingDataset(local=local, shuffle=True, batch_size=1, shuffle_seed=next(seeds))
-        tokens = sum(len(sample["tokens"]) for sample in data)
-        del data
-        clean_stale_shared_memory()
-        return tokens
-
     found = {
         RAW: Contender(raw, RAW),
         "megatfm samples, zstd": Contender(lambda: samples(corpus), RAW),
@@ -111,7 +100,9 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         f"megatfm rows of {LENGTH}, zstd": Contender(rows, RAW),
         f"webdataset rows of {LENGTH}, tar": Contender(lambda: packed_as_usual(webdataset()), RAW),
     }
-    return found | ({"MosaicML Streaming samples": Contender(streaming, RAW)} if mosaic else {})
+    if mosaic:
+        found["MosaicML Streaming samples"] = Contender(lambda: streaming(folder, next(seeds)), RAW)
+    return found
 
 
 def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
@@ -120,6 +111,20 @@ def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
     return list(
         zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True)
     )
+
+
+def streaming(folder: Path, seed: int) -> int:
+    """Tokens of the samples that MosaicML Streaming reads."""
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    data = StreamingDataset(
+        local=str(part_of_mds(folder, PART)), shuffle=True, batch_size=1, shuffle_seed=seed
+    )
+    tokens = sum(len(sample["tokens"]) for sample in data)
+    del data
+    clean_stale_shared_memory()
+    return tokens
 
 
 def packed_as_usual(documents: Iterator[np.ndarray]) -> int:

@@ -12,6 +12,7 @@ import pyarrow
 from numpy.typing import NDArray
 
 from megatfm.tokenizers import SentencePieceTokenizer
+from megatfm.tokenizers.sentence_piece import SPACE_MARK, around_marks
 
 REMEMBERED = 2**21
 """Words in memory, after which it begins anew; about 300 MB."""
@@ -21,8 +22,6 @@ TOGETHER = 64
 """New words in a text for SentencePiece: few texts cost calls, long ones time, which grows faster than they do."""
 _CHUNK = 2**15  # of bytes, so that all arrays of one stay in the cache
 _NUL = "\0"
-_MARK = "\u2581"
-"""How pieces spell a space. Where it stands in a text the tokenizer cuts, and spells it in bytes."""
 
 Ids = list[NDArray[np.int32]]
 
@@ -34,23 +33,16 @@ class WordMemory:
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
         self._tokenizer = tokenizer
-        pieces = [tokenizer.piece(token).replace(_MARK, " ") for token in range(tokenizer.vocab_size)]
+        pieces = [tokenizer.piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)]
         self._cuts = _cuts(pieces)
         # Between words that are encoded together stands a NUL, if that is one id whatever stands beside it.
         nul = tokenizer.encode_batch([_NUL], 1)[0]
         self._nul = int(nul[0]) if len(nul) == 1 and not any(_NUL in piece for piece in pieces) else None
-        self._mark = tokenizer.encode_batch([_MARK], 1)[0]
+        self._mark = tokenizer.encode_batch([SPACE_MARK], 1)[0]
         self._known: dict[bytes, bytes] = {}
 
     def __call__(self, texts: Sequence[str], threads: int) -> Ids:
-        parts = iter(self._encode([part for text in texts for part in text.split(_MARK)], threads))
-        result = []
-        for text in texts:
-            ids = [next(parts)]
-            for _ in range(text.count(_MARK)):
-                ids += [self._mark, next(parts)]
-            result.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
-        return result
+        return around_marks(texts, lambda parts: self._encode(parts, threads), self._mark)
 
     def _encode(self, texts: Sequence[str], threads: int) -> Ids:
         data, begins, first_words = self._cut([text.encode() for text in texts])

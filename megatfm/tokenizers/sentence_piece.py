@@ -1,6 +1,6 @@
 """A SentencePiece model: our own as a lossless map between text and ids, others as they are."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,20 @@ _BYTE = "<0x{:02X}>"
 # Kinds by the model_type of sentencepiece_model.proto. The first says no more because it was the only one once.
 _KINDS = {1: "sentencepiece-unigram", 2: "sentencepiece", 3: "sentencepiece-word", 4: "sentencepiece-char"}
 _TRAINER, _NORMALIZER = 2, 3  # numbers of the messages that tell how a model was made
+
+
+def around_marks(
+    texts: Sequence[str], encode: Callable[[list[str]], Sequence[NDArray[np.int32]]], mark: NDArray[np.int32]
+) -> list[NDArray[np.int32]]:
+    """The ids of texts: what lies between U+2581s is encoded, all at once, and each of these is `mark`."""
+    parts = iter(encode([part for text in texts for part in text.split(SPACE_MARK)]))
+    found = []
+    for text in texts:
+        ids = [next(parts)]
+        for _ in range(text.count(SPACE_MARK)):
+            ids += [mark, next(parts)]
+        found.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
+    return found
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -58,14 +72,8 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         if not self.lossless:
             return [self._spelled(ids) for ids in self._encode(texts, threads)]
-        encoded = iter(self._encode([part for text in texts for part in text.split(SPACE_MARK)], threads))
-        result = []
-        for text in texts:
-            ids = [next(encoded)]
-            for _ in range(text.count(SPACE_MARK)):
-                ids += [self._space_mark, next(encoded)]
-            result.append(self._spelled(np.concatenate(ids)))
-        return result
+        found = around_marks(texts, lambda parts: self._encode(parts, threads), self._space_mark)
+        return [self._spelled(ids) for ids in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._sp.decode(self.checked(ids)))

@@ -102,3 +102,20 @@ def test_a_plain_tar_that_is_cut_or_gone_meanwhile_is_named(plain: Corpus) -> No
     path.unlink()
     with pytest.raises(MegatfmError, match=r"a\.tar: cannot be read \(No such file"):
         list(islice(samples, 101))
+
+
+def test_damage_of_a_plain_tar_is_told_when_its_turn_comes(plain: Corpus) -> None:
+    expected = [number for number, _ in islice(ShuffledSamples(plain, seed=3, streams=7), 100)]
+    corpus = Corpus.open(plain.folder)
+    samples, path = ShuffledSamples(corpus, seed=3, streams=7), plain.folder / "a.tar"
+    damaged = samples.order.place(3).block  # unpacked together with those of the first three
+    before = next(k for k in range(100) if samples.order.place(k).block == damaged)
+    data = bytearray(path.read_bytes())
+    data[int(corpus.indexes[0].offsets[damaged + 1]) - 1100] ^= 1
+    path.write_bytes(data)
+    samples = ShuffledSamples(corpus, seed=3, streams=7)
+    given: list[int] = []
+    with pytest.raises(MegatfmError, match=f"in frame {damaged} .* its hash is not the index's"):
+        given.extend(number for number, _ in samples)
+    assert given == expected[:before]
+    assert before > 0
