@@ -59,6 +59,16 @@ def newest_step(run: Path) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
+def finished(run: Path, steps: int) -> bool:
+    """Whether the last thing that the run itself recorded is that all of so many steps are done.
+
+    An exit code is not enough: srun leaves with 0 when its node is taken away.
+    """
+    last = next(iter(last_records(run / EVENTS, 1)), {})
+    step = last.get("step", 0)
+    return last.get("event") == "finished" and isinstance(step, int) and step >= steps
+
+
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
     """The last whole JSON lines of a file, at most `count`, the oldest first."""
     records: list[dict[str, Any]] = []

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from launchers.files import EVENTS, last_records, launched, note_launch
+from launchers.files import EVENTS, finished, last_records, launched, note_launch
 from launchers.job import Job, State
-from launchers.restarts import FINAL, Attempt, Restarts
+from launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
+from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, LockedError, MegatfmError, UsageError
 
 WORDS = {"finished": "DONE", "stopped": "STOPPED"}
@@ -40,7 +41,7 @@ class Foreground:
             run.mkdir(parents=True, exist_ok=True)
             note_launch(run, **note, pid=os.getpid(), started=psutil.Process().create_time())
             try:
-                return self._again_and_again(run, attempt) if job.kind == "train" else attempt()
+                return self._again_and_again(job, attempt) if job.kind == "train" else attempt()
             finally:
                 note_launch(run, **note)
         except OSError as error:
@@ -48,12 +49,17 @@ class Foreground:
                 f"{error.filename or run}: can't write the run directory: {error.strerror}"
             ) from error
 
-    def _again_and_again(self, run: Path, attempt: Callable[[], int]) -> int:
+    def _again_and_again(self, job: Job, attempt: Callable[[], int]) -> int:
         """Attempts until one ends for good, or they gain nothing."""
+        assert isinstance(job.resolved, Config)
+        run, steps = job.run_dir, job.resolved.train.steps
         me, restarts = f"{socket.gethostname()}:{os.getpid()}:{time.time()}", Restarts(run)
         while True:
             begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
             code = attempt()
+            if code == DONE and not finished(run, steps):
+                code = FAILED
+                print(f"megatfm: {UNFINISHED}", file=sys.stderr)
             reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
             ended = restarts.end(replace(begun, ended=time.time(), code=code, reason=reason))
             if code in FINAL or code == REQUEUE or not self.max_restarts:

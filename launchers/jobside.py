@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 
 from launchers import scheduler
-from launchers.files import EVENTS, last_records, newest_step
+from launchers.files import EVENTS, finished, last_records, newest_step
 from launchers.fit import misfit, most_nodes
 from launchers.queue import jobs_of
-from launchers.restarts import FINAL, Attempt, Restarts
+from launchers.restarts import FINAL, RESTARTS, UNFINISHED, Attempt, Restarts
 from megatfm.config import load_config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action = actions.add_parser(name)
         action.add_argument("--run", type=Path, required=True)
         action.add_argument("--log", type=Path, required=True)
+        action.add_argument("--config", type=Path, required=True)
         action.add_argument("--max-restarts", type=int, required=True)
         if name == "begin":
-            action.add_argument("--config", type=Path, required=True)
             action.add_argument("--min-nodes", type=int, required=True)
             action.add_argument("--processes-per-node", type=int, required=True)
         else:
@@ -65,8 +65,7 @@ def begin(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     nodes = scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"])
     restarts, now = Restarts(args.run), time.time()
-    restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    if newest_step(args.run) >= config.train.steps and _last_event(args.run) == "finished":
+    if newest_step(args.run) >= config.train.steps and finished(args.run, config.train.steps):
         say(f"the run is finished: all of its {config.train.steps} steps are done")
         return DONE
     job = os.environ["SLURM_JOB_ID"]
@@ -84,7 +83,7 @@ def begin(args: argparse.Namespace) -> int:
                 failed_rank=lost.rank,
             )
         )
-    attempt = restarts.begin(Attempt(now, group, job, restart, nodes))
+    attempt = restarts.begin(Attempt(now, group, job, _restart(), nodes))
     number = sum(each.submission == group for each in restarts.attempts)
     say(f"attempt {number}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
     if spent := restarts.spent(group, args.max_restarts):
@@ -114,21 +113,25 @@ def begin(args: argparse.Namespace) -> int:
 def end(args: argparse.Namespace) -> int:
     """Note how the attempt ended, and see to the next one."""
     restarts, job = Restarts(args.run), os.environ["SLURM_JOB_ID"]
-    begun = restarts.open(submission(args.run, job)) or next(
-        each for each in reversed(restarts.attempts) if each.job == job
-    )
-    attempt = replace(begun, ended=time.time(), code=args.code, asked=bool(args.asked))
-    if args.code in FINAL:
-        restarts.end(replace(attempt, asked=False, reason=FINAL[args.code]))
-        say(f"the run ended with {args.code}: {FINAL[args.code]}")
-        if args.code in (DONE, USAGE, NO_PROGRESS):
+    begun = restarts.of_job(job, _restart())
+    if begun is None:
+        raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
+    code = args.code
+    if code == DONE and not finished(args.run, load_config(args.config).train.steps):
+        code = FAILED
+    attempt = replace(begun, ended=time.time(), code=code, asked=bool(args.asked))
+    if code in FINAL:
+        restarts.end(replace(attempt, asked=False, reason=FINAL[code]))
+        say(f"the run ended with {code}: {FINAL[code]}")
+        if code in (DONE, USAGE, NO_PROGRESS):
             _drop_links(args.run, job)
-        return int(args.code)
-    if args.asked or args.code == REQUEUE:
+        return int(code)
+    if args.asked or code == REQUEUE:
         attempt = replace(attempt, reason=f"stopped by {args.asked or 'a signal'}")
     else:
-        found = blame(args.log, args.run, begun.time)
-        reason = found.how or f"exit code {args.code}"
+        following = restarts.after(begun)
+        found = blame(args.log, args.run, begun.time, following.time if following else None)
+        reason = found.how or (f"exit code {code}" if args.code else UNFINISHED)
         attempt = replace(attempt, failed_host=found.host, failed_rank=found.rank, reason=reason)
     attempt = restarts.end(attempt)
     say(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
@@ -221,16 +224,22 @@ class Blame:
     by_slurm: bool = False
 
 
-def blame(log: Path, run: Path, since: float) -> Blame:
-    """How the attempt that began at `since` ended, by the run's own events, else by what srun said in the log."""
+def blame(log: Path, run: Path, since: float, before: float | None = None) -> Blame:
+    """How the attempt that began at `since` ended, by the run's own events, else by what srun said in the log.
+
+    before: when the next attempt began, whose events are none of this one's.
+    """
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     text = text[text.rfind(BEGIN_MARK) + 1 :]
-    cut, until = "", sys.float_info.max
+    cut, until = "", before or sys.float_info.max
     if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
-        cut, until = (ended[2] or "cancelled").strip(), datetime.fromisoformat(ended[1]).timestamp()
+        cut, until = (
+            (ended[2] or "cancelled").strip(),
+            min(until, datetime.fromisoformat(ended[1]).timestamp()),
+        )
         text = text[: ended.start()]
     for event in reversed(last_records(run / EVENTS, 8)):
         if event.get("event") == "failed" and since <= event.get("time", 0) < until:
@@ -248,9 +257,8 @@ def blame(log: Path, run: Path, since: float) -> Blame:
     return Blame(how=f"ended by SLURM: {cut.lower()}", by_slurm=cut != "NODE FAILURE") if cut else Blame()
 
 
-def _last_event(run: Path) -> str:
-    records = last_records(run / EVENTS, 1)
-    return str(records[-1].get("event", "")) if records else ""
+def _restart() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def say(line: str) -> None:

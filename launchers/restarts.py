@@ -1,6 +1,6 @@
 """What became of each attempt at a run (`RUN/restarts.json`), and so whether another one makes sense.
 
-Only the process that starts and restarts a run writes the file: the job script's helper, or `megatfm launch`.
+Only who starts and restarts a run writes the file: the helpers of job scripts, or `megatfm launch`.
 """
 
 import json
@@ -20,6 +20,8 @@ FINAL = {
     LOCKED: "another job trains this run",
 }
 """Codes after which the same command would say the same again."""
+
+UNFINISHED = "it left with 0, but the run has not recorded that it is finished"
 
 FRUITLESS_STOPS = 10
 """Stops by a signal in a row that saved nothing, say a time limit shorter than the start: more are no accident."""
@@ -65,24 +67,21 @@ class Restarts:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        known = {each.name for each in fields(Attempt)}
-        self.attempts: list[Attempt] = [
-            Attempt(**{key: value for key, value in entry.items() if key in known})
-            for entry in read_json(run / RESTARTS, [])
-        ]
+        self.attempts = self._read()
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Note that an attempt begins; returns it with the step that it begins at."""
         attempt = replace(attempt, first_step=newest_step(self.run))
-        self.attempts.append(attempt)
+        self.attempts = [*self._read(), attempt]
         self._save()
         return attempt
 
     def end(self, attempt: Attempt) -> Attempt:
         """Note how an attempt ended; returns it with the step that it came to."""
         ended = replace(attempt, step=newest_step(self.run))
-        same = [(each.job, each.time) == (attempt.job, attempt.time) for each in self.attempts]
-        self.attempts = [ended if is_it else each for is_it, each in zip(same, self.attempts, strict=True)]
+        self.attempts = [
+            ended if (each.job, each.time) == (attempt.job, attempt.time) else each for each in self._read()
+        ]
         self._save()
         return ended
 
@@ -90,6 +89,15 @@ class Restarts:
         """The last attempt of a submission if nobody has noted its end."""
         last = next((each for each in reversed(self.attempts) if each.submission == submission), None)
         return last if last and last.ended is None else None
+
+    def of_job(self, job: str, restart: int) -> Attempt | None:
+        """The attempt of one start of a job, whatever came after it: its script may outlive the next one's begin."""
+        mine = [each for each in self.attempts if (each.job, each.restart) == (job, restart)]
+        return mine[-1] if mine else None
+
+    def after(self, attempt: Attempt) -> Attempt | None:
+        """The first attempt that began after this one."""
+        return next((each for each in self.attempts if each.time > attempt.time), None)
 
     def spent(self, submission: str, max_restarts: int) -> str | None:
         """Why a submission shall not be tried again; None if it may be."""
@@ -120,6 +128,14 @@ class Restarts:
         recent = [each for each in self.attempts if each.time > now - FORGIVEN_SECONDS]
         counts = Counter(each.failed_host for each in recent if each.failed_host)
         return sorted(host for host, count in counts.items() if count >= OFFENCES)
+
+    def _read(self) -> list[Attempt]:
+        """Afresh before each change: a link of a chain and the one before it may both be writing."""
+        known = {each.name for each in fields(Attempt)}
+        return [
+            Attempt(**{key: value for key, value in entry.items() if key in known})
+            for entry in read_json(self.run / RESTARTS, [])
+        ]
 
     def _save(self) -> None:
         write_whole(self.run / RESTARTS, dump(self.attempts))

@@ -1,5 +1,6 @@
 """A run that loses its time, its place or a node ends as the run that was never interrupted, bit by bit."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -145,6 +146,27 @@ def test_a_chain_of_three(whole, project):
     slow.unlink()
     assert links[2].finish()["Requeue"] == "0"
     assert_same_run(links[2], whole)
+
+
+def test_a_node_that_is_taken_away_is_not_the_end_of_a_chain(project):
+    """srun leaves with 0 then, and only the run itself knows that it is not done."""
+    (project.folder / "site.toml").write_text("requeue = false\n")
+    slow = project.trouble("slow", "0.5")
+    links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 3, "--site", "site.toml")
+    links[0].until_step(7)
+    node = links[0].nodes[0]
+    project.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    links[0].until(lambda: links[0].state in ("NODE_FAIL", "FAILED"), timeout=60)
+    links[1].until_step(10)
+    attempts = json.loads((links[1].run_dir / "restarts.json").read_text())
+    assert [each["job"] for each in attempts] == [links[0].number, links[1].number]
+    assert attempts[0]["code"] != 0, links[0].log
+    assert attempts[1]["ended"] is None
+    assert "was cancelled" not in links[0].log
+    slow.unlink()
+    links[1].finish()
+    assert [line["step"] for line in curve(links[1].run_dir)] == list(range(1, STEPS + 1))
+    assert links[2].finish("CANCELLED")
 
 
 def test_a_lost_node_is_replaced_by_a_spare(bereft, whole):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launchers.jobside import blame, main
-from launchers.restarts import Attempt, Restarts
+from launchers.restarts import UNFINISHED, Attempt, Restarts
 from megatfm.config import load_config, to_toml
 from tests.unit.launchers.conftest import FakeSlurm
 
@@ -35,14 +35,7 @@ def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) 
 
 
 def begin(run: Path, *, least: int = 1, limit: int = 3) -> int:
-    words = [
-        "--config",
-        str(run / "slurm" / "config.toml"),
-        "--min-nodes",
-        str(least),
-        "--processes-per-node",
-        "1",
-    ]
+    words = ["--min-nodes", str(least), "--processes-per-node", "1"]
     return main(["begin", *common(run, limit), *words])
 
 
@@ -52,7 +45,8 @@ def end(run: Path, code: int, *words: str, limit: int = 3) -> int:
 
 
 def common(run: Path, limit: int) -> list[str]:
-    return ["--run", str(run), "--log", str(run / "logs" / "slurm-7.log"), "--max-restarts", str(limit)]
+    files = ["--log", str(run / "logs" / "slurm-7.log"), "--config", str(run / "slurm" / "config.toml")]
+    return ["--run", str(run), *files, "--max-restarts", str(limit)]
 
 
 def chain(run: Path, *jobs: int) -> None:
@@ -66,6 +60,11 @@ def log(run: Path, text: str) -> None:
 def event(run: Path, **facts: object) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+
+def finish(run: Path) -> None:
+    """The run records that all of its steps are done."""
+    event(run, event="finished", detail="step 100", step=100)
 
 
 def failures(run: Path, count: int, host: str | None = None) -> None:
@@ -116,7 +115,7 @@ def test_a_finished_run_is_not_started(
     run: Path, checkpoint: Commit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint(100)
-    event(run, event="finished", detail="step 100")
+    finish(run)
     assert begin(run) == 0
     said = capsys.readouterr()
     assert said.out == ""
@@ -205,9 +204,41 @@ def test_a_failure_is_tried_again_until_it_gains_nothing(
 @pytest.mark.parametrize("code", [0, 2, 76, 77])
 def test_codes_that_say_the_same_again_end_it(run: Path, code: int, fake_slurm: FakeSlurm) -> None:
     begin(run)
+    finish(run)
     assert end(run, code) == code
     assert fake_slurm.calls == []
     assert Restarts(run).attempts[-1].code == code
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        {"event": "stopped", "step": 40},
+        {"event": "failed", "step": 100},
+        {"event": "finished", "step": 90},  # of a run that was made longer since
+    ],
+)
+def test_an_exit_code_of_zero_is_not_believed(
+    run: Path, record: dict[str, object] | None, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """srun leaves with 0 when SLURM takes its node away."""
+    chain(run, 7, 8, 9)
+    begin(run)
+    if record:
+        event(run, detail="", **record)
+    log(run, "megatfm job: attempt 1: job 7\nsrun: error: Node failure on n2\n")
+    assert end(run, 0, "--no-requeue") == 1
+    (attempt,) = Restarts(run).attempts
+    assert (attempt.code, attempt.failed) == (1, True)
+    assert not any("scancel" in call for call in fake_slurm.calls), "the chain goes on"
+    assert "the next link of the chain, job 8, goes on" in capsys.readouterr().err
+
+
+def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
+    begin(run)
+    end(run, 0)
+    assert Restarts(run).attempts[-1].reason == UNFINISHED
 
 
 def test_what_fails_while_it_is_asked_to_stop_was_stopped(run: Path) -> None:
@@ -310,8 +341,39 @@ def test_in_a_chain_the_next_link_goes_on(
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     begin(run)
     assert Restarts(run).attempts[-1].submission == "7", "the links of a chain are counted together"
+    finish(run)
     assert end(run, 0, "--no-requeue") == 0
     assert fake_slurm.calls[-1] == "scancel 9", "a finished run needs no further link"
+
+
+def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM starts the next link while the script of the one before has some seconds (KillWait) left."""
+    chain(run, 7, 8)
+    begin(run)
+    first = Restarts(run)  # as the first link's helper read it
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    begin(run)
+    event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    end(run, 143, "--asked", "TERM", "--no-requeue")
+    one, other = Restarts(run).attempts
+    assert (one.job, one.code, one.reason, one.failed_host) == ("7", 143, "stopped by TERM", None)
+    assert (other.job, other.ended) == ("8", None), "it goes on"
+    end(run, 1, "--no-requeue")
+    assert Restarts(run).attempts[0].failed_host is None, "what the next one met is not its own"
+    first.end(replace(first.attempts[0], ended=1.0))
+    assert len(Restarts(run).attempts) == 2, "nor does what it read before the next began overwrite that"
+
+
+def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    begin(run)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    end(run, 143, "--asked", "TERM")
+    assert [each.ended is None for each in Restarts(run).attempts] == [False, True]
 
 
 def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_slurm: FakeSlurm) -> None:

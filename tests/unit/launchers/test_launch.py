@@ -22,6 +22,12 @@ import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PMIX_RANK")
 said = {"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
 os.write(1, (json.dumps(said) + "\\n").encode())  # in one piece, also under mpirun
+name = next((word[5:] for word in sys.argv if word.startswith("name=")), "quickstart")
+"""
+FINISH = """
+if sys.argv[1] == "train":
+    file = open(f"runs/{name}/events.jsonl", "a")
+    file.write(json.dumps({"event": "finished", "step": 10**6}) + "\\n")
 """
 
 
@@ -29,7 +35,7 @@ os.write(1, (json.dumps(said) + "\\n").encode())  # in one piece, also under mpi
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to launch from, and a program that tells what it was given in the place of training."""
     program = tmp_path / "fake_rank.py"
-    program.write_text(FAKE_RANK)
+    program.write_text(FAKE_RANK + FINISH)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("launchers.job.TRAIN", (sys.executable, str(program), "train"))
@@ -105,11 +111,22 @@ def test_a_failure_is_tried_again_as_often_as_was_asked(
 
 
 def test_what_another_start_would_not_help_is_not_started_again(folder: Path) -> None:
+    assert launch("--nproc", "1", "--max-restarts", "2") == 0
     for code in (0, 2, 75, 76, 77):
         (folder / "starts").write_text("")
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
         assert launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
+
+
+def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x')")
+    assert launch("--nproc", "1") == 1
+    assert "it left with 0, but the run has not recorded that it is finished" in capfd.readouterr().err
+    assert launch("--nproc", "1", "--max-restarts", "1") == 76
+    assert (folder / "starts").read_text() == "xxx"
 
 
 def test_a_run_that_is_under_way_is_not_started_beside(folder: Path) -> None:
