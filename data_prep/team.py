@@ -102,7 +102,7 @@ class Claims:
     def _claim(self, name: str) -> Iterator[bool]:
         folder = self._folder / "claims"
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that its name never holds a half. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        partial.unlink(missing_ok=True)
+        with partial.open("x", encoding="utf-8") as file:  # a link in its place is not followed
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -35,14 +35,17 @@ def latest(folder: Path, *, hashes: bool = False) -> Path | None:
 
 
 def latest_together(folder: Path) -> Path | None:
-    """`latest` with hashes, the reading of each checkpoint shared out over the ranks. A collective."""
+    """`latest` with hashes, the reading of each checkpoint shared out over the ranks. A collective.
+
+    For a run that will save there, too, so links in the place of checkpoints are refused.
+    """
     what = f"{folder} not read"
 
     def look(path: Path) -> tuple[bytes, str | None]:
         reason = damage(path)
         return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
 
-    found = ranks.by_rank_0(what, lambda: committed(folder))
+    found = ranks.by_rank_0(what, lambda: _without_links(folder))
     for path in reversed(found):
         raw, reason = ranks.by_rank_0(what, functools.partial(look, path))
         if reason is None:
@@ -54,6 +57,18 @@ def latest_together(folder: Path) -> Path | None:
     if found:
         raise _none_is_whole(folder, len(found))
     return None
+
+
+def _without_links(folder: Path) -> list[Path]:
+    """What is committed. Refuses what a run would stumble over only when it comes to that step, or saves at all."""
+    if folder.is_symlink() and not folder.is_dir():
+        raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
+    found = committed(folder)
+    if links := [path for path in found if path.is_symlink()]:
+        raise MegatfmError(
+            f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link"
+        )
+    return found
 
 
 def _damage_of_share(path: Path, raw: bytes) -> str | None:

@@ -245,6 +245,9 @@ def _is_whole(path: Path, known: Known) -> bool:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One process at a time; the system frees it when a process dies."""
-    with open(path, "wb") as file:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)

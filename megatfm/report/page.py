@@ -46,7 +46,8 @@ def write_report(folder: str | Path) -> Path:
     path = run.folder / "report.html"
     draft = path.with_name(f".{path.name}.partial")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("x", encoding="utf-8") as file:  # a link in its place is not followed
             file.write(render(run))
             file.flush()
             os.fsync(file.fileno())

@@ -4,6 +4,7 @@ The kernel's lock (lockf) ends with the process, on one machine and on filesyste
 Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatfm.errors import LockedError
+from megatfm.errors import LockedError, MegatfmError
 
 TOUCH_SECONDS = 4.0
 DEAD_SECONDS = 3 * TOUCH_SECONDS
@@ -32,13 +33,23 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        self._is: tuple[int, int] | None = (
+            None  # the file that is locked; while it is open, no other gets its number
+        )
         self._released = threading.Event()
 
     def take(self) -> None:
         """Take the lock, or raise LockedError that names the holder. Raises OSError if the file can't be written."""
         if self.path in _held:
             raise LockedError(self._refusal(_me()))
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise MegatfmError(
+                f"{self.path} is a symbolic link, and what it points to would be overwritten: remove it"
+            ) from None
         try:
             holder = _read(file)
             if not _locked(file) or (holder and holder.get("host") != socket.gethostname() and _moves(file)):
@@ -50,8 +61,31 @@ class RunLock:
             raise
         _held.add(self.path)
         self._file = file
+        self.note()
         self._thread = threading.Thread(target=self._touch, name="megatfm-lock", daemon=True)
         self._thread.start()
+
+    def note(self) -> None:
+        """Remember which file it is. On the ranks that don't hold it themselves, once it is held."""
+        with contextlib.suppress(
+            OSError
+        ):  # a file server may be slow to show one machine the files of another
+            self._is = self._identity()
+
+    def is_in_place(self) -> bool:
+        """Whether the run directory still holds that file: else it was removed, moved or replaced."""
+        if self._is is None:
+            return True
+        try:
+            return self._identity() == self._is
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file server that doesn't answer has removed nothing
+            return True
+
+    def _identity(self) -> tuple[int, int]:
+        found = self.path.stat(follow_symlinks=False)
+        return found.st_dev, found.st_ino
 
     def release(self) -> None:
         """Give the lock back, and leave the file empty: nobody needs to wait for a sign of life."""

@@ -148,6 +148,7 @@ class Trainer:
             while at.step < config.train.steps and not stop:
                 profile.before(at.step + 1)
                 record = self._one_step(loader)
+                self.run.check_place()
                 if "skipped" not in record and at.leaps(record["loss"], self._event):
                     break
                 if self._due(config.evaluate.every):

@@ -155,7 +155,8 @@ def _rewind(path: Path, first_step: int) -> None:
     if new == old:
         return
     draft = path.with_name(f".{path.name}.partial")
-    with draft.open("wb") as file:
+    draft.unlink(missing_ok=True)
+    with draft.open("xb") as file:  # a link in its place is not followed
         file.write(new)
         file.flush()
         os.fsync(file.fileno())

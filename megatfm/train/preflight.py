@@ -79,7 +79,8 @@ def probe_disk(folder: Path, rank: int) -> None:
     """Write, sync and rename a file, as a save does. Raises MegatfmError that names what could not be done."""
     draft, probe = folder / f".probe-{rank}.tmp", folder / f".probe-{rank}"
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)
+        with draft.open("xb") as file:  # a link in its place is not followed
             file.write(os.urandom(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())

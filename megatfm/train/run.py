@@ -74,6 +74,8 @@ class Run:
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             told_by_rank_0(lambda: self._lock.take() if self.is_main else None)
+            if not self.is_main:
+                self._lock.note()
         except OSError as error:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
         return self
@@ -83,6 +85,14 @@ class Run:
     ) -> None:
         self._lock.release()
 
+    def check_place(self) -> None:
+        """Raise MegatfmError if this is no longer the folder that was entered: another run may own it now."""
+        if not self._lock.is_in_place():
+            raise MegatfmError(
+                f"{self.folder}: was removed, moved or replaced while it was trained in, so nothing more is written "
+                "there: put it back, and start the same command again"
+            )
+
     def event(self, event: str, detail: str, step: int) -> None:
         """Note what happened to the run (rank 0)."""
         if self.is_main:
@@ -90,6 +100,7 @@ class Run:
 
     def report(self, verdict: Verdict) -> None:
         """Note why the run ends, for people and for whoever restarts it; by one rank, which need not be 0."""
+        self.check_place()
         blame = {"ranks": verdict.ranks, "hosts": verdict.hosts}
         log_event(self.folder, "failed", verdict.text, verdict.step, **blame)
 
@@ -98,7 +109,9 @@ class Run:
         path = self.folder / name
         draft = path.with_name(f".{name}.tmp")
         try:
-            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+            draft.unlink(missing_ok=True)
+            with draft.open("xb") as file:  # a link in its place is not followed
+                file.write(content.encode() if isinstance(content, str) else content)
             draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)

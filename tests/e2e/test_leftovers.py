@@ -78,3 +78,35 @@ def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path])
             last = again.said(rank).splitlines()[-1]
             assert re.match(rf"error: .*{said.replace('RUN', str(first.folder))}", last), again.said(rank)
             assert "Traceback" not in again.said(rank)
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_run_directory_that_is_taken_away_ends_the_run_and_is_not_made_again(
+    start: Start, tmp_path: Path, successor: bool
+) -> None:
+    """Whoever starts in a new folder of that name must be alone there."""
+    run = start(*QUICK, "train.steps=10000")
+    run.wait_for_step(3)
+    aside = run.folder.with_name("aside")
+    run.folder.rename(aside)
+    if successor:
+        (run.folder / "checkpoints").mkdir(parents=True)
+        (run.folder / "lock").write_text("another's")
+    assert run.wait(60) == [FAILED, FAILED]
+    for rank in range(2):
+        assert "removed, moved or replaced while it was trained in" in run.said(rank), run.said(rank)
+        assert "Traceback" not in run.said(rank)
+    left = sorted(path.name for path in run.folder.rglob("*")) if run.folder.exists() else []
+    assert left == (["checkpoints", "lock"] if successor else [])
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Start) -> None:
+    first = start(*QUICK, "train.steps=4")
+    assert first.wait(120) == [DONE, DONE], first.said(0)
+    link = first.folder / "checkpoints" / "step-00000008"
+    link.symlink_to(first.folder / "checkpoints" / "step-00000004")
+    again = start(*QUICK, "train.steps=12")
+    assert again.wait(120) == [FAILED, FAILED]
+    for rank in range(2):
+        assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
+    assert [line["event"] for line in again.events()] == ["started", "finished", "failed"], "no step was made"

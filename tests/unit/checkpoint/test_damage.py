@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from megatfm.checkpoint import flow, latest, load, names, read_state, read_tensors, save, shard, verify
+from megatfm.checkpoint.folder import latest_together
 from megatfm.errors import MegatfmError
 
 SHARD = "rank-00000-000.safetensors"
@@ -152,6 +153,15 @@ def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.L
     assert latest(path.parent) == path
     assert "step-00000009 is not used: it holds step 2" in caplog.text
     assert "step-00000008 is not used: it is a symbolic link" in caplog.text
+
+
+def test_who_will_save_there_is_told_of_links_at_once(path: Path, tmp_path: Path) -> None:
+    path.with_name("step-00000008").symlink_to(path)
+    with pytest.raises(MegatfmError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
+        latest_together(path.parent)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(MegatfmError, match=r"link is a symbolic link to no folder"):
+        latest_together(tmp_path / "link")
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.errors import LOCKED, LockedError
+from megatfm.errors import LOCKED, LockedError, MegatfmError
 from megatfm.train import lock
 from megatfm.train.lock import RunLock
 
@@ -67,6 +67,14 @@ def test_the_same_process_can_not_take_it_twice_and_a_refusal_does_not_lose_it(t
     first.release()
     RunLock(tmp_path / "lock").take()
     lock._held.clear()
+
+
+def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(MegatfmError, match=r"lock is a symbolic link, .*: remove it"):
+        RunLock(tmp_path / "lock").take()
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def elsewhere(path: Path) -> None:

@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from megatfm import tokenizers
 from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError
 from megatfm.train.console import RunLog, log
+from megatfm.train.judge import Verdict
 from megatfm.train.run import Run, run_folder
 
 RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
@@ -115,6 +118,32 @@ def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
     with pytest.raises((MegatfmError, OSError)):
         run.write("plan.txt", "new")
     assert (tmp_path / "plan.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", [".plan.txt.tmp", "plan.txt"])
+def test_a_planted_link_is_not_written_through(tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    Run(tmp_path, 0).write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "new"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
+    folder = tmp_path / "a"
+    with Run(folder, 0) as first, nullcontext(first) if rank == 0 else Run(folder, rank) as run:
+        run.check_place()
+        shutil.rmtree(folder)
+        if successor:
+            folder.mkdir()
+            (folder / "lock").write_text("another's")
+        with pytest.raises(MegatfmError, match="removed, moved or replaced while it was trained in"):
+            run.check_place()
+        with pytest.raises(MegatfmError, match="nothing more is written"):
+            run.report(Verdict([1], ["n1"], 3, "it hangs", True, reporter=rank))
+    assert [path.name for path in tmp_path.rglob("*")] == (["a", "lock"] if successor else [])
 
 
 def train_and_fail(run: Run) -> None:
