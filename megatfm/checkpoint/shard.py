@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from megatfm.checkpoint import disk, flow
 from megatfm.checkpoint.metadata import DTYPE_NAMES, DTYPES, Count, DType, FileEntry, Part, Shape, explain
 from megatfm.errors import MegatfmError
+from megatfm.ops.aligned import aligned_bytes
 
 DIRECT_BYTES = 32 * 2**20
 """Files from here on are written, and on demand read, past the page cache."""
@@ -118,8 +118,8 @@ def _read(file: disk.HashedFile, places: Mapping[str, Tensor | None]) -> dict[st
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor: NumPy asks the kernel for huge pages, torch doesn't."""
-    return torch.from_numpy(np.empty(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    """Memory for a tensor."""
+    return torch.from_numpy(aligned_bytes(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

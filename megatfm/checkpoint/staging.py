@@ -11,12 +11,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatfm.checkpoint.flow import BLOCK_BYTES
 from megatfm.errors import MegatfmError
+from megatfm.ops.aligned import LINE_BYTES, aligned_bytes
 
 log = logging.getLogger("megatfm")
 
-LINE_BYTES = 64
-"""A processor's cache line, at which each piece in the buffer begins; those of whole blocks of the disk lie at blocks,
-so that they can be written right from there."""
 PART_BYTES = 4 * 2**20
 """Copied at once: nobody waits long for a part that a thread has begun and is not let finish."""
 Part = tuple[np.ndarray, np.ndarray]
@@ -35,6 +33,7 @@ class Staging:
     def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Copies of the pieces, complete when this returns and valid until the next call."""
         places, end = {}, 0
+        # Those of whole blocks of the disk lie at blocks, so that they can be written right from there.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             places[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
@@ -69,15 +68,13 @@ class Staging:
     def _allocate(self, size: int, pin: bool) -> None:
         self._release()
         try:
-            # NumPy asks the kernel for huge pages, torch doesn't: the first copy then takes half the time.
-            memory = np.empty(size + BLOCK_BYTES, np.uint8)
+            memory = aligned_bytes(size, BLOCK_BYTES)  # by huge pages: the first copy then takes half the time
         except MemoryError as error:
             raise MegatfmError(
                 f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '
                 "or shard over more ranks"
             ) from error
-        start = -memory.ctypes.data % BLOCK_BYTES
-        self._buffer = torch.from_numpy(memory[start : start + size])
+        self._buffer = torch.from_numpy(memory)
         if pin:  # torch's own pinned memory comes in powers of two, up to twice the size
             self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
 

@@ -45,12 +45,12 @@ class HfFolder:
         self._check_names()
 
     def get(self, name: str) -> Tensor:
-        """A tensor under the name that the table has."""
+        """A tensor under the name that the table has, in memory of its own: in the file it may begin anywhere."""
         file, stored = self.files[name]
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
-            return self._open[file].get_tensor(stored)
+            return self._open[file].get_tensor(stored).clone()
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{self.path / file}: can't read {stored}: {error}") from None
 

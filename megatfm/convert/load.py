@@ -8,6 +8,7 @@ from torch import nn
 from megatfm.convert.convert import meta_shapes, ours_of
 from megatfm.convert.pair import open_folder
 from megatfm.models import build
+from megatfm.ops.aligned import aligned
 from megatfm.ops.initial import set_buffers
 
 
@@ -18,5 +19,5 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
     set_buffers(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
-        model.get_parameter(name).data = tensor.float().contiguous()
+        model.get_parameter(name).data = aligned(tensor.float())
     return model.eval().to(device)

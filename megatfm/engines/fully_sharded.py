@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatfm.engines.data_parallel import Sharing, Stages, blocks, named_parameters
 from megatfm.engines.precision import Precision
+from megatfm.ops.aligned import all_aligned
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import Mesh
 
@@ -60,11 +61,17 @@ class FullySharded:
             stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
 
     def reduce(self) -> None:
-        """Nothing where it was done in the last backward pass, after which no other stage could have one."""
+        """Nothing where it was done in the last backward pass, after which no other stage could have one; but what FSDP2
+        leaves anywhere in its buffers is then laid where memory begins."""
         for stage in self._stages if self._left else ():
             # All that is asked of a torch stage: which modules, and that no gradient is to be scaled.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
         self._left = False
+        before = self.gradients()
+        for name, gradient in all_aligned(before).items():
+            whole = self._parameters[name].grad
+            if gradient is not before[name] and isinstance(whole, DTensor):
+                whole._local_tensor = gradient  # as FSDP2 itself sets it
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}

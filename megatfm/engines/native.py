@@ -20,6 +20,7 @@ from megatfm.engines.recompute import recompute
 from megatfm.engines.replicated import Replicated
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
+from megatfm.ops.aligned import aligned
 from megatfm.ops.initial import draw, initials
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh
@@ -244,7 +245,7 @@ class NativeEngine:
 
     def _to_device(self, batch: Arrays) -> dict[str, Tensor]:
         return {
-            field: torch.as_tensor(values).to(self.device, non_blocking=True)
+            field: aligned(torch.as_tensor(values).to(self.device, non_blocking=True))
             for field, values in batch.items()
         }
 

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.whole_tensor import WholeTensors
 from megatfm.errors import MegatfmError
+from megatfm.ops.aligned import aligned
 from megatfm.parallel.layout import Box
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -45,6 +46,10 @@ class TorchOptimizer:
         self.optimizer.step()
         for tensor in self.tensors.values():
             tensor.grad = None
+            state = self.optimizer.state[tensor]
+            for key, value in state.items():  # LAPACK, for one, gives columns, where a resume would have rows
+                if isinstance(value, Tensor):
+                    state[key] = aligned(value)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {name: self._state_of(name) for name in self.tensors}
@@ -60,7 +65,7 @@ class TorchOptimizer:
     def load(self, state: State) -> None:
         for name, tensor in self.tensors.items():
             assert self.optimizer is not None
-            values = dict(state[name])
+            values = {key: aligned(value) for key, value in state[name].items()}
             for key in self.counters:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())

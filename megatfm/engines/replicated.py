@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from megatfm.engines.buckets import BUCKET_ELEMENTS, all_gather, deal, reduce_scatter
 from megatfm.engines.data_parallel import Stages, blocks, named_parameters
 from megatfm.engines.precision import Precision
+from megatfm.ops.aligned import aligned, all_aligned
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import Mesh
 
@@ -63,8 +64,10 @@ class Replicated:
             for name, shape in bucket.shapes.items():
                 first, count = bucket.rows(name, self._rank)
                 rows = self._parameters[name].detach()[first : first + count]
-                # Without a precision of its own, what the optimizer moves are the model's weights themselves.
-                self.local[name] = rows.to(precision.stored)
+                # Without a precision of its own, what the optimizer moves are the model's weights themselves, or rows of
+                # them that begin where memory does.
+                stored = rows.to(precision.stored)
+                self.local[name] = aligned(stored) if self._cut else stored
                 offsets = (first, *[0] * (len(shape) - 1))
                 self.boxes[name] = layout[name].inside(offsets, (count, *shape[1:]))
 
@@ -79,7 +82,8 @@ class Replicated:
     def reduce(self) -> None:
         self._missing = []
         if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
-            self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self._gradients = all_aligned(own)
             return
         while len(self._flying) < len(self._buckets):
             self._send_next()
@@ -87,7 +91,7 @@ class Replicated:
             work.wait()
             if self._cut:
                 self._mesh.sum(row, ("dp_replicate",))
-            self._gradients |= self._buckets[place].unpack_own(row, self._rank)
+            self._gradients |= all_aligned(self._buckets[place].unpack_own(row, self._rank))
         for name in self._without:
             del self._gradients[name]
         self._flying, self._without = {}, set()

@@ -12,6 +12,7 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
+from megatfm.ops.aligned import aligned
 from megatfm.ops.initial import set_buffers
 from megatfm.registry import import_plugins
 from megatfm.tokenizers import Tokenizer
@@ -79,7 +80,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
                 f"{source}: {name} is {list(stored[name].shape)}, but {list(parameter.shape)} in the model that its "
                 "config describes: open it with the version and plugins that wrote it"
             )
-        parameter.data = stored.pop(name).float()  # in place, so that tied modules keep sharing it
+        parameter.data = aligned(stored.pop(name).float())  # in place, so that tied modules keep sharing it
     return model.eval().to(device)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +58,6 @@ class Sampling:
             float(keyed.uniform(1, self.seed, "sample", row, position)[0])
             for row, position in enumerate(positions)
         ]
-        point_B1 = mass_BV.gather(1, kept_B1 - 1) * torch.from_numpy(np.array(share_B))[:, None].to(mass_BV)
+        point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(share_B)[:, None]
         chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)
         return ids_BV.gather(1, chosen_B1)[:, 0]

@@ -19,7 +19,7 @@ CORE = {
     "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
     "megatfm.objectives": {"megatfm.ops", "megatfm.config"},
     "megatfm.parallel": {"megatfm.ops", "megatfm.config"},
-    "megatfm.checkpoint": {"megatfm.config"},
+    "megatfm.checkpoint": {"megatfm.ops", "megatfm.config"},
     "megatfm.estimate": {"megatfm.parallel", "megatfm.layers", "megatfm.config"},
     "megatfm.engines": {"megatfm.parallel", "megatfm.checkpoint", "megatfm.ops", "megatfm.config"},
 }

@@ -1,0 +1,139 @@
+"""Whatever an engine is given, and however it cuts and packs: kernels reckon with memory that begins as torch's does.
+
+Bit for bit holds only so: BLAS may add up in another order where a tensor begins elsewhere, or lies by columns.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.checkpoint import Box
+from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
+from megatfm.engines import NativeEngine
+from megatfm.models import build
+from megatfm.ops.initial import draw
+from tests.alignment import lies_wrong, misaligned, only_torchs_memory
+from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.unit.engines.test_native import load_and_train, tensor_of, train_and_save
+from tests.unit.engines.test_optimizers import OPTIMIZERS
+from tests.workers import Workers
+
+LAYOUTS = {
+    "one": (1, ParallelConfig()),
+    "zero 0": (2, ParallelConfig(dp_shard=2, zero=0)),
+    "zero 1": (2, ParallelConfig(dp_shard=2, zero=1)),
+    "zero 2": (2, ParallelConfig(dp_shard=2, zero=2)),
+    "zero 3": (2, ParallelConfig(dp_shard=2)),
+    "zero 3, shards": (2, ParallelConfig(dp_shard=2, accumulate="shards")),
+    "replicas": (2, ParallelConfig(dp_replicate=2, dp_shard=1)),
+    "tp": (2, ParallelConfig(tp=2)),
+}
+ODD = MODEL.model_copy(update={"vocab_size": 97, "d_model": 20, "d_ff": 27, "n_heads": 2, "n_kv_heads": 1})
+"""Next to no piece of a buffer, and no half of a tensor, fills whole lines of 64 bytes."""
+
+
+def planted(engine: NativeEngine, seed: int) -> list[dict[str, Tensor]]:
+    """A batch in memory that a loader might have from anywhere."""
+    parts = microbatches(engine, global_batch(seed=seed))
+    return [{field: misaligned(values) for field, values in part.items()} for part in parts]
+
+
+def wrong(tensors: dict[str, Tensor | Box]) -> list[str]:
+    return [name for name, tensor in tensors.items() if lies_wrong(tensor_of(tensor))]
+
+
+def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSection) -> None:
+    engine = make_engine(ODD, parallel, optimizer)
+    assert wrong(engine.local) == []
+    batches = [planted(engine, step) for step in range(4)]
+    with only_torchs_memory():
+        for step in range(3):
+            engine.forward_backward(batches[step], CAUSAL)
+            assert wrong(engine.gradients()) == []
+            engine.step(1e-2, clip=0.3)
+            assert wrong(engine.state_dict()) == []
+        engine.evaluate(batches[3], CAUSAL)
+    assert wrong(engine.local) == []
+    whole = [tensor for tensor in engine.model.parameters() if type(tensor) is torch.nn.Parameter]
+    assert wrong(dict(enumerate(whole))) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_reckons_in_torchs_memory(workers: Workers, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    workers.run(trains_in_torchs_memory, ranks, parallel, OPTIMIZERS["soap"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_so_does_every_optimizer(workers: Workers, name: str) -> None:
+    workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
+
+
+def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
+    """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
+    engine, other = (make_engine(MODEL, ParallelConfig(), optimizer) for _ in range(2))
+    for taken in (engine, other):
+        state = taken.empty_state_dict(checkpoint.names(path))
+        checkpoint.load(path, state)
+        if taken is other:
+            state = {name: moved(part) for name, part in state.items()}
+        taken.load_state_dict(state)
+        batches = [microbatches(taken, global_batch(seed=step)) for step in range(2)]
+        with only_torchs_memory():
+            for batch in batches:
+                taken.forward_backward(batch, CAUSAL)
+                taken.step(1e-2, clip=0.3)
+    assert wrong(other.state_dict()) == []
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(tensor_of(tensor), tensor_of(other.state_dict()[name])), name
+
+
+def moved(part: Tensor | Box) -> Tensor | Box:
+    tensor = tensor_of(part)
+    there = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
+    return Box(there, part.global_shape, part.offsets) if isinstance(part, Box) else there
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: str) -> None:
+    ((path, _),) = workers.run(train_and_save, 1, tmp_path / "a", ParallelConfig(), OPTIMIZERS[name])
+    workers.run(goes_on_from_anywhere, 1, path, OPTIMIZERS[name])
+
+
+WIDE = SoapConfig(lr=1e-2, every=1, max_dim=64)
+
+
+@pytest.mark.parametrize("layout", ["one", "zero 1", "zero 3", "tp"])
+def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(
+    workers: Workers, tmp_path: Path, layout: str
+) -> None:
+    """LAPACK gives bases by columns, a checkpoint by rows."""
+    ranks, parallel = LAYOUTS[layout]
+    straight = workers.run(train_and_save, ranks, tmp_path / "a", parallel, WIDE)
+    resumed = workers.run(load_and_train, ranks, straight[0][0], parallel, WIDE, tmp_path / "b")
+    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
+        for key, tensor in wanted.items():
+            assert torch.equal(tensor, got[key]), key
+
+
+def initial_weights_lie_right(parallel: ParallelConfig) -> None:
+    engine = make_engine(ODD, parallel, OPTIMIZERS["adamw"])
+    assert wrong(engine.local) == []
+    assert wrong(dict(engine.model.named_buffers())) == []
+
+
+def test_drawn_weights_and_buffers_lie_in_torchs_memory(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers.run(initial_weights_lie_right, 1, ParallelConfig())
+    name = "megatfm.ops.initial.draw"
+    monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))
+    from megatfm.ops.initial import initialise
+
+    model = build(ODD)
+    initialise(model, 0)
+    assert wrong(dict(model.named_parameters())) == []
+    assert wrong(dict(model.named_buffers())) == []
