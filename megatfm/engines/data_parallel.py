@@ -73,10 +73,3 @@ def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
             if parameter not in seen:
                 seen.add(parameter)
                 yield name, parameter
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of all stacks, which are compiled, gathered and recomputed one at a time."""
-    for path, module in model.named_modules():
-        if path.rpartition(".")[0].rpartition(".")[2] == "layers":
-            yield module

@@ -9,9 +9,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatfm.engines.data_parallel import Sharing, Stages, blocks, named_parameters
+from megatfm.engines.data_parallel import Sharing, Stages, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.ops.aligned import all_aligned
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import Mesh
 

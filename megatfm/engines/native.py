@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.checkpoint import Box as StoredBox
-from megatfm.engines.data_parallel import DataParallel, Sharing, Stages, blocks
+from megatfm.engines.data_parallel import DataParallel, Sharing, Stages
 from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.interface import Arrays, Objective, OptimizerGroup, Sums
 from megatfm.engines.loss_scale import LossScale
@@ -22,6 +22,7 @@ from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
 from megatfm.ops.initial import draw, initials
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_cut import Pipeline

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh
 

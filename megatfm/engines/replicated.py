@@ -17,9 +17,10 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from megatfm.engines.buckets import BUCKET_ELEMENTS, all_gather, deal, reduce_scatter
-from megatfm.engines.data_parallel import Stages, blocks, named_parameters
+from megatfm.engines.data_parallel import Stages, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.ops.aligned import aligned, all_aligned
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import Mesh
 

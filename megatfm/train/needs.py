@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatfm.config import Config
 from megatfm.engines import NativeEngine
-from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_schedule import orders
 
 MOMENTS = 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
-from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.verify.batch import Arrays, objective_of
 

@@ -10,8 +10,8 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.data_parallel import blocks
 from megatfm.engines.precision import PRECISIONS
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders
 from megatfm.parallel.styles import Style

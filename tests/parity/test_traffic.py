@@ -25,8 +25,8 @@ from megatfm.config.objective import (
     ReplacedTokenObjective,
     SpanCorruptionObjective,
 )
-from megatfm.engines.data_parallel import blocks
 from megatfm.models import build
+from megatfm.parallel.blocks import blocks
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer, _step

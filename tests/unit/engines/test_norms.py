@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import NativeEngine
-from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.blocks import blocks
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,

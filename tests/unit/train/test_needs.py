@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config, ParallelConfig, load_config
-from megatfm.engines.data_parallel import blocks
+from megatfm.parallel.blocks import blocks
 from megatfm.train.needs import block_input, held, needs
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
 from tests.unit.engines.test_sharing import EVEN
