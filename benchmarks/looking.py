@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config, load_config
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
@@ -32,11 +32,10 @@ def config_of(width: int) -> Config:
     return load_config("gpt2-124m", [*sizes, *rest, *batch])
 
 
-def step(engine: NativeEngine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
+def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
     """Seconds of one optimizer step."""
     start = time.perf_counter()
-    engine.norms.watch(looks)
-    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)))
+    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), watch=looks)
     if looks:
         engine.layer_norms()
     engine.step(1e-4, clip=1.0)

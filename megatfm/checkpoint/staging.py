@@ -68,7 +68,9 @@ class Staging:
     def _allocate(self, size: int, pin: bool) -> None:
         self._release()
         try:
-            memory = aligned_bytes(size, BLOCK_BYTES)  # by huge pages: the first copy then takes half the time
+            memory = aligned_bytes(
+                size, BLOCK_BYTES
+            )  # by huge pages: the first copy then takes half the time
         except MemoryError as error:
             raise MegatfmError(
                 f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '

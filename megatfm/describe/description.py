@@ -12,7 +12,7 @@ from megatfm.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatfm.engines import OptimizerGroup
+    from megatfm.engines.interface import OptimizerGroup
 
 PROBE = (3, 5, 7, 11, 13)
 """Dims of the small tensors on which optimizers are tried: all different, to be known again in their state."""

@@ -1,12 +1,26 @@
-"""What passes between the training loop and an engine."""
+"""What the training loop and `verify` ask of an engine, and what passes between them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from megatfm.checkpoint import Box
+from megatfm.config import Config
+from megatfm.engines.precision import PRECISIONS as PRECISIONS
+from megatfm.engines.precision import Precision as Precision
+from megatfm.parallel.layout import Layout
+from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.pipeline_cut import Pipeline
+
+StateDict = dict[str, Box | Tensor]
+"""Blocks of global tensors, and tensors that are whole, by their names in a checkpoint."""
+
+MOMENTS = 2
+"""Optimizer state per weight, as Adam has it: near enough to see that something will not fit."""
 
 Batch = Mapping[str, Tensor]
 Arrays = Mapping[str, Tensor | NDArray[Any]]
@@ -86,3 +100,109 @@ class OptimizerGroup:
             else:
                 groups.append(([name], {"params": [tensor], **options}))
         return groups
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes that a step takes of this rank at least, besides the weights that it holds already."""
+
+    gradients: int
+    moments: int
+    gathered: int
+    inputs: int
+    """Of blocks: all that every way to recompute keeps of the activations."""
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.moments + self.gathered + self.inputs
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is built from.
+
+    model: on the meta device, its plan laid; of a pipeline, this rank's stages only. layout: what laying the plan
+    returned. pipeline: how the whole model is cut into stages, where it is.
+    """
+
+    config: Config
+    model: nn.Module
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    precision: str
+    optimizers: Sequence[OptimizerGroup]
+    pipeline: Pipeline | None = None
+
+
+class Engine(Protocol):
+    """Carries out training steps of one model over the ranks of a mesh.
+
+    Every method is a collective: all ranks call it together, in the same order, but for the properties, `gradients`,
+    `zero_grad`, `weights`, `state_dict` and `memory_needed`, which look at this rank alone.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def precision(self) -> Precision: ...
+
+    @property
+    def replicated_axes(self) -> Sequence[str]:
+        """Axes over which ranks hold copies of the same blocks, so that these can be compared."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Arrays], objective: Objective, *, watch: bool = False
+    ) -> Sums:
+        """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
+
+        watch: measure activations on the way, for `layer_norms`.
+        """
+
+    def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
+        """Clip by the global gradient norm (0: don't) and take an optimizer step. Returns the norm before clipping.
+
+        A norm that is not finite leaves weights and state as they are; it is for the caller to act on it. skip: do as
+        if it were not, and return NaN; all ranks must ask alike.
+        """
+
+    def evaluate(self, batches: Iterable[Arrays], objective: Objective) -> Sums:
+        """The loss over batches, of which every data rank must bring equally many."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
+
+    def zero_grad(self) -> None:
+        """Forget what `forward_backward` has left."""
+
+    def layer_norms(self) -> dict[str, dict[str, float]]:
+        """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x²."""
+
+    def weights(self) -> Mapping[str, Box]:
+        """This rank's blocks of the weights, as the optimizer moves them: to be filled in place."""
+
+    def weights_changed(self) -> None:
+        """To be called after `weights` were set from outside: whoever has copies of them looks again."""
+
+    def state_dict(self) -> StateDict:
+        """All that a checkpoint holds of the engine, not copied: weights as model.NAME, the state of optimizers as
+        optimizer.NAME.KEY, and what else it keeps as engine.KEY."""
+
+    def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
+        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+
+    def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
+        """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
+
+    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
+        """Of a step of so many micro-batches, each bytes large between two blocks."""
+
+    def process_groups(self) -> Mapping[str, str]:
+        """Name of each process group that the engine sends over → the axis, or axes, that its ranks lie on."""

@@ -43,6 +43,26 @@ class Mesh:
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which a global batch is divided."""
+        return ("dp_shard", "dp_replicate")
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes over which the sums of a loss's terms are still to be added up."""
+        return (*self.data_axes, "pp")
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a ZeRO stage cuts."""
+        return self.size("dp_shard")
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.rank("pp")
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh:
         """The axes that FSDP2 may see: replicate × shard, or shard alone."""
         return (
@@ -64,6 +84,12 @@ class Mesh:
             return self.group(long[0] if long else axes[0])
         submesh = self.device_mesh[tuple(axes)]
         return submesh._flatten("_".join(axes)).get_group()
+
+    def group_names(self, *several: Sequence[str]) -> dict[str, str]:
+        """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
+        names = {str(self.flat_group(axes).group_name): " × ".join(axes) for axes in several}
+        # One of several axes may be the same group as the axis alone: then the axis names it.
+        return names | {str(self.group(axis).group_name): axis for axis in AXES}
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
         """The items of all ranks of `flat_group(axes)`, in its order."""

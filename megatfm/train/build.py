@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.interface import Engine, EngineSetup
+from megatfm.engines.registry import ENGINES
 from megatfm.models import build
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
@@ -16,7 +17,7 @@ from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
 
 
-def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> NativeEngine:
+def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
         model = build(config.model)
@@ -28,19 +29,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     if mesh.size("pp") > 1:
         pipeline = cut_into_stages(config, model, mesh)
         layout.table += f"\n{pipeline.table()}"
-    return NativeEngine(
-        model,
-        layout,
-        mesh,
-        device=device,
-        precision=precision,
-        seed=config.train.seed,
-        optimizers=optimizers,
-        sharing=Sharing(config.parallel.zero, config.parallel.accumulate),
-        pipeline=pipeline,
-        recomputed=config.train.recompute,
-        compile_blocks=config.train.compile,
-    )
+    setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
+    return ENGINES.get(config.parallel.engine)(setup)
 
 
 def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.config import Config
 from megatfm.data import IGNORED_TARGET, Loader, PackedRows
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.objectives import Objective
 from megatfm.train.corpora import Corpora
 
@@ -19,7 +19,7 @@ log = logging.getLogger("megatfm")
 
 
 def evaluate(
-    engine: NativeEngine,
+    engine: Engine,
     rows: PackedRows,
     objective: Objective,
     byte_lengths: NDArray[np.int64] | None,
@@ -60,7 +60,7 @@ def evaluate(
                     yield batch
 
         result = engine.evaluate(batches(), objective)
-    engine.mesh.sum(n_bytes, ("dp_shard", "dp_replicate"))
+    engine.mesh.sum(n_bytes, engine.mesh.data_axes)
     found: dict[str, Any] = {"loss": result.loss}
     if objective.likelihood and byte_lengths is not None:
         bits = result.sums[objective.likelihood] / math.log(2)
@@ -80,7 +80,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def evaluate_sets(
-    engine: NativeEngine, corpora: Corpora, config: Config, step: int, moved: Callable[[], None]
+    engine: Engine, corpora: Corpora, config: Config, step: int, moved: Callable[[], None]
 ) -> dict[str, Any]:
     """Evaluate every validation set of a config; name → what `evaluate` returns."""
     results = {}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatfm import checkpoint
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
 
 
@@ -25,10 +25,10 @@ def find_checkpoint(path: str | Path) -> Path:
     return newest
 
 
-def load_weights(engine: NativeEngine, path: str | Path) -> Path:
+def load_weights(engine: Engine, path: str | Path) -> Path:
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision."""
     source = find_checkpoint(path)
-    weights = {f"model.{name}": engine.stored(name, block) for name, block in engine.local.items()}
+    weights = {f"model.{name}": box for name, box in engine.weights().items()}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()
     return source

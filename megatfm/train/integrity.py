@@ -12,27 +12,32 @@ from blake3 import blake3
 from torch import Tensor
 
 from megatfm.checkpoint import Box
-from megatfm.engines import NativeEngine, StepStats
-from megatfm.engines.interface import Arrays, Objective
+from megatfm.engines.interface import Arrays, Engine, Objective, StepStats
 from megatfm.errors import MegatfmError
 
 SHOWN = 5
 
 
 def forward_backward(
-    engine: NativeEngine, microbatches: Sequence[Arrays], objective: Objective, step: int, replay_every: int
+    engine: Engine,
+    microbatches: Sequence[Arrays],
+    objective: Objective,
+    step: int,
+    *,
+    replay_every: int,
+    watch: bool = False,
 ) -> StepStats:
     """The engine's `forward_backward`; every so many steps (0: never) twice, and compared. A collective.
 
     Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
     step and sample, so the two agree wherever the kernels are deterministic.
     """
-    stats = engine.forward_backward(microbatches, objective)
+    stats = engine.forward_backward(microbatches, objective, watch=watch)
     if replay_every == 0 or step % replay_every:
         return stats
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
-    again = engine.forward_backward(microbatches, objective)
+    again = engine.forward_backward(microbatches, objective, watch=watch)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
@@ -40,13 +45,13 @@ def forward_backward(
     return again
 
 
-def compare_replicas(engine: NativeEngine, step: int, every: int) -> None:
-    """Every so many steps (0: never), compare hashes of weights and optimizer state over dp_replicate, and with ZeRO 0
-    over dp_shard. A collective.
+def compare_replicas(engine: Engine, step: int, every: int) -> None:
+    """Every so many steps (0: never), compare hashes of weights and optimizer state over the axes that hold copies of
+    them. A collective.
 
     Raises MegatfmError on all ranks that names the parameters, and the ranks that differ from most others.
     """
-    copied = [axis for axis in ("dp_replicate", "dp_shard") if axis not in engine.data.cut_axes]
+    copied = engine.replicated_axes
     if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in copied):
         return
     ours = hashes(engine.state_dict())

@@ -10,7 +10,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.errors import DONE, REQUEUE
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
@@ -81,7 +81,7 @@ class Trainer:
         self,
         config: Config,
         run: Run,
-        engine: NativeEngine,
+        engine: Engine,
         corpora: Corpora,
         precision: str,
         screen: RunLog,
@@ -177,8 +177,14 @@ class Trainer:
         self.watch.tick(at.step, "step")
         checks, objective = config.resilience, self.corpora.objective
         looks = config.log.norms_every > 0 and (at.step + 1) % config.log.norms_every == 0
-        self.engine.norms.watch(looks)
-        stats = forward_backward(self.engine, next(loader), objective, at.step + 1, checks.replay_every)
+        stats = forward_backward(
+            self.engine,
+            next(loader),
+            objective,
+            at.step + 1,
+            replay_every=checks.replay_every,
+            watch=looks,
+        )
         at.step, at.position = at.step + 1, loader.position
         norms = self.engine.layer_norms() if looks else None
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from megatfm.checkpoint.folder import committed
 from megatfm.checkpoint.nodes import KEEP, Nodes
 from megatfm.config import Config
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import AXES, Mesh
-from megatfm.train.needs import MOMENTS, needs
 from megatfm.train.run import Run
 
 SLOW = 3.0
@@ -38,7 +37,7 @@ LAG_SECONDS = 10.0
 """How long a shared filesystem may take to show one machine the files of another."""
 
 
-def preflight(config: Config, run: Run, engine: NativeEngine, nodes: Nodes | None = None) -> list[str]:
+def preflight(config: Config, run: Run, engine: Engine, nodes: Nodes | None = None) -> list[str]:
     """Check disks, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
 
     Raises MegatfmError on all ranks, naming those where something is broken.
@@ -65,14 +64,14 @@ def preflight(config: Config, run: Run, engine: NativeEngine, nodes: Nodes | Non
     return slow_ranks(seconds)
 
 
-def checkpoint_bytes(run: Run, engine: NativeEngine) -> int:
+def checkpoint_bytes(run: Run, engine: Engine) -> int:
     """What a checkpoint takes: as much as the last one, or weights and two moments in their precision."""
     for path in reversed(committed(run.checkpoints)):
         with contextlib.suppress(OSError):  # one that can't be read tells nothing
             if size := sum(file.stat().st_size for file in path.iterdir()):
                 return size
     elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
-    return elements * engine.dtype.itemsize * (1 + MOMENTS)
+    return elements * engine.precision.stored.itemsize * (1 + MOMENTS)
 
 
 def probe_disk(folder: Path, rank: int) -> None:
@@ -119,9 +118,12 @@ def check_node(nodes: Nodes, state: int) -> None:
     check_space(nodes.folder, nodes.folder, share, KEEP, instead)
 
 
-def check_memory(config: Config, engine: NativeEngine) -> None:
+def check_memory(config: Config, engine: Engine) -> None:
     """What a step takes at least must be there, on top of the weights, which are in memory already."""
-    needed, free = needs(config, engine), free_memory(engine.device)
+    train = config.train
+    microbatches = train.global_batch // (train.micro_batch * engine.mesh.data_ranks)
+    needed = engine.memory_needed(microbatches, block_input(config, engine.precision.computed.itemsize))
+    free = free_memory(engine.device)
     if needed.total > free:
         raise MegatfmError(
             f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need "
@@ -129,6 +131,14 @@ def check_memory(config: Config, engine: NativeEngine) -> None:
             f"blocks {_size(needed.inputs)} besides the weights: lower train.micro_batch, or shard over more ranks "
             "(parallel.zero, parallel.dp_shard, parallel.tp, parallel.pp), or make the model smaller"
         )
+
+
+def block_input(config: Config, itemsize: int) -> int:
+    """Bytes of a micro-batch in the residual stream of one rank."""
+    data, parallel = config.data, config.parallel
+    tokens = min(data.sequence_length, data.target_length or data.sequence_length)
+    rows = config.train.micro_batch * tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    return rows * config.model.d_model * itemsize
 
 
 def free_memory(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.train import generators, resume
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.corpora import Corpora
@@ -24,7 +24,7 @@ class State:
         self,
         config: Config,
         run: Run,
-        engine: NativeEngine,
+        engine: Engine,
         corpora: Corpora,
         precision: str,
         nodes: Nodes | None = None,

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from megatfm.checkpoint import disk
 from megatfm.config import ResilienceConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError
 from megatfm.train.agree import told_by_rank_0
 
@@ -116,19 +116,14 @@ class Trouble:
         self.in_a_row, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.leaping = bool(state.get("leaping", False))
 
-    def careful_step(
-        self, engine: NativeEngine, step: int, loss: float, lr: float
-    ) -> tuple[float, str | None]:
+    def careful_step(self, engine: Engine, step: int, loss: float, lr: float) -> tuple[float, str | None]:
         """The engine's step, unless loss or gradient is not finite, or the step was skipped before.
 
         Returns the gradient norm, and what to say of a step that was skipped. Raises MegatfmError after too many
         in a row.
         """
         again = step in self.decisions.skips
-        if again or not math.isfinite(loss):
-            for gradient in engine.gradients().values():
-                gradient.fill_(math.nan)  # all ranks see the norm, so all leave their weights as they are
-        norm = engine.step(lr, self.clip)
+        norm = engine.step(lr, self.clip, skip=again or not math.isfinite(loss))
         if math.isfinite(norm):
             return norm, None
         self.in_a_row += 1

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.engines.precision import PRECISIONS
+from megatfm.engines.interface import PRECISIONS
 from megatfm.models import build
 from megatfm.ops.initial import initialise
 from megatfm.parallel import styles

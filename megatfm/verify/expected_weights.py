@@ -10,7 +10,7 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.precision import PRECISIONS
+from megatfm.engines.interface import PRECISIONS
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders

@@ -14,18 +14,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatfm.config import Config
-from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import Box
-from megatfm.parallel.mesh import AXES, build_mesh
+from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
 from megatfm.verify.batch import Arrays, objective_of
 from megatfm.verify.reference import perturbation
 from megatfm.verify.traffic import Flow, Traffic
-
-FLAT_AXES = (("dp_shard", "tp"), ("dp_replicate", "dp_shard"))
-"""Axes that are one group for some collectives: whole-tensor optimizers gather, ZeRO 0 reduces over them."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +87,26 @@ def run_rank(connection: Connection, place: Place, config: Config, batch: Arrays
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-    for name, block in engine.local.items():
-        block.add_(perturbation(config.train.seed, name, engine.layout[name].shape, *engine.boxes[name]))
+    weights = engine.weights()
+    for name, box in weights.items():
+        sizes = tuple(box.tensor.shape)
+        box.tensor.add_(perturbation(config.train.seed, name, box.global_shape, box.offsets, sizes))
     engine.weights_changed()
-    axes = {str(mesh.flat_group(several).group_name): " × ".join(several) for several in FLAT_AXES}
-    axes |= {str(group.group_name): "pp" for group in engine.ties.groups}
-    # One of several axes may be the same group as the axis alone: then the axis names it.
-    axes |= {str(mesh.group(axis).group_name): axis for axis in AXES}
-    with Traffic(axes) as traffic:
+    with Traffic(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
     blocks = {
-        name: (engine.boxes[name], gradients.get(name, torch.zeros_like(block)).numpy())
-        for name, block in engine.local.items()
+        name: (
+            (box.offsets, tuple(box.tensor.shape)),
+            gradients.get(name, torch.zeros_like(box.tensor)).numpy(),
+        )
+        for name, box in weights.items()
     }
     return Answer(stats.loss, grad_norm, blocks, traffic.flows())
 
 
-def _microbatches(config: Config, engine: NativeEngine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
+def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
     """This data rank's rows, a contiguous share of the global batch, in micro-batches."""
     share = config.train.global_batch // engine.mesh.data_ranks
     first, rows = engine.mesh.data_rank * share, config.train.micro_batch

@@ -30,12 +30,12 @@ from megatfm.engines import NativeEngine
 
 genuine, calls = NativeEngine.forward_backward, 0
 
-def forward_backward(*batch):
+def forward_backward(*batch, **how):
     global calls
     calls += 1
     if calls > 7 and dist.get_world_size() == 3:
         time.sleep(0.5)
-    return genuine(*batch)
+    return genuine(*batch, **how)
 
 NativeEngine.forward_backward = forward_backward
 """

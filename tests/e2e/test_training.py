@@ -28,10 +28,10 @@ def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) 
     """Train from the start; in the middle of that step, the last rank alone gets a signal."""
     genuine, begun = NativeEngine.forward_backward, 0
 
-    def asked(*args: Any) -> Any:
+    def asked(*args: Any, **how: Any) -> Any:
         nonlocal begun
         begun += 1
-        stats = genuine(*args)
+        stats = genuine(*args, **how)
         if begun == step and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(name)
         return stats

@@ -38,8 +38,10 @@ def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, 
     """
     genuine, read = NativeEngine.forward_backward, []
 
-    def faulty(engine: NativeEngine, microbatches: Sequence[Mapping[str, Any]], objective: Any) -> Sums:
-        stats = genuine(engine, microbatches, objective)
+    def faulty(
+        engine: NativeEngine, microbatches: Sequence[Mapping[str, Any]], objective: Any, **how: Any
+    ) -> Sums:
+        stats = genuine(engine, microbatches, objective, **how)
         read.append(batch_key(microbatches))
         fault = faults.get(read[-1])
         if fault == "inf" and dist.get_rank() == dist.get_world_size() - 1:
@@ -182,16 +184,16 @@ def error_after(config: Config, fault: str, rank: int, step: int) -> str:
     def flip(tensor: torch.Tensor) -> None:
         tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
-    def forward_backward(engine: NativeEngine, *batch: Any) -> Sums:
+    def forward_backward(engine: NativeEngine, *batch: Any, **how: Any) -> Sums:
         nonlocal calls
         calls += 1
-        stats = backward(engine, *batch)
+        stats = backward(engine, *batch, **how)
         if fault == "gradient" and dist.get_rank() == rank and calls == step + 1:
             flip(engine.gradients()[flipped(engine)])
         return stats
 
-    def optimizer_step(engine: NativeEngine, *how: float) -> float:
-        norm = optimize(engine, *how)
+    def optimizer_step(engine: NativeEngine, *how: float, skip: bool) -> float:
+        norm = optimize(engine, *how, skip=skip)
         if fault == "weight" and dist.get_rank() == rank and calls == step:
             flip(engine.local[flipped(engine)])
         return norm

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import NativeEngine
+from megatfm.engines.losses import LossSums
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
 from megatfm.parallel.layout import Box, Placement
@@ -81,7 +82,7 @@ def sum_partial_sums_twice(patch: Patch) -> None:
 
 
 def count_only_own_targets(patch: Patch) -> None:
-    patch.setattr(NativeEngine, "_reduce", lambda self, values, *_: {k: float(v) for k, v in values.items()})
+    patch.setattr(LossSums, "_over_ranks", lambda self, values, *_: {k: float(v) for k, v in values.items()})
 
 
 def count_one_replica(patch: Patch) -> None:

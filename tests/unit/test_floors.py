@@ -50,6 +50,8 @@ ROOMS = {
 }
 
 NO_TORCH = {"megatfm.config", "launchers", "slurm", "megatfm.errors", "megatfm.registry", "megatfm.keyed"}
+DOORS = {"megatfm.engines": ("megatfm.engines.interface", "megatfm.engines.registry")}
+"""Room → the only files of it that other rooms may import."""
 BELOW_FLOOR_3 = ("ops", "layers", "tokenizers", "data", "models", "objectives")
 NO_DISTRIBUTED = {"data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
 
@@ -76,6 +78,11 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
             yield node.lineno, "torch.distributed"
 
 
+def is_through(name: str, doors: tuple[str, ...]) -> bool:
+    """Whether what is imported is one of these files, or is in one."""
+    return any(name == door or name.startswith(f"{door}.") for door in doors)
+
+
 def faults(source: str, module: str, is_package: bool = False) -> list[str]:
     """What a file imports against the table, in words."""
     room = room_of(module)
@@ -87,6 +94,8 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
         if name.split(".")[0] in ("megatfm", *BESIDE) and other in ROOMS:
             if other != room and other not in ROOMS[room] | EVERYBODYS:
                 found.append(f"{module}:{line} imports {name}: {room} may import {sorted(ROOMS[room])}")
+            elif other != room and not is_through(name, DOORS.get(other, (other,))):
+                found.append(f"{module}:{line} imports {name}: other rooms see {DOORS[other]} alone")
         elif room in NO_TORCH and name.split(".")[0] == "torch":
             found.append(f"{module}:{line} imports {name}: {room} runs on a login node without torch")
         elif room in NO_DISTRIBUTED and name.startswith("torch.distributed"):
@@ -119,6 +128,10 @@ def test_every_import_goes_down() -> None:
         ("megatfm.layers.ffn", "import torch\nrank = torch.distributed.get_rank()", True),
         ("megatfm.layers.ffn", "from torch import distributed", True),
         ("megatfm.parallel.mesh", "import torch.distributed as dist", False),
+        ("megatfm.train.loop", "from megatfm.engines import NativeEngine", True),
+        ("megatfm.verify.rank", "from megatfm.engines.native import NativeEngine", True),
+        ("megatfm.train.loop", "from megatfm.engines.interface import Engine", False),
+        ("megatfm.engines.registry", "from megatfm.engines.native import NativeEngine", False),
         ("megatfm.config.root", "from torch import nn", True),
         ("launchers.slurm", "import torch", True),
         ("launchers.slurm", "from megatfm.train import loop", True),

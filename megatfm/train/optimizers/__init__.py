@@ -3,7 +3,7 @@
 from torch import nn
 
 from megatfm.config import ModelConfig, OptimizerSection
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import lr_scales
 from megatfm.train.optimizers.adafactor import adafactor

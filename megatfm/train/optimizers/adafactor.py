@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Adafactor
 
 from megatfm.config import AdafactorConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.groups import lr_scales, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import LambConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.groups import lr_scales, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatfm.config import LionConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.groups import lr_scales, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Muon
 
 from megatfm.config import MuonConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
 from megatfm.train.optimizers.groups import lr_scales, split, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters

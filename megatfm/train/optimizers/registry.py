@@ -1,7 +1,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.registry import Registry
 from megatfm.train.optimizers.parameters import ParameterInfo
 

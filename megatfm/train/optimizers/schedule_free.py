@@ -10,7 +10,7 @@ from schedulefree import AdamWScheduleFree
 from torch import Tensor
 
 from megatfm.config import ScheduleFreeConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.groups import lr_scales, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import SoapConfig
-from megatfm.engines import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
 from megatfm.train.optimizers.groups import lr_scales, split, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters

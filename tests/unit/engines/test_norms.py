@@ -65,8 +65,7 @@ def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: lis
     for parallel in layouts:
         engine = make(config, parallel, ADAMW)
         for watches in (True, False):
-            engine.norms.watch(watches)
-            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
+            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL, watch=watches)
             found = engine.layer_norms()
             engine.zero_grad()
             assert found.keys() == wanted.keys()
@@ -98,8 +97,7 @@ def compare_content() -> None:
     with torch.no_grad():
         objective(model, batch)
     engine = make_stages(config, ParallelConfig(dp_shard=2), ADAMW)
-    engine.norms.watch(True)
-    engine.forward_backward(stage_microbatches(engine, batch), objective)
+    engine.forward_backward(stage_microbatches(engine, batch), objective, watch=True)
     found = engine.layer_norms()
     *earlier, last = outputs
     assert earlier

@@ -20,11 +20,8 @@ class Engine:
     def __init__(self) -> None:
         self.weight, self.gradient = 1.0, torch.tensor([0.0])
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {"w": self.gradient}
-
-    def step(self, lr: float, clip: float) -> float:
-        norm = float(self.gradient.abs())
+    def step(self, lr: float, clip: float, *, skip: bool) -> float:
+        norm = math.nan if skip else float(self.gradient.abs())
         if math.isfinite(norm):
             self.weight -= lr * float(self.gradient)
         return norm

@@ -68,10 +68,10 @@ def needless_reduction():
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
-    def patched(engine, *args):
+    def patched(engine, *args, **how):
         if engine.mesh.rank("dp_shard") == 1:
             act()
-        return original(engine, *args)
+        return original(engine, *args, **how)
     native.NativeEngine.forward_backward = patched
 
 def hang():

@@ -5,8 +5,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.engines import NativeEngine
+from megatfm.engines.interface import MemoryNeeds
+from megatfm.engines.memory import inputs_held
 from megatfm.parallel.blocks import blocks
-from megatfm.train.needs import block_input, held, needs
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.train.preflight import block_input
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
 from tests.unit.engines.test_sharing import EVEN
 from tests.unit.engines.test_sharing import held as counted
@@ -25,6 +29,12 @@ def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
             "train": made.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
         }
     )
+
+
+def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
+    """As the check before training asks for it."""
+    microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
+    return engine.memory_needed(microbatches, block_input(config, engine.precision.computed.itemsize))
 
 
 def compare() -> None:
@@ -82,8 +92,8 @@ def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
 def test_a_pipeline_rank_holds_several_microbatches(
     schedule: str, rank: int, microbatches: int, wanted: int
 ) -> None:
-    parallel = ParallelConfig(pp=4, schedule=schedule)  # type: ignore[arg-type]
-    assert held(config(parallel), rank, microbatches, n_blocks=3) == 3 * wanted
+    pipeline = Pipeline(schedule, ranks=4, virtual=1, stages=(), holders={})
+    assert inputs_held(pipeline, rank, microbatches, n_blocks=3) == 3 * wanted
 
 
 def test_sequence_parallel_ranks_keep_their_part() -> None:

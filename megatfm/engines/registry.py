@@ -1,0 +1,30 @@
+"""Engines by name, as `parallel.engine` chooses one."""
+
+from collections.abc import Callable
+
+from megatfm.engines.interface import Engine, EngineSetup
+from megatfm.registry import Registry
+
+ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
+
+
+@ENGINES.register("native")
+def native(setup: EngineSetup) -> Engine:
+    """FSDP2 or whole copies over the data axes, and our own pipeline runner."""
+    from megatfm.engines.data_parallel import Sharing
+    from megatfm.engines.native import NativeEngine
+
+    parallel, train = setup.config.parallel, setup.config.train
+    return NativeEngine(
+        setup.model,
+        setup.layout,
+        setup.mesh,
+        device=setup.device,
+        precision=setup.precision,
+        seed=train.seed,
+        optimizers=setup.optimizers,
+        sharing=Sharing(parallel.zero, parallel.accumulate),
+        pipeline=setup.pipeline,
+        recomputed=train.recompute,
+        compile_blocks=train.compile,
+    )
