@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.data import PackedRows
+from megatfm.data import PackedRows, Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives import Objective, SpecialTokens, make
 
@@ -99,7 +99,7 @@ def row(corpus: Documents, name: str, family: str) -> str:
 
     def build() -> None:
         for sample in range(500):
-            made.build(text, partners, PieceKey(0, 0, sample, 0))
+            made.build(Piece(text, partners), PieceKey(0, 0, sample, 0))
 
     def plan() -> PackedRows:
         return PackedRows(corpus, made, sequence_length=rows[0], target_length=rows[-1], seed=0)  # type: ignore[arg-type]

@@ -51,8 +51,9 @@ class DataConfig(Section):
     """Rows of a stream in which the mixture's weights hold exactly, to one row."""
     validation: dict[str, PathStr] = Field(default_factory=dict)
     """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""
-    tokenizer: PathStr = Field(examples=["corpora/quickstart/tokenizer.model"])
-    """The tokenizer that made the corpora (checked by its hash): its file, or a folder that holds it."""
+    tokenizer: PathStr | None = Field(default=None, examples=["corpora/quickstart/tokenizer.model"])
+    """The tokenizer that made the corpora (checked by its hash): its file, or a folder that holds it. Left out only
+    where the objective reads no text."""
     sequence_length: PositiveInt = Field(examples=[512])
     """Tokens in one packed row; in an encoder-decoder, in one of the encoder's."""
     target_length: PositiveInt | None = Field(default=None, examples=[128])

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
-from megatfm.config.objective import CausalObjective, ObjectiveConfig
+from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, PluginOptimizer, ScheduleFreeConfig
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.schedule import CosineSchedule, PluginSchedule, ScheduleConfig, WSDSchedule
@@ -48,6 +48,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
+        if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective):
+            raise ValueError(
+                "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
+            )
         for key, kind, name in (
             ("optimizer", PluginOptimizer, self.optimizer.name),
             ("schedule", PluginSchedule, self.schedule.name),

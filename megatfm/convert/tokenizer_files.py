@@ -19,9 +19,9 @@ BESIDE = (ABOUT, "special_tokens_map.json", "added_tokens.json", "vocab.json", "
 def to_hf(checkpoint: Path, config: Config, folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json."""
     run = checkpoint.absolute().parent.parent
-    place = tokenizers.find(run) or Path(config.data.tokenizer)
-    if not place.is_file():
-        return [f"no tokenizer: there is none in {run}, nor at {place}"], {}
+    place = tokenizers.find(run) or (Path(config.data.tokenizer) if config.data.tokenizer else None)
+    if place is None or not place.is_file():
+        return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
     opened = tokenizers.load(place)
     _copy(place, folder)
     notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder)

@@ -8,9 +8,9 @@ from megatfm.data.manifest import Manifest
 from megatfm.data.members import Sample
 from megatfm.data.mixture import Mixture, Phase, source_seed
 from megatfm.data.order import Order, Place
-from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Objective
+from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Field, Objective, Piece
 from megatfm.data.quarantine import Quarantine
-from megatfm.data.rows import PackedRows, Rows
+from megatfm.data.rows import CorpusRows, PackedRows, Rows
 from megatfm.data.samples import ShuffledSamples
 from megatfm.data.steps import Stage, Steps, Streams, streams_for
 from megatfm.data.store import Cache
@@ -22,6 +22,8 @@ __all__ = [
     "Cache",
     "Checked",
     "Corpus",
+    "CorpusRows",
+    "Field",
     "Indexed",
     "Loader",
     "Manifest",
@@ -30,6 +32,7 @@ __all__ = [
     "Order",
     "PackedRows",
     "Phase",
+    "Piece",
     "Place",
     "Quarantine",
     "Rows",

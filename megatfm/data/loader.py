@@ -25,7 +25,7 @@ class _Ahead(NamedTuple):
 
 
 class Loader(Iterator[list[Fields]]):
-    """Yields, step by step, this data rank's micro-batches: int64 arrays [micro_batch, sequence] by name.
+    """Yields, step by step, this data rank's micro-batches: arrays [micro_batch, …] by name, as `Rows` gives them.
 
     Besides the rows' fields there is "keys" [micro_batch], a number ≥ 0 for each row that only its position and the
     seed decide, so that what is drawn from it depends on no rank, micro-batch or resume.

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.order import in_turns
-from megatfm.data.packed import batch_of
 from megatfm.data.packing import Fields
-from megatfm.data.rows import PackedRows
+from megatfm.data.rows import CorpusRows
 from megatfm.errors import UsageError
 from megatfm.keyed import fractions, raw
 
@@ -57,7 +56,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, PackedRows],
+        sources: Mapping[str, CorpusRows],
         phases: Sequence[Phase],
         *,
         seed: int,
@@ -127,18 +126,23 @@ class Mixture:
 
     def row(self, position: int) -> Fields:
         """The row at a global position."""
-        name, at = self.place(position)
-        return self.sources[name].row(at)
+        return {name: values[0] for name, values in self.rows([position]).items()}
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at global positions."""
+        """The rows at global positions, as `Rows` says."""
         padding = next(iter(self.sources)), None
         places = [padding if position is None else self.place(position) for position in positions]
-        found = {
-            name: iter(source.find([at for chosen, at in places if chosen == name]))
-            for name, source in self.sources.items()
-        }
-        return batch_of([next(found[name]) for name, _ in places])
+        batch: Fields = {}
+        for name, source in self.sources.items():
+            mine = [number for number, (chosen, _) in enumerate(places) if chosen == name]
+            found = source.rows([places[number][1] for number in mine]) if mine else {}
+            if len(mine) == len(places):
+                return found
+            for field, values in found.items():
+                if field not in batch:
+                    batch[field] = np.empty((len(places), *values.shape[1:]), values.dtype)
+                batch[field][mine] = values
+        return batch
 
     def rows_read(self, position: int) -> dict[str, int]:
         """How many rows of each source lie before a position, of which the last round may be incomplete."""

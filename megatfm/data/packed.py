@@ -4,15 +4,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import NO_DOCUMENT, Fields
+from megatfm.data.packing import NO_DOCUMENT, Field, Fields, Packing
 from megatfm.errors import MegatfmError
 
 FEW = 12
 """So many documents of a row are numbered one by one, which is faster then."""
+
+
+class Typed(NamedTuple):
+    """A field that is no plain integers [length]: values [total, *shape], or [rows, *shape] of a field of the row."""
+
+    field: Field
+    values: NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +32,17 @@ class JoinedRows:
     """
 
     fields: Mapping[str, NDArray[np.integer]]
-    """The objective's, [total] each, of at most 32 bits."""
+    """The objective's integers [length], [total] each, of at most 32 bits."""
+    typed: Mapping[str, Typed]
+    """Its other fields."""
     starts: list[int]
     """Where the documents start, and the last one ends. None is empty."""
     bounds: list[int]
     """Where the rows start, and the last one ends."""
     blank: list[bool] | None
     """Which documents are padding."""
-    fills: Mapping[str, int]
-    """What stands in the padding of the fields, and then of "documents" and "positions"."""
+    fills: Mapping[str, float]
+    """What stands in the padding of `fields`, and then of "documents" and "positions"."""
     length: int
     as_one_document: bool
 
@@ -46,20 +56,47 @@ class JoinedRows:
 
     @property
     def nbytes(self) -> int:
-        return sum(field.nbytes for field in self.fields.values()) + 36 * (
-            len(self.starts) + len(self.bounds)
+        typed = sum(field.values.nbytes for field in self.typed.values())
+        return (
+            typed
+            + sum(field.nbytes for field in self.fields.values())
+            + 36 * (len(self.starts) + len(self.bounds))
         )
 
     @property
     def padding(self) -> "JoinedRows":
         """No rows."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        return replace(self, fields=fields, starts=[0], bounds=[0])
+        typed = {name: Typed(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
+        return replace(self, fields=fields, typed=typed, starts=[0], bounds=[0])
+
+    def room(self, rows: int) -> Fields:
+        """Arrays [rows, …] for the fields that are no plain integers."""
+        return {
+            name: np.empty(
+                (rows, *([self.length] if field.of == "tokens" else []), *field.shape), values.dtype
+            )
+            for name, (field, values) in self.typed.items()
+        }
+
+    def copy_typed(self, number: int, into: Fields, at: int) -> None:
+        """Write the fields that are no plain integers of a row into row `at`; past the last one there is padding."""
+        begin, n = self._extent(number)
+        for name, (field, values) in self.typed.items():
+            out = into[name]
+            if field.of == "row":
+                out[at] = values[number] if number < self.n_rows else field.fill
+            else:
+                out[at, :n], out[at, n:] = values[begin : begin + n], field.fill
+
+    def _extent(self, number: int) -> tuple[int, int]:
+        """Where a row begins, and how long it is; past the last one it is empty."""
+        begin, *ends = self.bounds[number : number + 2] or (0,)
+        return begin, ends[0] - begin if ends else 0
 
     def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
-        """Write all fields [fields, length] of a row; past the last one there is padding."""
-        begin, *ends = self.bounds[number : number + 2] or (0,)
-        n = ends[0] - begin if ends else 0
+        """Write all integers [fields, length] of a row; past the last one there is padding."""
+        begin, n = self._extent(number)
         for values, out in zip(self.fields.values(), into, strict=False):
             out[:n] = values[begin : begin + n]
         if n < self.length:
@@ -110,24 +147,38 @@ class PackedBlock:
         return PackedBlock(tuple(side.padding for side in self.sides))
 
     def row(self, number: int) -> Fields:
-        """One row, int64 arrays [length of the side] by name; past the end of the block there is padding."""
+        """One row by name, integers [length of the side] as int64; past the end of the block there is padding."""
         return {name: rows[0] for name, rows in batch_of([(self, number)]).items()}
 
 
 def batch_of(rows: Sequence[tuple[PackedBlock, int]]) -> Fields:
-    """Rows of blocks that were packed alike, int64 arrays [n, length of the side] by name."""
+    """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
     fields: Fields = {}
     for number, side in enumerate(rows[0][0].sides):
-        batch = np.empty((len(side.names), len(rows), side.length), np.int64)
+        batch, typed = np.empty((len(side.names), len(rows), side.length), np.int64), side.room(len(rows))
         for at, (block, row) in enumerate(rows):
             block.sides[number].copy_row(row, batch[:, at])
+            if typed:
+                block.sides[number].copy_typed(row, typed, at)
         fields.update(zip(side.names, batch, strict=True))
+        fields.update(typed)
     return fields
 
 
-def fitting(fields: Mapping[str, NDArray[np.integer]]) -> dict[str, NDArray[np.integer]]:
-    """Fields in at most 32 bits; a MegatfmError if one doesn't fit."""
-    return {name: _fitting(values, name) for name, values in fields.items()}
+def told_apart(
+    fields: Mapping[str, NDArray[Any]], how: Packing
+) -> tuple[dict[str, NDArray[np.integer]], dict[str, Typed]]:
+    """Integers [total], in at most 32 bits, and all other fields. Raises a MegatfmError if an integer doesn't fit."""
+    known = {name: how.field(name) for name in fields}
+    plain = {
+        name
+        for name, field in known.items()
+        if (field.of, field.shape, field.dtype) == ("tokens", (), "int64")
+    }
+    return (
+        {name: _fitting(values, name) for name, values in fields.items() if name in plain},
+        {name: Typed(known[name], values) for name, values in fields.items() if name not in plain},
+    )
 
 
 def _fitting(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:

@@ -1,14 +1,13 @@
-"""What packing asks of an objective, and the sequences that it builds."""
+"""What packing asks of an objective, and what it gives it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from dataclasses import field as default
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.pieces import Pieces
 from megatfm.errors import MegatfmError
 from megatfm.keyed import PieceKey
 
@@ -17,9 +16,7 @@ IGNORED_TARGET = -100
 NO_DOCUMENT = -1
 """The document number of padding."""
 
-Fields = dict[str, NDArray[np.int64]]
-Join = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
-"""The fields of many documents, each framed as `Objective.build` would, one after another [total]."""
+Fields = dict[str, NDArray[Any]]
 
 
 class Partners(Protocol):
@@ -33,6 +30,47 @@ class Partners(Protocol):
     def tokens(self, number: int) -> NDArray[np.integer]:
         """The tokens of one of them."""
         ...
+
+
+@dataclass(frozen=True)
+class NoPartners:
+    """No other documents."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.zeros(0, np.int64)
+
+    def tokens(self, number: int) -> NDArray[np.integer]:
+        raise IndexError(number)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What an objective makes a sequence of: the tokens [n] of a piece of a document, and what belongs to it.
+
+    members: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_members`.
+    """
+
+    tokens: NDArray[np.integer]
+    partners: Partners = NoPartners()
+    members: Mapping[str, bytes] = default(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a sequence: its NumPy type, and its shape [length, *shape], or [*shape] where it is one `of` the row.
+
+    fill: what stands in padding.
+    """
+
+    dtype: str = "int64"
+    shape: tuple[int, ...] = ()
+    of: Literal["tokens", "row"] = "tokens"
+    fill: float = 0
+
+    def filled(self, *lengths: int) -> NDArray[Any]:
+        """An array [*lengths, *shape] of nothing but padding."""
+        return np.full((*lengths, *self.shape), self.fill, np.dtype(self.dtype))
 
 
 class Objective(Protocol):
@@ -54,38 +92,27 @@ class Objective(Protocol):
         ...
 
     @property
+    def fields(self) -> Mapping[str, Field] | None:
+        """All fields that `build` makes; None: whatever it makes, integers [length of the side]."""
+        ...
+
+    @property
     def needs_partners(self) -> bool:
         """Whether `build` looks at other documents."""
+        ...
+
+    @property
+    def needs_members(self) -> bool:
+        """Whether `build` looks at the files that are stored with a document."""
         ...
 
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The lengths [n] or [n, sides] of the sequences of pieces of `n_tokens` [n]; 0: there is none."""
         ...
 
-    def build(
-        self, tokens: NDArray[np.integer], partners: Partners, key: PieceKey
-    ) -> Mapping[str, NDArray[np.integer]]:
-        """Integer fields [length of its side], "tokens" and "targets" among them; values must fit 32 bits."""
+    def build(self, piece: Piece, key: PieceKey) -> Mapping[str, NDArray[Any]]:
+        """The fields of a piece's sequence, as `fields` says; integers [length] must fit 32 bits."""
         ...
-
-
-@dataclass(frozen=True)
-class Others:
-    """The documents of a block but for number `own`."""
-
-    documents: Sequence[NDArray[Any]]
-    own: int
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(self.documents[number]) for number in self._numbers], np.int64)
-
-    def tokens(self, number: int) -> NDArray[np.integer]:
-        return self.documents[self._numbers[number]]
-
-    @cached_property
-    def _numbers(self) -> list[int]:
-        return [i for i, document in enumerate(self.documents) if i != self.own and len(document)]
 
 
 @dataclass(frozen=True)
@@ -100,71 +127,32 @@ class Packing:
     as_one_document: bool = False
     """Whether what is in a row has one number and counts its positions on."""
 
-    def fill(self, name: str) -> int:
-        """What stands in a field's padding."""
+    def __post_init__(self) -> None:
+        if one_a_row(self.objective) and self.objective.max_tokens is None:
+            raise MegatfmError(
+                "the objective has fields of rows, so its sequences can't be cut at row ends: give it max_tokens"
+            )
+
+    def field(self, name: str) -> Field:
+        """What a field is: as the objective says, or integers [length]."""
+        declared = self.objective.fields
+        return Field(fill=self._fill(name)) if declared is None else declared[name]
+
+    def _fill(self, name: str) -> int:
         sides = self.objective.sides
         bare = name.removeprefix(sides[side_of(name, sides)])
         return self.objective.fills.get(name, {"tokens": self.pad_id, "targets": IGNORED_TARGET}.get(bare, 0))
 
-    def fills(self, names: Iterable[str], side: int = 0) -> dict[str, int]:
+    def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
         """What stands in the padding of each of a side's fields, and of those that packing adds."""
         prefix = self.objective.sides[side]
-        own = {name: self.fill(name) for name in names}
+        own = {name: self.field(name).fill for name in names}
         return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}
 
 
-def build_pieces(
-    how: Packing,
-    pieces: Pieces,
-    documents: Sequence[NDArray[Any]],
-    blank: NDArray[np.bool_],
-    first: int,
-    epoch: int,
-) -> list[dict[str, NDArray[np.integer]]]:
-    """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
-
-    Those that are `blank` are built and then filled with padding; they are nobody's partners.
-    Raises a MegatfmError that names the sample whose sequence has not the length that was planned.
-    """
-    built, objective = [], how.objective
-    partners = [tokens[:0] if empty else tokens for tokens, empty in zip(documents, blank, strict=True)]
-    for document, start, end, number, planned in pieces.rows():
-        key = PieceKey(how.seed, epoch, first + document, number)
-        fields = dict(objective.build(documents[document][start:end], Others(partners, document), key))
-        for name, field in fields.items():
-            if len(field) != planned[side_of(name, objective.sides)]:
-                found = {name: len(field) for name, field in fields.items()}
-                wanted = ", ".join(map(str, planned))
-                raise MegatfmError(
-                    f"the objective built sample {first + document} with lengths {found}, not {wanted}"
-                )
-        if blank[document]:
-            fields = {name: np.full(len(field), how.fill(name), np.int64) for name, field in fields.items()}
-        built.append(fields)
-    return built
-
-
-def joiner(objective: Objective) -> Join | None:
-    """An objective's `join`, if it has one that goes with its `build`: a subclass may have changed that alone."""
-    for kind in type(objective).__mro__:
-        if "join" in vars(kind):
-            return objective.join  # type: ignore[attr-defined]
-        if "build" in vars(kind):
-            break
-    return None
-
-
-def join_documents(
-    join: Join, pieces: Pieces, documents: Sequence[NDArray[Any]]
-) -> Mapping[str, NDArray[np.integer]]:
-    """Join the documents of uncut pieces. Raises a MegatfmError if they have not the length that was planned."""
-    fields = join([documents[number] for number in pieces.documents.tolist()])
-    for name, field in fields.items():
-        if len(field) != pieces.lengths.sum():
-            raise MegatfmError(
-                f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
-            )
-    return fields
+def one_a_row(objective: Objective) -> bool:
+    """Whether each sequence has a row of its own, since it has fields of the row."""
+    return any(field.of == "row" for field in (objective.fields or {}).values())
 
 
 def side_of(field: str, sides: Sequence[str]) -> int:

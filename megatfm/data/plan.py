@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatfm.data.corpus import Corpus
 from megatfm.data.packing import Objective
 from megatfm.data.pieces import Pieces, pieces_of
-from megatfm.data.whole import best_fit
+from megatfm.data.whole import rows_for
 from megatfm.errors import MegatfmError, UsageError
 
 SAMPLES_AT_ONCE = 2**18
@@ -116,7 +116,7 @@ class _Planner:
         for block, pieces in self._pieces_by_block():
             kept = pieces.with_sequences()
             self._check_lengths(kept)
-            rows = best_fit(kept.lengths, self.row_lengths)
+            rows = rows_for(self.objective, kept.lengths, self.row_lengths)
             counts[block] = int(rows.max(initial=-1)) + 1
             total, dropped = total + len(kept), dropped + len(pieces) - len(kept)
             texts = np.count_nonzero(self.n_tokens[blocks[block] : blocks[block + 1]])

@@ -1,6 +1,6 @@
 """Rows of packed tokens of one corpus, in training order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -23,7 +23,7 @@ from megatfm.keyed import permutation
 
 
 class Rows(Protocol):
-    """What a loader reads: an endless order of rows."""
+    """What a loader reads: an endless order of rows, whatever is in them."""
 
     @property
     def seed(self) -> int: ...
@@ -33,19 +33,36 @@ class Rows(Protocol):
         ...
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the log, on what is not read as one would think."""
+        ...
+
+    @property
     def splits(self) -> bool:
         """Whether a row may be cut into shorter ones."""
         ...
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at positions, int64 arrays [n, length of the field's side] by name; None is a row of padding."""
+        """The rows at positions by name, [n, length of the field's side, …] or [n, …]; None is a row of padding.
+
+        Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] are
+        always there, whatever the other fields are.
+        """
         ...
 
     def epoch(self, position: int) -> int | str:
         """How often the corpus was read before a position."""
         ...
 
-    def identity(self) -> dict[str, str | int | bool]: ...
+    def identity(self) -> dict[str, str | int | bool]:
+        """What determines the order, for a checkpoint to compare."""
+        ...
+
+
+class CorpusRows(Rows, Protocol):
+    """The rows of one corpus; `len` is those of an epoch."""
+
+    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -152,12 +169,11 @@ class PackedRows:
         return self.order.place(position)
 
     def row(self, position: int) -> Fields:
-        """The row at a global position: int64 arrays [length of the field's side] by name.
+        """The row at a global position by name, integers [length of the field's side] as int64.
 
-        "tokens", "targets" (−100: not counted), "documents" (0, 1, … in the row; −1: padding), "positions"
-        (from 0 in each document's piece), and whatever else the objective makes; of an objective with two sides
-        also "encoder_documents" and "encoder_positions". With `attend_across_documents`, a row counts as one
-        document.
+        "documents" (0, 1, … in the row; −1: padding), "positions" (from 0 in each document's piece), and what the
+        objective makes: of text "tokens" and "targets" (−100: not counted); of an objective with two sides also
+        "encoder_documents" and "encoder_positions". With `attend_across_documents`, a row counts as one document.
         """
         return {name: values[0] for name, values in self.rows([position]).items()}
 
@@ -166,7 +182,7 @@ class PackedRows:
         return {name: values[0] for name, values in self.rows([None]).items()}
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows at global positions, [n, length of the field's side] by name; None is a row of padding."""
+        """The rows at global positions, as `Rows` says."""
         return batch_of(self.find(positions))
 
     def find(self, positions: Sequence[int | None]) -> list[tuple[PackedBlock, int]]:
@@ -197,13 +213,15 @@ class PackedRows:
 
     def _pack(self, epoch: int, block: int) -> PackedBlock:
         blank = self._blank(block)
+        documents, members = self._documents(block, blank)
         packed = pack(
-            self._documents(block, blank),
+            documents,
             self._packing,
             epoch=epoch,
             first=int(self.corpus.blocks[block]),
             order=(lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None,
             blank=blank,
+            members=members,
         )
         if packed.n_rows != self._rows_of_block[block]:
             raise MegatfmError(
@@ -218,13 +236,25 @@ class PackedRows:
         blank = self.quarantine.of(*map(int, self.corpus.blocks[block : block + 2]))
         return blank if blank.any() else None
 
-    def _documents(self, block: int, blank: NDArray[np.bool_] | None) -> list[NDArray[np.integer]]:
-        """The documents of a block; of those that are `blank` only the lengths, and if all are, nothing is read."""
+    def _documents(
+        self, block: int, blank: NDArray[np.bool_] | None
+    ) -> tuple[list[NDArray[np.integer]], list[Mapping[str, bytes]] | None]:
+        """The documents of a block, and their files if the objective needs them.
+
+        Of those that are `blank` only the lengths, and if all are, nothing is read.
+        """
+        read: list[NDArray[np.integer]] = []
+        members: list[Mapping[str, bytes]] | None = None
+        if blank is None or not blank.all():
+            if self.objective.needs_members:
+                samples = self.corpus.samples(block)
+                read, members = [one.tokens for one in samples], [one.members for one in samples]
+            else:
+                read = [tokens for _, tokens in self.corpus.block(block)]
         if blank is None:
-            return [tokens for _, tokens in self.corpus.block(block)]
+            return read, members
         lengths = self.corpus.block_lengths(block)
-        read = {} if blank.all() else dict(enumerate(tokens for _, tokens in self.corpus.block(block)))
         return [
             np.zeros(int(n), np.int64) if empty else read[i]
             for i, (n, empty) in enumerate(zip(lengths, blank, strict=True))
-        ]
+        ], members

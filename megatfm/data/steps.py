@@ -63,10 +63,13 @@ def streams_for(global_batch: int, streams: int | None = None) -> Streams:
 
 
 def split_rows(rows: Fields, parts: int) -> Fields:
-    """Rows [n, T] of one side cut into [n·parts, T/parts]: where documents are cut, positions begin again from 0."""
+    """Rows [n, T, …] of one side cut into [n·parts, T/parts, …]; where documents are cut, positions begin from 0."""
     if parts == 1:
         return rows
-    cut = {name: field.reshape(field.shape[0] * parts, -1) for name, field in rows.items()}
+    cut = {
+        name: field.reshape(field.shape[0] * parts, field.shape[1] // parts, *field.shape[2:])
+        for name, field in rows.items()
+    }
     documents, positions = cut["documents"], cut["positions"]
     real = documents != NO_DOCUMENT
     first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)

@@ -2,13 +2,21 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packed import JoinedRows, PackedBlock, fitting
-from megatfm.data.packing import Packing, side_of
+from megatfm.data.packed import JoinedRows, PackedBlock, told_apart
+from megatfm.data.packing import Objective, Packing, one_a_row, side_of
 from megatfm.data.pieces import Pieces
+
+
+def rows_for(
+    objective: Objective, lengths: NDArray[np.int64], capacities: Sequence[int]
+) -> NDArray[np.int64]:
+    """The row [P] of each sequence of `lengths` [P, sides]: its own, or the one in which it fits best."""
+    return np.arange(len(lengths)) if one_a_row(objective) else best_fit(lengths, capacities)
 
 
 def best_fit(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
@@ -61,7 +69,7 @@ def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[
 
 
 def fitted_rows(
-    built: Sequence[Mapping[str, NDArray[np.integer]]],
+    built: Sequence[Mapping[str, NDArray[Any]]],
     pieces: Pieces,
     rows: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
@@ -73,15 +81,22 @@ def fitted_rows(
     sides, prefixes = [], how.objective.sides
     for side, length in enumerate(how.row_lengths):
         names = [name for name in built[0] if side_of(name, prefixes) == side]
-        fields = {name: np.concatenate([built[number][name] for number in order.tolist()]) for name in names}
+        fields = {
+            name: (np.stack if how.field(name).of == "row" else np.concatenate)(
+                [built[number][name] for number in order.tolist()]
+            )
+            for name in names
+        }
+        plain, typed = told_apart(fields, how)
         starts = np.concatenate([[0], np.cumsum(pieces.lengths[order, side])])
         sides.append(
             JoinedRows(
-                fields=fitting(fields),
+                fields=plain,
+                typed=typed,
                 starts=starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
                 blank=None if blank is None else blank[order].tolist(),
-                fills=how.fills(names, side),
+                fills=how.fills(plain, side),
                 length=length,
                 as_one_document=how.as_one_document,
             )

@@ -35,7 +35,7 @@ class Workers:
         return [process.pid for process in self._processes]
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
-        """The rows [n] at positions, int64 arrays [n, T] by name; None is a row of padding."""
+        """The rows [n] at positions, as `Rows` says."""
         if not self._n:
             return self._own_rows.rows(positions)
         if not self._processes:

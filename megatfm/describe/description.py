@@ -93,7 +93,7 @@ def describe(config: Config) -> Description:
 
 
 def _with_vocabulary(config: Config) -> Config:
-    if config.model.vocab_size is not None:
+    if config.model.vocab_size is not None or config.data.tokenizer is None:
         return config
     if not Path(config.data.tokenizer).exists():
         raise UsageError(

@@ -60,7 +60,7 @@ def evaluate_run(
     from megatfm.parallel.mesh import build_mesh
     from megatfm.registry import import_plugins
     from megatfm.train.build import build_engine
-    from megatfm.train.corpora import open_corpora, open_tokenizer
+    from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
     from megatfm.train.evaluation import evaluate
     from megatfm.train.init import find_checkpoint, load_weights
     from megatfm.train.run import Run
@@ -76,7 +76,7 @@ def evaluate_run(
         update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1}
     )
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
-    if with_compressors and not tokenizer.lossless:
+    if with_compressors and not (tokenizer and tokenizer.lossless):
         raise UsageError(
             f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
             "leave it out"
@@ -88,16 +88,19 @@ def evaluate_run(
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
         load_weights(engine, source)
-        lengths = tokenizer.byte_lengths()
         results = {
-            name: evaluate(engine, rows, corpora.objective, lengths, micro_batch=config.train.micro_batch)
+            name: evaluate(
+                engine, rows, corpora.objective, corpora.byte_lengths, micro_batch=config.train.micro_batch
+            )
             for name, rows in corpora.validation.items()
         }
     if not rank.is_main:
         return None
     found = {"step": state["step"], "sets": results}
-    sets_read = corpora.validation.items() if with_compressors else ()
-    baselines = {name: compressors(rows.corpus, tokenizer) for name, rows in sets_read}
+    baselines = {}
+    if with_compressors and tokenizer:
+        folders = config.data.validation.items()
+        baselines = {name: compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     run = Run(run_dir, rank.rank)
     run.write("evaluation.json", json.dumps(found, indent=2) + "\n")
     if baselines:

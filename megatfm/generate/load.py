@@ -41,6 +41,10 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
     where = tokenizers.find(run) or config.data.tokenizer
+    if where is None:
+        raise UsageError(
+            f"{source}: was trained on no text, and has no tokenizer: there is nothing to generate"
+        )
     tokenizer = tokenizers.load(where)
     if tokenizer.hash != state.get("tokenizer"):
         raise UsageError(

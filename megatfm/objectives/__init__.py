@@ -1,5 +1,6 @@
 """What is predicted. An objective makes the model's inputs from documents, and names the terms of the loss."""
 
+from megatfm.data import Field, Piece
 from megatfm.objectives.causal import Causal, LanguageModel
 from megatfm.objectives.denoisers import Denoisers
 from megatfm.objectives.masked import Masked
@@ -12,11 +13,11 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
     Terms,
     Tokens,
     make,
+    reads_text,
     run,
 )
 from megatfm.objectives.replaced_token import ReplacedToken
@@ -31,13 +32,14 @@ __all__ = [
     "Batch",
     "Causal",
     "Denoisers",
+    "Field",
     "Fields",
     "LanguageModel",
     "Masked",
     "NextSentence",
     "Objective",
-    "Partners",
     "Permutation",
+    "Piece",
     "PrefixDecoder",
     "PrefixPair",
     "ReplacedToken",
@@ -48,5 +50,6 @@ __all__ = [
     "Terms",
     "Tokens",
     "make",
+    "reads_text",
     "run",
 ]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import CausalObjective, ModelConfig
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.registry import (
     OBJECTIVES,
@@ -14,7 +15,6 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
     Tokens,
 )
@@ -49,7 +49,8 @@ class Causal(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return n_tokens + 1
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         framed = np.empty(len(tokens) + 2, np.int64)
         framed[0], framed[1:-1], framed[-1] = self.special.bos, tokens, self.special.eos
         return {"tokens": framed[:-1], "targets": framed[1:]}
@@ -92,8 +93,8 @@ class LanguageModel(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
-        return pair(np.zeros(0, np.int64), tokens, self.special)
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        return pair(np.zeros(0, np.int64), piece.tokens, self.special)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"span": (batch["targets"] != IGNORE).sum()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import DenoisersObjective, ModelConfig
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import below
 from megatfm.objectives.registry import (
@@ -19,9 +20,7 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
-    Tokens,
     longest,
 )
 from megatfm.objectives.span_corruption import corrupt, corrupted_lengths, need_sentinels, span_counts
@@ -95,7 +94,8 @@ class Denoisers(Objective):
             found[mine] = self._lengths_of(number, n_tokens[mine], cuts[mine])
         return found
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         (number,), (cut,) = self._choices(np.array([len(tokens)]), key.planned)
         mode, mean_span, rate = DENOISERS[number]
         if mode == "S":

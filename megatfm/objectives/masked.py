@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import MaskedObjective, ModelConfig
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import Masking, key_of, single
 from megatfm.objectives.registry import (
@@ -14,9 +15,7 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
-    Tokens,
     longest,
 )
 from megatfm.ops.cross_entropy import IGNORE
@@ -45,8 +44,8 @@ class Masked(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
-        shown, targets = self.masking(tokens, key_of(key, "masked", self.config.static))
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        shown, targets = self.masking(piece.tokens, key_of(key, "masked", self.config.static))
         return single(shown, targets, self.cls, self.sep)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:

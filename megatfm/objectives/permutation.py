@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, PermutationObjective
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import below, key_of
 from megatfm.objectives.registry import (
@@ -15,9 +16,7 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
-    Tokens,
     longest,
 )
 from megatfm.ops.cross_entropy import IGNORE
@@ -59,7 +58,8 @@ class Permutation(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         n = len(tokens)
         contexts = n // self.config.every + 2
         random = keyed.uniform(2 * contexts + 2 + n, *key_of(key, "permutation"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, PrefixObjective
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import below
 from megatfm.objectives.registry import (
@@ -16,9 +17,7 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
-    Tokens,
     longest,
 )
 from megatfm.objectives.two_sides import pair, prefixed
@@ -44,7 +43,8 @@ class PrefixDecoder(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 1, 0)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         cut = below(len(tokens) + 1, keyed.uniform(1, *key, "prefix"))[0]
         return prefixed(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
 
@@ -82,7 +82,8 @@ class PrefixPair(Objective):
         cuts = self._cuts(n_tokens, keys)
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         cut = int(self._cuts(np.array([len(tokens)]), key.planned)[0])
         return pair(tokens[:cut], tokens[cut:], self.special)
 

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.data import Field, Piece
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
 from megatfm.registry import Registry
 
 Batch = Mapping[str, Tensor]
-"""int64 tensors [rows, length of the side] of a micro-batch: tokens, targets, positions, documents and what else the
-objective makes; and `keys` [rows]."""
+"""The tensors of a micro-batch: `positions` and `documents` [rows, length of the side], `keys` [rows], and what the
+objective makes: of text `tokens` and `targets` [rows, length]."""
 
-Fields = dict[str, NDArray[np.integer]]
-"""One sequence: integer arrays [length of the side] by name."""
+Fields = dict[str, NDArray[Any]]
+"""One sequence: arrays by name, as `Objective.fields` says."""
 
 Terms = dict[str, Tensor]
 """Name of a loss term → its sum over a micro-batch, a scalar."""
@@ -86,19 +87,10 @@ class SpecialTokens:
         return np.flatnonzero(starts)
 
 
-class Partners(Protocol):
-    """The other documents of a piece's block, those without tokens left out."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Their numbers of tokens [n]."""
-
-    def tokens(self, number: int) -> Tokens:
-        """The tokens of one of them."""
-
-
 class Objective(Protocol):
     """Makes sequences from pieces of documents, and the terms of the loss; subclass it for the defaults.
+
+    One whose inputs are no text says so: `reads_text`, `fields`, and `needs_members` if it reads stored files.
 
     The loss is Σ over terms of weight · sum / count; counts are taken over the whole global batch.
     """
@@ -113,10 +105,16 @@ class Objective(Protocol):
     """Longest piece of a document whose sequence fits a row. None: documents are cut where rows end."""
     fills: Mapping[str, int] = MappingProxyType({})
     """What stands in padding, for fields where it is not 0 and which are not tokens, targets or documents."""
+    fields: Mapping[str, Field] | None = None
+    """All fields that `build` makes. None: integers [length of the side], whatever they are called."""
+    reads_text: bool = True
+    """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
     likelihood: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
     needs_partners: bool = False
-    """Whether `build` looks at other documents."""
+    """Whether `build` looks at other documents, `piece.partners`."""
+    needs_members: bool = False
+    """Whether `build` looks at the files stored with a document, `piece.members`."""
     crosses_documents: bool = False
     """Whether `data.attend_across_documents` makes sense: tokens of one document tell nothing of another's targets."""
 
@@ -126,8 +124,15 @@ class Objective(Protocol):
         keys [n]: `keyed.piece_keys`, for choices that decide lengths. They are the same in every epoch.
         """
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
         """The fields of one piece's sequence, as long as `lengths` told; a pure function."""
+
+    def example(self, random: np.random.Generator) -> Piece:
+        """A random piece on which layouts are compared, where that is more than random tokens."""
+        raise UsageError(
+            f"{type(self).__name__} reads more than tokens, but has no example(random) on which layouts could be "
+            "compared: give it one"
+        )
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """How many targets each term has in a micro-batch, from the batch alone."""
@@ -148,12 +153,23 @@ OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
 config's section of its name, and one row length for each side."""
 
 
-def make(config: Any, model: ModelConfig, special: SpecialTokens, row_lengths: tuple[int, ...]) -> Objective:
+def reads_text(name: str) -> bool:
+    """Whether the objective of this name needs a tokenizer."""
+    return bool(getattr(OBJECTIVES.get(name), "reads_text", True))
+
+
+def make(
+    config: Any, model: ModelConfig, special: SpecialTokens | None, row_lengths: tuple[int, ...]
+) -> Objective:
     """The objective of a config's section, checked against the model.
 
-    row_lengths: data.sequence_length and, where it is set, data.target_length. Raises UsageError if the model or the
-    tokenizer lacks what it needs.
+    special: None where there is no tokenizer. row_lengths: data.sequence_length and, where it is set,
+    data.target_length. Raises UsageError if the model or the tokenizer lacks what it needs.
     """
+    if special is None and reads_text(config.name):
+        raise UsageError(
+            f"objective.name = {config.name!r} reads text: set data.tokenizer to the one beside the corpus"
+        )
     objective = OBJECTIVES.get(config.name)(special, config, model, row_lengths)
     if model.family not in objective.families:
         raise UsageError(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, NextSentenceObjective, SentenceOrderObjective
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import Masking, below, key_of
 from megatfm.objectives.registry import (
@@ -15,7 +16,6 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
     Tokens,
     longest,
@@ -91,7 +91,8 @@ class NextSentence(Segments):
 
     needs_partners = True
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens, partners = piece.tokens, piece.partners
         n, (label, choice, at, start) = (
             len(tokens),
             keyed.uniform(4, *key_of(key, "next", self.config.static)),
@@ -115,7 +116,8 @@ class NextSentence(Segments):
 class SentenceOrder(Segments):
     """Are two consecutive segments in their order, or swapped? (Lan et al. 2020, section 3.1.)"""
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         label, at = keyed.uniform(2, *key_of(key, "order", self.config.static))
         cut = 1 + int(below(len(tokens) - 1, at))
         if label < 0.5:

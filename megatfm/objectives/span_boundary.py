@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, SpanBoundaryObjective
+from megatfm.data import Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives.masking import Masking, key_of, random_round, replaced
 from megatfm.objectives.registry import (
@@ -15,9 +16,7 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
-    Tokens,
     longest,
     need_model,
 )
@@ -65,7 +64,8 @@ class SpanBoundary(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
+        tokens = piece.tokens
         n, starts = len(tokens), self.special.words(tokens)
         random = keyed.uniform(2 * n + 2 * len(starts) + 1, *key_of(key, "span_boundary"))
         begins, ends = self._spans(np.append(starts, n), random[2 * n :])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatfm import keyed
 from megatfm.config import ModelConfig, SpanCorruptionObjective
+from megatfm.data import Piece
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
 from megatfm.objectives.registry import (
@@ -17,7 +18,6 @@ from megatfm.objectives.registry import (
     Batch,
     Fields,
     Objective,
-    Partners,
     SpecialTokens,
     Tokens,
     longest,
@@ -58,9 +58,13 @@ class SpanCorruption(Objective):
     def lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         return self._lengths(n_tokens)
 
-    def build(self, tokens: Tokens, partners: Partners, key: PieceKey) -> Fields:
+    def build(self, piece: Piece, key: PieceKey) -> Fields:
         given, wanted = corrupt(
-            tokens, self.config.rate, self.config.mean_span, self.special.sentinels, (*key, "span_corruption")
+            piece.tokens,
+            self.config.rate,
+            self.config.mean_span,
+            self.special.sentinels,
+            (*key, "span_corruption"),
         )
         return (pair if self.two else prefixed)(given, wanted, self.special)
 

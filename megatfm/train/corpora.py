@@ -1,19 +1,24 @@
-"""The tokenizer and the corpora of a config, checked against one another."""
+"""The corpora of a config and, where they are text, its tokenizer, checked against one another."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatfm import __version__, tokenizers
 from megatfm.config import Config
 from megatfm.data import (
     Cache,
     Corpus,
+    CorpusRows,
     Mixture,
     PackedRows,
     Phase,
     Quarantine,
+    Rows,
     Stage,
     Steps,
     Streams,
@@ -21,19 +26,34 @@ from megatfm.data import (
     streams_for,
 )
 from megatfm.errors import UsageError
-from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.objectives import Objective, SpecialTokens, make, reads_text
 from megatfm.tokenizers import Tokenizer
+
+NO_TOKENIZER = "none"
+"""In the place of a tokenizer's hash, where there is none."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run reads: packed rows in training order, and in stored order for each validation set."""
+    """What a run reads: rows in training order, and in stored order for each validation set.
 
-    tokenizer: Tokenizer
+    tokenizer: None where the rows are no text.
+    """
+
+    tokenizer: Tokenizer | None
     objective: Objective
-    train: PackedRows | Mixture
+    train: Rows
     steps: Steps
-    validation: dict[str, PackedRows]
+    validation: dict[str, CorpusRows]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
+
+    @property
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """Bytes of text that each id stands for; None where rows are no text, or ids don't tell."""
+        return self.tokenizer.byte_lengths() if self.tokenizer else None
 
     @property
     def notes(self) -> list[str]:
@@ -41,8 +61,18 @@ class Corpora:
         return [note for rows in (self.train, *self.validation.values()) for note in rows.notes]
 
 
-def open_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
-    """The tokenizer, and the config with `model.vocab_size` filled in. Raises UsageError if it is too small."""
+def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
+    """The tokenizer, if the config has one, and the config with `model.vocab_size` filled in.
+
+    Raises UsageError if that is too small, or if the objective reads text and there is no tokenizer.
+    """
+    if config.data.tokenizer is None:
+        if reads_text(config.objective.name):
+            raise UsageError(
+                f"data.tokenizer is missing, and objective.name = {config.objective.name!r} reads text: give the one "
+                "beside the corpus"
+            )
+        return config, None
     tokenizer = tokenizers.load(config.data.tokenizer)
     size = config.model.vocab_size
     if size is None:
@@ -73,11 +103,12 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     )
 
 
-def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
+def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     """Open all corpora of a config. Raises UsageError or MegatfmError that names the folder and what is wrong."""
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
-    objective = make(config.objective, config.model, special_tokens(tokenizer), row_lengths)
+    special = special_tokens(tokenizer) if tokenizer else None
+    objective = make(config.objective, config.model, special, row_lengths)
     if data.attend_across_documents and not objective.crosses_documents:
         raise UsageError(
             f"data.attend_across_documents: with objective.name = {config.objective.name!r} a document's targets would "
@@ -85,8 +116,18 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> Corpora:
         )
 
     opened = _Opener(config, tokenizer, objective)
-    validation = {name: opened.rows(path, shuffle=False) for name, path in data.validation.items()}
+    validation: dict[str, CorpusRows] = {
+        name: opened.rows(path, shuffle=False) for name, path in data.validation.items()
+    }
     return Corpora(tokenizer, objective, opened.train(), steps_of(config), validation)
+
+
+def open_corpus(config: Config, path: str) -> Corpus:
+    """One corpus, with the config's cache. Raises UsageError or MegatfmError that names what is wrong."""
+    data = config.data
+    return Corpus.open(
+        path, Cache(Path(data.cache), data.cache_bytes) if data.cache else Cache(limit=data.cache_bytes)
+    )
 
 
 def steps_of(config: Config) -> Steps:
@@ -119,7 +160,7 @@ class _Opener:
     """Opens corpora as a config wants them."""
 
     config: Config
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     objective: Objective
 
     def rows(
@@ -133,9 +174,9 @@ class _Opener:
     ) -> PackedRows:
         """One corpus."""
         config, data = self.config, self.config.data
-        cache = Cache(Path(data.cache), data.cache_bytes) if data.cache else Cache(limit=data.cache_bytes)
-        corpus = Corpus.open(path, cache)
-        corpus.check_tokenizer(self.tokenizer.hash)
+        corpus = open_corpus(config, path)
+        if self.tokenizer:
+            corpus.check_tokenizer(self.tokenizer.hash)
         return PackedRows(
             corpus,
             self.objective,
@@ -145,12 +186,12 @@ class _Opener:
             streams=Streams(self.streams.streams, turn),
             shuffle=shuffle,
             attend_across_documents=data.attend_across_documents,
-            pad_id=self.tokenizer.pad,
+            pad_id=self.tokenizer.pad if self.tokenizer else 0,
             plan_name=self._plan_name(),
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
-    def train(self) -> PackedRows | Mixture:
+    def train(self) -> Rows:
         """The training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
@@ -181,4 +222,5 @@ class _Opener:
         if config.plugins:
             return None
         objective = config.objective.model_dump(mode="json")
-        return json.dumps([__version__, config.model.family, objective, self.tokenizer.hash])
+        tokenizer = self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
+        return json.dumps([__version__, config.model.family, objective, tokenizer])

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatfm.config import Config
-from megatfm.data import IGNORED_TARGET, Loader, PackedRows
+from megatfm.data import IGNORED_TARGET, CorpusRows, Loader
 from megatfm.engines.interface import Engine
 from megatfm.objectives import Objective
 from megatfm.train.corpora import Corpora
@@ -20,7 +20,7 @@ log = logging.getLogger("megatfm")
 
 def evaluate(
     engine: Engine,
-    rows: PackedRows,
+    rows: CorpusRows,
     objective: Objective,
     byte_lengths: NDArray[np.int64] | None,
     *,
@@ -38,7 +38,7 @@ def evaluate(
     byte_lengths [vocabulary]: bytes of text that each id stands for; None: not known. max_rows: 0 for all.
     moved: called at each batch.
     """
-    data_ranks = engine.mesh.data_ranks
+    data_ranks, measured = engine.mesh.data_ranks, byte_lengths if objective.likelihood else None
     stop = min(max_rows or len(rows), len(rows))
     n_bytes = torch.zeros(1, dtype=torch.float64, device=engine.device)
     with Loader(
@@ -50,19 +50,19 @@ def evaluate(
         stop=stop,
     ) as loader:
 
-        def batches() -> Iterator[dict[str, NDArray[np.int64]]]:
+        def batches() -> Iterator[dict[str, NDArray[Any]]]:
             for microbatches in loader:
                 moved()
                 for batch in microbatches:
-                    targets = batch["targets"]
-                    if byte_lengths is not None:
-                        n_bytes.add_(int(byte_lengths[targets[targets != IGNORED_TARGET]].sum()))
+                    if measured is not None:
+                        targets = batch["targets"]
+                        n_bytes.add_(int(measured[targets[targets != IGNORED_TARGET]].sum()))
                     yield batch
 
         result = engine.evaluate(batches(), objective)
     engine.mesh.sum(n_bytes, engine.mesh.data_axes)
     found: dict[str, Any] = {"loss": result.loss}
-    if objective.likelihood and byte_lengths is not None:
+    if objective.likelihood and measured is not None:
         bits = result.sums[objective.likelihood] / math.log(2)
         found |= {"bits_per_byte": bits / max(float(n_bytes), 1.0), "bytes": int(n_bytes)}
     if result.terms:
@@ -89,7 +89,7 @@ def evaluate_sets(
             engine,
             rows,
             corpora.objective,
-            corpora.tokenizer.byte_lengths(),
+            corpora.byte_lengths,
             micro_batch=config.train.micro_batch,
             max_rows=config.evaluate.max_rows,
             moved=moved,

@@ -118,10 +118,10 @@ class Run:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
     def describe(self, config: Config, plan: str) -> None:
-        """Leave the resolved config, the plan, the versions and the tokenizer beside the checkpoints (rank 0)."""
+        """Leave the resolved config, the plan, the versions and any tokenizer beside the checkpoints (rank 0)."""
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
         self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
-        if tokenizers.find(self.folder) is None:
+        if config.data.tokenizer is not None and tokenizers.find(self.folder) is None:
             for name, content in tokenizers.files(config.data.tokenizer).items():
                 self.write(name, content)

@@ -128,7 +128,7 @@ class State:
             step=self.step,
             tokens=self.tokens,
             precision=self.precision,
-            tokenizer=self.corpora.tokenizer.hash,
+            tokenizer=self.corpora.tokenizer_hash,
             data=loader.state(),
             trouble=self.trouble.state(),
         )

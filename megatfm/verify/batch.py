@@ -1,20 +1,25 @@
 """A global batch of random documents, made and packed as training does it."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm import keyed
 from megatfm.config import Config
 from megatfm.data.block import pack
-from megatfm.data.packing import Packing
-from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.data.packing import Packing, Piece, one_a_row
+from megatfm.objectives import Objective, SpecialTokens, make, reads_text
 
-Arrays = dict[str, NDArray[np.int64]]
+Arrays = dict[str, NDArray[Any]]
 
 
 def objective_of(config: Config) -> Objective:
     """The objective, with special tokens that every vocabulary has: a third of it are sentinels."""
     size = config.model.vocab_size
+    if size is None and not reads_text(config.objective.name):
+        return make(config.objective, config.model, None, row_lengths(config))
     assert size is not None
     special = SpecialTokens(
         bos=1,
@@ -36,21 +41,32 @@ def row_lengths(config: Config) -> tuple[int, ...]:
 
 
 def random_batch(config: Config) -> Arrays:
-    """int64 fields [global_batch, length of the side]: several documents a row, one cut off or padding at its end;
-    and "keys" [global_batch]."""
-    assert config.model.vocab_size is not None
+    """The fields of a global batch, and "keys" [global_batch]: several documents a row where the objective packs them,
+    one cut off or padding at its end."""
     objective, lengths = objective_of(config), row_lengths(config)
-    seed, length = config.train.seed, min(lengths)
+    seed = config.train.seed
+    across = config.data.attend_across_documents
+    how = Packing(objective, lengths[: len(objective.sides)], seed, as_one_document=across)
     rows = []
     for number in range(config.train.global_batch):
-        random = np.random.Generator(keyed.bits(seed, "verify", number))
-        wanted = random.integers(length // 2, length * 3 // 2)
-        documents: list[NDArray[np.int64]] = []
-        while sum(len(document) + 1 for document in documents) < wanted:
-            n_tokens = random.integers(2, max(3, length // 3))  # one token is too short for some objectives
-            documents.append(random.integers(0, config.model.vocab_size, n_tokens))
-        across = config.data.attend_across_documents
-        how = Packing(objective, lengths[: len(objective.sides)], seed, as_one_document=across)
-        rows.append(pack(documents, how).row(0))
+        pieces = list(
+            random_pieces(config, objective, np.random.Generator(keyed.bits(seed, "verify", number)))
+        )
+        members = [piece.members for piece in pieces] if objective.needs_members else None
+        rows.append(pack([piece.tokens for piece in pieces], how, members=members).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": keyed.row_keys(seed, np.arange(len(rows)))}
+
+
+def random_pieces(config: Config, objective: Objective, random: np.random.Generator) -> Iterator[Piece]:
+    """Documents that fill a row, or about half of it."""
+    length, filled = min(row_lengths(config)), 0
+    wanted = int(random.integers(length // 2, length * 3 // 2))
+    while filled < wanted:
+        if objective.needs_members or not objective.reads_text:
+            piece = objective.example(random)
+        else:
+            n_tokens = random.integers(2, max(3, length // 3))  # one token is too short for some objectives
+            piece = Piece(random.integers(0, config.model.vocab_size or 1, n_tokens))
+        yield piece
+        filled += wanted if one_a_row(objective) else len(piece.tokens) + 1

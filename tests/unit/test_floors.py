@@ -17,7 +17,7 @@ CORE = {
     "megatfm.tokenizers": {"megatfm.config"},
     "megatfm.data": {"megatfm.config"},
     "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
-    "megatfm.objectives": {"megatfm.ops", "megatfm.config"},
+    "megatfm.objectives": {"megatfm.data", "megatfm.ops", "megatfm.config"},
     "megatfm.parallel": {"megatfm.ops", "megatfm.config"},
     "megatfm.checkpoint": {"megatfm.ops", "megatfm.config"},
     "megatfm.estimate": {"megatfm.parallel", "megatfm.layers", "megatfm.config"},

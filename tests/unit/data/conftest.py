@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Corpus, ShardWriter
+from megatfm.data import Corpus, Piece, ShardWriter
 from megatfm.keyed import PieceKey
 
 BOS, EOS = 1, 2
@@ -20,7 +20,9 @@ class Causal:
     sides: tuple[str, ...] = ("",)
     max_tokens: int | None = None
     fills: Mapping[str, int] = MappingProxyType({})
+    fields = None
     needs_partners = False
+    needs_members = False
 
     def __init__(self) -> None:
         self.keys: list[PieceKey] = []
@@ -28,9 +30,9 @@ class Causal:
     def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
         return n_tokens + 1
 
-    def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
+    def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
         self.keys.append(key)
-        ids = tokens.astype(np.int64)
+        ids = piece.tokens.astype(np.int64)
         return {"tokens": np.append(BOS, ids), "targets": np.append(ids, EOS)}
 
 

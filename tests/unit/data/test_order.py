@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Place
+from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Piece, Place
 from megatfm.data.order import order_of
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey, permutation
@@ -267,7 +267,8 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
         def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
             return n_tokens
 
-        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
+        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+            tokens = piece.tokens
             return {"tokens": tokens, "targets": tokens, "marks": tokens.astype(np.uint8) % 7 + 1}
 
     rows = PackedRows(memory_corpus([[5, 0, 0, 4]]), Marked(), sequence_length=4, seed=0)
@@ -279,12 +280,12 @@ def test_fields_of_the_objective_come_along(memory_corpus: Any, causal_type: Any
 
 def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_type: Any) -> None:
     class Short(causal_type):  # type: ignore[misc]
-        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
-            return {"tokens": tokens, "targets": tokens}
+        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+            return {"tokens": piece.tokens, "targets": piece.tokens}
 
     class Wide(causal_type):  # type: ignore[misc]
-        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> dict[str, np.ndarray]:
-            return dict.fromkeys(("tokens", "targets"), np.full(len(tokens) + 1, 2**31))
+        def build(self, piece: Piece, key: PieceKey) -> dict[str, np.ndarray]:
+            return dict.fromkeys(("tokens", "targets"), np.full(len(piece.tokens) + 1, 2**31))
 
     corpus = memory_corpus([[5, 5]])
     with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):

@@ -57,8 +57,8 @@ def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal
         def lengths(self, n_tokens: Any, keys: Any) -> Any:
             return n_tokens + 100
 
-        def build(self, tokens: Any, partners: Any, key: Any) -> Any:
-            fields = super().build(tokens, partners, key)
+        def build(self, piece: Any, key: Any) -> Any:
+            fields = super().build(piece, key)
             return {name: [*field, *[0] * 99] for name, field in fields.items()}
 
     open_rows(folder, causal_type())

@@ -87,9 +87,9 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole: bool) -> 
 
 def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
     class Watching(causal_type):  # type: ignore[misc]
-        def build(self, tokens: Any, partners: Any, key: Any) -> Any:
-            seen.append([partners.tokens(i).tolist() for i in range(len(partners.lengths))])
-            return super().build(tokens, partners, key)
+        def build(self, piece: Any, key: Any) -> Any:
+            seen.append([piece.partners.tokens(i).tolist() for i in range(len(piece.partners.lengths))])
+            return super().build(piece, key)
 
     seen: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])

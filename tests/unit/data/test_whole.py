@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, Loader, PackedRows
 from megatfm.data.block import pack
-from megatfm.data.packing import Packing
+from megatfm.data.packing import Packing, Piece
 from megatfm.data.pieces import pieces_of
 from megatfm.data.whole import best_fit
 from megatfm.errors import MegatfmError, UsageError
@@ -27,7 +27,9 @@ class Whole:
     sample and piece at each place. With two sides, the first has the tokens and the second twice as many marks."""
 
     fills = MappingProxyType({"marks": -7})
+    fields = None
     needs_partners = True
+    needs_members = False
 
     def __init__(self, max_tokens: int, two: bool = False) -> None:
         self.max_tokens = max_tokens
@@ -37,8 +39,8 @@ class Whole:
         first = np.where(n_tokens > 0, n_tokens + 1 + (keys % np.uint64(3)).astype(np.int64), 0)
         return np.stack([first, 2 * n_tokens], axis=1) if len(self.sides) > 1 else first
 
-    def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> Row:
-        planned = piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
+    def build(self, piece: Piece, key: PieceKey) -> Row:
+        tokens, planned = piece.tokens, piece_keys(key.seed, np.array([key.sample]), np.array([key.piece]))
         lengths = self.lengths(np.array([len(tokens)]), planned).reshape(-1)
         shown = np.zeros(lengths[0], np.int64)
         shown[: len(tokens)] = tokens
@@ -244,11 +246,11 @@ def test_partners_are_the_other_documents_of_the_block(memory_corpus: Any) -> No
     seen: dict[tuple[int, int], list[list[int]]] = {}
 
     class Looking(Whole):
-        def build(self, tokens: np.ndarray, partners: Any, key: PieceKey) -> Row:
-            read = [partners.tokens(i).tolist() for i in range(len(partners.lengths))]
-            assert [len(one) for one in read] == partners.lengths.tolist()
+        def build(self, piece: Piece, key: PieceKey) -> Row:
+            read = [piece.partners.tokens(i).tolist() for i in range(len(piece.partners.lengths))]
+            assert [len(one) for one in read] == piece.partners.lengths.tolist()
             seen[key.sample, key.piece] = read
-            return super().build(tokens, partners, key)
+            return super().build(piece, key)
 
     corpus = memory_corpus([[30, 0, 5], [7], [4, 4]])
     rows = PackedRows(corpus, Looking(20), sequence_length=24, seed=0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatfm.config import Config, ModelConfig, load_config
+from megatfm.data.packing import NoPartners, Piece
 from megatfm.keyed import PieceKey, piece_keys
 from megatfm.objectives import Fields, Objective, SpecialTokens, make
 
@@ -37,15 +38,6 @@ FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electr
 PARTS: dict[str, Any] = {"encoder": {"sentence_classes": 2, "boundary_head": True, "n_segments": 2}}
 PARTS["xlnet"] = {"attention": "two_stream", "position": "transformer_xl"}
 PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
-
-
-class Alone:
-    """No other documents."""
-
-    lengths = np.zeros(0, np.int64)
-
-    def tokens(self, number: int) -> np.ndarray:
-        raise IndexError(number)
 
 
 def model(family: str, **options: Any) -> ModelConfig:
@@ -79,7 +71,7 @@ def built(
 ) -> Fields:
     """A sequence, after checking that it has the planned lengths."""
     key = PieceKey(7, epoch, sample, 0)
-    fields = made.build(tokens, partners or Alone(), key)
+    fields = made.build(Piece(tokens, partners or NoPartners()), key)
     planned = made.lengths(np.array([len(tokens)]), piece_keys(7, np.array([sample]), np.array([0]))).reshape(
         -1
     )

@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import Loader, PackedRows
+from megatfm.data import Loader, PackedRows, Piece
 from megatfm.keyed import PieceKey, piece_keys
 from megatfm.objectives import OBJECTIVES, Objective
 
@@ -68,7 +68,9 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
     hashed = blake3()
     for n in (2, 3, 17, 40, min(objective.max_tokens or 60, 60)):
         for sample in range(8):
-            hashed.update(digest(objective.build(make_text(n), others, PieceKey(12, 1, sample, sample % 3))))
+            hashed.update(
+                digest(objective.build(Piece(make_text(n), others), PieceKey(12, 1, sample, sample % 3)))
+            )
     assert hashed.hexdigest()[:16] == PINNED[name, family]
 
 
@@ -84,13 +86,13 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
         np.int64
     )  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
-    forwards = [digest(one.build(tokens, others, key)) for key in keys]
-    backwards = [digest(two.build(tokens, others, key)) for key in reversed(keys)]
+    forwards = [digest(one.build(Piece(tokens, others), key)) for key in keys]
+    backwards = [digest(two.build(Piece(tokens, others), key)) for key in reversed(keys)]
     assert forwards == backwards[::-1]
     if name != "causal":
         seen = set(forwards)
         assert len(seen) > len(keys) / 3, "samples and pieces differ, and but for planned cuts epochs"
-        other_seed = {digest(one.build(tokens, others, key._replace(seed=6))) for key in keys}
+        other_seed = {digest(one.build(Piece(tokens, others), key._replace(seed=6))) for key in keys}
         assert len(seen & other_seed) < len(keys) / 2
 
 
@@ -124,7 +126,9 @@ def test_lengths_are_kept_and_fit(
     if not planned.any():
         assert n < 2
         return
-    fields = objective.build(make_text(n, 3), Others([make_text(partner, 4)]), PieceKey(seed, 3, sample, 1))
+    fields = objective.build(
+        Piece(make_text(n, 3), Others([make_text(partner, 4)])), PieceKey(seed, 3, sample, 1)
+    )
     for field, values in fields.items():
         assert len(values) == planned[0 if field.startswith("encoder_") else -1]
     assert {"tokens", "targets"} <= fields.keys()

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatfm.data import Piece
 from megatfm.errors import UsageError
+from megatfm.keyed import PieceKey
 
 CLS, SEP, IGNORE = 4, 5, -100
 NO_MASK = {"mask_share": 0.0, "random_share": 0.0}
@@ -121,4 +123,4 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
     ):
         make_objective("next_sentence", model_config=plain)
     without = make_objective("sentence_order", model_config=make_model("encoder", n_segments=0))
-    assert "segments" not in without.build(np.arange(200, 210), None, (0, 0, 0, 0))
+    assert "segments" not in without.build(Piece(np.arange(200, 210)), PieceKey(0, 0, 0, 0))

@@ -1,0 +1,127 @@
+"""The sequences that an objective builds, held against what was planned and declared."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.packing import Field, Fields, Objective, Packing, Piece, side_of
+from megatfm.data.pieces import Pieces
+from megatfm.errors import MegatfmError
+from megatfm.keyed import PieceKey
+
+Join = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
+"""The fields of many documents, each framed as `Objective.build` would, one after another [total]."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """The documents of a block but for number `own`."""
+
+    documents: Sequence[NDArray[Any]]
+    own: int
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(self.documents[number]) for number in self._numbers], np.int64)
+
+    def tokens(self, number: int) -> NDArray[np.integer]:
+        return self.documents[self._numbers[number]]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return [i for i, document in enumerate(self.documents) if i != self.own and len(document)]
+
+
+def build_pieces(
+    how: Packing,
+    pieces: Pieces,
+    documents: Sequence[NDArray[Any]],
+    blank: NDArray[np.bool_],
+    first: int,
+    epoch: int,
+    members: Sequence[Mapping[str, bytes]] | None = None,
+) -> list[Fields]:
+    """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
+
+    Those that are `blank` become padding of the same length; they are nobody's partners. members: the files of each
+    document. Raises a MegatfmError that names the sample whose sequence is not what was planned and declared.
+    """
+    built, objective = [], how.objective
+    partners = [tokens[:0] if empty else tokens for tokens, empty in zip(documents, blank, strict=True)]
+    for document, start, end, number, planned in pieces.rows():
+        if blank[document] and objective.fields is not None:
+            built.append(_declared_padding(objective, planned))
+            continue
+        key = PieceKey(how.seed, epoch, first + document, number)
+        tokens, others = documents[document][start:end], Others(partners, document)
+        fields = dict(objective.build(Piece(tokens, others, members[document] if members else {}), key))
+        if objective.fields is not None:
+            fields = _as_declared(fields, objective.fields, first + document)
+        _check_lengths(how, fields, planned, first + document)
+        if blank[document]:
+            fields = {name: how.field(name).filled(len(field)) for name, field in fields.items()}
+        built.append(fields)
+    return built
+
+
+def _check_lengths(how: Packing, fields: Fields, planned: Sequence[int], sample: int) -> None:
+    sides = how.objective.sides
+    of_tokens = {name: values for name, values in fields.items() if how.field(name).of == "tokens"}
+    if any(len(values) != planned[side_of(name, sides)] for name, values in of_tokens.items()):
+        found = {name: len(values) for name, values in of_tokens.items()}
+        wanted = ", ".join(map(str, planned))
+        raise MegatfmError(f"the objective built sample {sample} with lengths {found}, not {wanted}")
+
+
+def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:
+    """The fields as arrays of the types and shapes that the objective says."""
+    if fields.keys() != declared.keys():
+        raise MegatfmError(
+            f"the objective built sample {sample} with fields {sorted(fields)}, but its `fields` are {sorted(declared)}"
+        )
+    arrays = {name: np.asarray(values) for name, values in fields.items()}
+    for name, values in arrays.items():
+        field = declared[name]
+        inner = values.shape[1:] if field.of == "tokens" else values.shape
+        if values.dtype != field.dtype or inner != field.shape:
+            length = "n, " if field.of == "tokens" else ""
+            wanted = f"{field.dtype} [{length}{', '.join(map(str, field.shape))}]"
+            raise MegatfmError(
+                f"the objective built sample {sample} with {name!r} = {values.dtype} {list(values.shape)}, but its "
+                f"`fields` say {wanted}"
+            )
+    return arrays
+
+
+def _declared_padding(objective: Objective, planned: Sequence[int]) -> Fields:
+    return {
+        name: field.filled(*([planned[side_of(name, objective.sides)]] if field.of == "tokens" else []))
+        for name, field in (objective.fields or {}).items()
+    }
+
+
+def joiner(objective: Objective) -> Join | None:
+    """An objective's `join`, if it has one that goes with its `build`: a subclass may have changed that alone."""
+    for kind in type(objective).__mro__:
+        if "join" in vars(kind):
+            return objective.join  # type: ignore[attr-defined]
+        if "build" in vars(kind):
+            break
+    return None
+
+
+def join_documents(
+    join: Join, pieces: Pieces, documents: Sequence[NDArray[Any]]
+) -> Mapping[str, NDArray[np.integer]]:
+    """Join the documents of uncut pieces. Raises a MegatfmError if they have not the length that was planned."""
+    fields = join([documents[number] for number in pieces.documents.tolist()])
+    for name, field in fields.items():
+        if len(field) != pieces.lengths.sum():
+            raise MegatfmError(
+                f"the objective joined {len(pieces)} documents to {len(field)} {name}, not {pieces.lengths.sum()}"
+            )
+    return fields

@@ -1,0 +1,193 @@
+"""Rows of other kinds than text: fields of any type and shape, of tokens or of the row, made from stored files."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatfm.data import Corpus, Field, Loader, Mixture, PackedRows, Phase, Piece, Quarantine, ShardWriter
+from megatfm.errors import MegatfmError
+from megatfm.keyed import PieceKey
+
+WIDTH, PIXELS = 3, (3, 4, 4)
+
+
+class Vectors:
+    """As many float vectors as a sample has tokens, side by side with others in a row, and their numbers."""
+
+    sides = ("",)
+    fills: Mapping[str, int] = MappingProxyType({})
+    needs_partners, needs_members = False, True
+    fields = MappingProxyType(
+        {"vectors": Field("float32", (WIDTH,)), "marks": Field("uint8", fill=9), "order": Field(fill=-1)}
+    )
+    max_tokens: int | None = 16
+
+    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return n_tokens
+
+    def build(self, piece: Piece, key: PieceKey) -> dict[str, Any]:
+        vectors = np.frombuffer(piece.members["f32"], np.float32).reshape(-1, WIDTH)
+        n = len(vectors)
+        return {"vectors": vectors, "marks": np.full(n, key.sample % 7, np.uint8), "order": np.arange(n)}
+
+
+class Images:
+    """One image and its class a row; no tokens at all."""
+
+    sides = ("",)
+    fills: Mapping[str, int] = MappingProxyType({})
+    needs_partners, needs_members = False, True
+    fields = MappingProxyType(
+        {"pixels": Field("uint8", PIXELS, of="row"), "labels": Field(of="row", fill=-100)}
+    )
+    max_tokens: int | None = 10**6
+
+    def lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        return np.full(len(n_tokens), 5)
+
+    def build(self, piece: Piece, key: PieceKey) -> dict[str, Any]:
+        pixels = np.frombuffer(piece.members["raw"], np.uint8).reshape(PIXELS)
+        return {"pixels": pixels, "labels": int(piece.members["cls"])}
+
+
+def vectors(number: int) -> np.ndarray:
+    return np.full((1 + number % 8, WIDTH), number + 0.25, np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Samples with vectors, an image and a class, in frames of a few."""
+    with ShardWriter(
+        tmp_path / "kinds", tokenizer_hash="none", token_dtype="uint16", frame_bytes=60_000
+    ) as out:
+        for number in range(40):
+            members = {
+                "f32": vectors(number).tobytes(),
+                "raw": np.full(PIXELS, number, np.uint8).tobytes(),
+                "cls": b"%d" % (number % 5),
+            }
+            tokens = np.zeros(
+                len(vectors(number)), np.uint16
+            )  # the index tells from these how many there are
+            out.add(f"{number:03d}", tokens, "made", 0, members)
+        out.finish({})
+    return tmp_path / "kinds"
+
+
+def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
+    rows = PackedRows(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
+    seen = []
+    for position in range(len(rows)):
+        row = rows.row(position)
+        assert row["vectors"].dtype == np.float32
+        assert row["vectors"].shape == (16, WIDTH)
+        assert (row["marks"].dtype, row["order"].dtype) == (np.uint8, np.int64)
+        padding = row["documents"] < 0
+        assert (row["vectors"][padding] == 0).all()
+        assert (row["marks"][padding] == 9).all()
+        assert (row["order"][padding] == -1).all()
+        assert (row["order"][~padding] == row["positions"][~padding]).all()
+        for document in range(row["documents"].max() + 1):
+            mine = row["vectors"][row["documents"] == document]
+            number = int(mine[0, 0])
+            np.testing.assert_array_equal(mine, vectors(number))
+            assert (row["marks"][row["documents"] == document] == number % 7).all()
+            seen.append(number)
+    assert sorted(seen) == list(range(40))
+    assert len(rows) < 20, "several share a row"
+
+
+def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
+    rows = PackedRows(Corpus.open(folder), Images(), sequence_length=5, seed=3)
+    assert len(rows) == 40
+    batch = rows.rows([*range(40), None])
+    assert (batch["pixels"].shape, batch["pixels"].dtype) == ((41, *PIXELS), np.uint8)
+    assert (batch["labels"].shape, batch["labels"].dtype) == ((41,), np.int64)
+    numbers = batch["pixels"][:40, 0, 0, 0]
+    assert sorted(numbers) == list(range(40))
+    assert (batch["labels"][:40] == numbers % 5).all()
+    assert (batch["labels"][40], batch["pixels"][40].max(), batch["documents"][40].max()) == (-100, 0, -1)
+    assert (batch["positions"][:40] == np.arange(5)).all()
+
+
+@pytest.mark.parametrize("kind", [Vectors, Images])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, workers: int) -> None:
+    """By workers, on two ranks, in a mixture with itself, and row by row."""
+
+    def rows() -> PackedRows:
+        return PackedRows(Corpus.open(folder), kind(), sequence_length=16, seed=3, streams=4)
+
+    def read(source: Any, rank: int = 0, ranks: int = 1) -> list[dict[str, np.ndarray]]:
+        with Loader(
+            source, global_batch=4, micro_batch=2, data_rank=rank, data_ranks=ranks, stop=7, workers=workers
+        ) as loader:
+            return [batch for step in loader for batch in step]
+
+    whole, halves = read(rows()), [read(rows(), rank, 2) for rank in range(2)]
+    for number, batch in enumerate(whole):
+        for name, values in batch.items():
+            np.testing.assert_array_equal(values, halves[number % 2][number // 2][name])
+            assert values.dtype == halves[0][0][name].dtype
+    mixture = Mixture({"a": rows(), "b": rows()}, [Phase(0, {"a": 1, "b": 2})], seed=1, streams=4)
+    mixed = mixture.rows([*range(9), None])
+    for position in range(9):
+        name, at = mixture.place(position)
+        wanted = mixture.sources[name].rows([at])
+        for field, values in wanted.items():
+            np.testing.assert_array_equal(mixed[field][position], values[0])
+            assert mixed[field].dtype == values.dtype
+
+
+def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
+    corpus = Corpus.open(folder)
+    for kind, empty in ((Vectors, {"vectors": 0}), (Images, {"pixels": 0, "labels": -100})):
+        rows = PackedRows(corpus, kind(), sequence_length=16, seed=3, shuffle=False)
+        without = PackedRows(
+            corpus, kind(), sequence_length=16, seed=3, shuffle=False, quarantine=Quarantine.parse(["2"], 40)
+        )
+        changed = 0
+        for position in range(len(rows)):
+            whole, blank = rows.row(position), without.row(position)
+            gone = (whole["documents"] >= 0) & (blank["documents"] < 0)
+            changed += int(gone.any())
+            for name, fill in empty.items():
+                of_row = kind.fields[name].of == "row"
+                if of_row:
+                    assert (blank[name] == fill).all() or not gone.any()
+                else:
+                    assert (blank[name][gone] == fill).all()
+        assert changed == 1
+
+
+def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
+    def made(**change: Any) -> Callable[[], Any]:
+        kind = type("Broken", (Vectors,), change)
+        return lambda: PackedRows(Corpus.open(folder), kind(), sequence_length=16, seed=3).row(0)
+
+    def doubled(self: Any, piece: Piece, key: PieceKey) -> dict[str, Any]:
+        return {
+            name: values.astype(float) if name == "vectors" else values
+            for name, values in Vectors.build(self, piece, key).items()
+        }
+
+    def short(self: Any, piece: Piece, key: PieceKey) -> dict[str, Any]:
+        return {"vectors": Vectors.build(self, piece, key)["vectors"]}
+
+    for broken, message in (
+        (made(build=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
+        (
+            made(build=short),
+            r"with fields \['vectors'\], but its `fields` are \['marks', 'order', 'vectors'\]",
+        ),
+        (
+            made(fields={"labels": Field(of="row")}, max_tokens=None),
+            "can't be cut at row ends: give it max_tokens",
+        ),
+    ):
+        with pytest.raises(MegatfmError, match=message):
+            broken()
