@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,23 @@ def read_json(path: Path, default: Any) -> Any:
 
 
 def launched(run: Path) -> dict[str, Any]:
-    """How a run was started last: launcher, jobs or process, command; nothing where nobody noted it."""
+    """How a run was started last: launcher, jobs or process, command; nothing where nobody noted it.
+
+    `evaluations`: SLURM jobs that were submitted beside it, and may still live.
+    """
     found = read_json(run / LAUNCH, {})
     return found if isinstance(found, dict) else {}
 
 
 def note_launch(run: Path, **facts: object) -> None:
     """Leave in the run directory how it was started, for status, logs and cancel. Raises OSError."""
-    write_whole(
-        run / LAUNCH, json.dumps({**facts, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
-    )
+    note = {"evaluations": launched(run).get("evaluations", []), **facts}
+    write_whole(run / LAUNCH, json.dumps({**note, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
+
+
+def note_evaluation(run: Path, jobs: Sequence[str]) -> None:
+    """Leave these SLURM jobs beside what is noted of the run itself. Raises OSError."""
+    write_whole(run / LAUNCH, json.dumps({**launched(run), "evaluations": list(jobs)}, indent=1) + "\n")
 
 
 def newest_step(run: Path) -> int:

@@ -1,7 +1,6 @@
 """What the launchers that stay in front of their ranks share: the note of who runs, restarts, status and cancel."""
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import psutil
 
+from launchers.beside import check_free, process
 from launchers.files import EVENTS, finished, last_records, launched, note_launch
 from launchers.job import Job, State
 from launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
 from megatfm.config import Config
-from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, LockedError, MegatfmError, UsageError
+from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError
 
 WORDS = {"finished": "DONE", "stopped": "STOPPED"}
 """What a run's own last event means, for a process that is gone."""
@@ -32,10 +32,9 @@ class Foreground:
     def run(self, job: Job, attempt: Callable[[], int]) -> int:
         """Run to the end, and again after failures; returns the last exit code, 76 when restarts gain nothing."""
         run = job.run_dir
-        if other := process(run):
-            raise LockedError(
-                f"{run}: process {other.pid} runs this already: wait for it or give another name"
-            )
+        check_free(job)
+        if job.kind == "evaluate":  # a note of it would take the place of the run's own
+            return attempt()
         note = {"launcher": self.name, "kind": job.kind, "host": socket.gethostname()}
         try:
             run.mkdir(parents=True, exist_ok=True)
@@ -79,36 +78,9 @@ class Foreground:
             return State("UNKNOWN", f"started on {note.get('host')}: ask there")
         return _ended(run) or State("FAILED", "its launcher is gone, and left no word")
 
-    def cancel(self, run: Path) -> str:
-        """SIGTERM to the launcher, which passes it on: the run saves and stops."""
-        found = process(run)
-        if found is None:
-            note = launched(run)
-            elsewhere = note.get("host") not in (None, socket.gethostname())
-            raise UsageError(
-                f"{run}: was started on {note['host']}: cancel it there"
-                if elsewhere
-                else f"{run}: nothing runs"
-            )
-        found.send_signal(signal.SIGTERM)
-        return f"told process {found.pid} to save and stop"
-
     def logs(self, run: Path) -> list[Path]:
         """None: rank 0 writes to the terminal and to its own log alike."""
         return []
-
-
-def process(run: Path) -> psutil.Process | None:
-    """The process that launched a run, if it lives on this machine."""
-    note = launched(run)
-    if note.get("host") != socket.gethostname() or "pid" not in note:
-        return None
-    try:
-        found = psutil.Process(int(note["pid"]))
-        same = abs(found.create_time() - float(note.get("started", 0))) < 1  # else the number was used again
-        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.Error:
-        return None
 
 
 def _ended(run: Path) -> State | None:

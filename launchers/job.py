@@ -92,6 +92,22 @@ def words(kind: Kind, python: str | None = None) -> list[str]:
     return [python or TRAIN[0], *TRAIN[1:-1], kind]
 
 
+ALIVE = {
+    *(
+        "PENDING",
+        "RUNNING",
+        "COMPLETING",
+        "CONFIGURING",
+        "SUSPENDED",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+    ),
+    *("SPECIAL_EXIT", "RESV_DEL_HOLD", "RESIZING", "SIGNALING", "STAGE_OUT"),
+}
+"""Words of squeue for a job that it will start, or that has not ended."""
+
+
 @dataclass(frozen=True)
 class State:
     """What the one who runs a job says of it: a word such as RUNNING, more in words, and since when (seconds)."""
@@ -102,7 +118,7 @@ class State:
 
     @property
     def is_over(self) -> bool:
-        return self.word not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+        return self.word not in ALIVE
 
 
 class Launcher(Protocol):
@@ -118,10 +134,6 @@ class Launcher(Protocol):
 
     def status(self, run: Path) -> State:
         """How the job of a run is."""
-        ...
-
-    def cancel(self, run: Path) -> str:
-        """End the job of a run, and its successors; says what was done. Raises UsageError if there is nothing."""
         ...
 
     def logs(self, run: Path) -> list[Path]:

@@ -4,7 +4,7 @@ import os
 import socket
 import statistics
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from launchers.files import EVENTS, METRICS, last_records, launched, newest_step
 from launchers.job import Launcher, State
 from launchers.local import Local
 from launchers.mpi import Mpi
+from launchers.queue import alive, evaluations_of
 from launchers.restarts import Restarts
 from launchers.site import Site
 from launchers.slurm import Slurm
@@ -62,6 +63,14 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.toml", "launch.json", METRICS))
 
 
+def runs_here() -> list[Path]:
+    """The run directories under runs/. Raises UsageError where there is none."""
+    folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
+    if not (runs := [path.absolute() for path in folders if is_run(path)]):
+        raise UsageError("no runs under runs/ here: name a run directory")
+    return runs
+
+
 def look(run: Path) -> Progress:
     """How a run is now."""
     launcher = launcher_of(run)
@@ -69,6 +78,9 @@ def look(run: Path) -> Progress:
     events = last_records(run / EVENTS, 1)
     steps, last = _steps(run), records[-1] if records else {}
     state = launcher.status(run) if launcher else _without_launcher(run, events)
+    for job, evaluation in alive(evaluations_of(run)).items():
+        detail = f"{state.detail}; " if state.detail else ""
+        state = replace(state, detail=f"{detail}evaluation in job {job}: {evaluation.word}")
     step = last.get("step")
     seconds = [float(each["step_seconds"]) for each in records if "step_seconds" in each]
     speeds = [float(each["tokens_per_second"]) for each in records if "tokens_per_second" in each]

@@ -1,5 +1,6 @@
 """How the jobs of a run are, from the queue, and from what is left once SLURM has forgotten them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from launchers import scheduler
@@ -14,6 +15,17 @@ WORDS = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
 def jobs_of(run: Path) -> list[str]:
     """Numbers of the jobs that were submitted last for a run, in the order of their chain."""
     return [str(job) for job in launched(run).get("jobs", [])]
+
+
+def evaluations_of(run: Path) -> list[str]:
+    """Numbers of the jobs that evaluate a run, or did."""
+    return [str(job) for job in launched(run).get("evaluations", [])]
+
+
+def alive(jobs: Sequence[str]) -> dict[str, State]:
+    """Those of these jobs that wait or run, and how they are."""
+    states = {job: job_state(job) for job in jobs}
+    return {job: state for job, state in states.items() if not state.is_over}
 
 
 def queue_state(run: Path) -> State:

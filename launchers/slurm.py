@@ -9,9 +9,10 @@ from pathlib import Path
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from launchers import scheduler, snapshot
-from launchers.files import note_launch, write_whole
+from launchers.beside import check_free
+from launchers.files import note_evaluation, note_launch, write_whole
 from launchers.job import Job, State, words
-from launchers.queue import job_state, jobs_of, queue_state
+from launchers.queue import jobs_of, queue_state
 from launchers.site import Site
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
@@ -74,7 +75,7 @@ class Slurm:
     def submit(self, job: Job) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
         folder, files = self._folder(job), self.render(job)
-        self._check_queued(job, files["config.toml"])
+        beside = check_free(job)
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
@@ -87,8 +88,10 @@ class Slurm:
             jobs: list[str] = []
             for _ in range(job.chain):
                 jobs.append(_sbatch(script))
-                # After each, so that the first knows of the others as soon as can be.
-                note_launch(job.run_dir, launcher="slurm", kind=job.kind, jobs=jobs, code=code.name)
+                if job.kind == "evaluate":
+                    note_evaluation(job.run_dir, [*beside, *jobs])
+                else:  # after each, so that the first knows of the others as soon as can be
+                    note_launch(job.run_dir, launcher="slurm", kind=job.kind, jobs=jobs, code=code.name)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or folder}: can't write the job's files: {error.strerror}"
@@ -99,14 +102,6 @@ class Slurm:
     def status(self, run: Path) -> State:
         """What squeue or, after the job, scontrol or the run's own record says."""
         return queue_state(run)
-
-    def cancel(self, run: Path) -> str:
-        """scancel of the job and of all further links of its chain."""
-        alive = [job for job in jobs_of(run) if not job_state(job).is_over]
-        if not alive:
-            raise UsageError(f"{run}: none of its jobs is in the queue")
-        scheduler.cancel(alive)
-        return f"cancelled job{'s' * (len(alive) > 1)} {', '.join(alive)}"
 
     def logs(self, run: Path) -> list[Path]:
         """The batch log of the job that ran last, or of each task of its array."""
@@ -139,18 +134,6 @@ class Slurm:
             **({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}),
             **self.site.environment,
         }
-
-    def _check_queued(self, job: Job, config: str) -> None:
-        """A queued job reads its config when it starts: another one must not take its place before."""
-        path = self._folder(job) / "config.toml"
-        if not path.is_file() or path.read_text(encoding="utf-8") == config:
-            return
-        for number in jobs_of(job.run_dir):
-            if not job_state(number).is_over:
-                raise UsageError(
-                    f"{job.run_dir}: job {number} of this run is still queued or running with another config: end it "
-                    f"with `megatfm cancel {job.run_dir}`, or give this run another name"
-                )
 
     def _say(self, job: Job, jobs: list[str]) -> None:
         run, number = job.run_dir, ", ".join(jobs)

@@ -1,25 +1,45 @@
-"""`megatfm cancel RUN`."""
+"""`megatfm cancel RUN|JOB … | --all`."""
 
 import argparse
+import sys
 from pathlib import Path
 
-from launchers.progress import check_run, launcher_of
+from launchers.beside import cancel, cancel_job
+from launchers.progress import check_run, is_run, runs_here
 from megatfm.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart"
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run directory, for example runs/quickstart, or a SLURM job's number",
     )
+    parser.add_argument("--all", action="store_true", help="everything of all runs under runs/ here")
 
 
 def main(args: argparse.Namespace) -> int:
-    """End what trains a run, and what waits to go on with it. The run saves before it stops, if time is left."""
-    run = check_run(args.run_dir)
-    launcher = launcher_of(run)
-    if launcher is None:
+    """End what trains or evaluates runs, and what waits to go on with them. A run saves first, if time is left."""
+    if args.all == bool(args.runs):
         raise UsageError(
-            f"{run}: was not started by `megatfm launch`: stop its process by SIGTERM, and it saves"
+            "say what to end: run directories or numbers of jobs, or --all for everything under runs/"
         )
-    print(launcher.cancel(run))
+    if not args.all:
+        for name in args.runs:
+            print(
+                cancel_job(name)
+                if name.isdecimal() and not is_run(Path(name))
+                else cancel(check_run(Path(name)))
+            )
+        return 0
+    ended = 0
+    for run in runs_here():
+        try:
+            print(f"{run.name}: {cancel(run)}")
+            ended += 1
+        except UsageError as error:
+            print(f"note: {error}", file=sys.stderr)
+    if not ended:
+        raise UsageError("nothing of the runs under runs/ here waits or runs")
     return 0

@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launchers.progress import Progress, check_run, is_run, look
-from megatfm.errors import UsageError
+from launchers.progress import Progress, check_run, look, runs_here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print how runs are: one in full, several in a table."""
-    runs = [check_run(path) for path in args.runs] or _here()
+    runs = [check_run(path) for path in args.runs] or runs_here()
     found = [look(run) for run in runs]
     if args.json:
         for each in found:
@@ -33,13 +32,6 @@ def main(args: argparse.Namespace) -> int:
             console.width = 200
         console.print(_together(found))
     return 0
-
-
-def _here() -> list[Path]:
-    folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
-    if not (runs := [path.absolute() for path in folders if is_run(path)]):
-        raise UsageError("no runs under runs/ here: name a run directory")
-    return runs
 
 
 def _together(found: Iterable[Progress]) -> Table:

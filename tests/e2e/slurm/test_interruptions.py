@@ -114,7 +114,7 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
     assert re.search(
         rf"^state +PENDING.*: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
     )
-    assert project.megatfm("cancel", job.run_dir) == f"cancelled job {job.number}\n"
+    assert project.megatfm("cancel", job.number) == f"cancelled job {job.number}\n"
     job.finish("CANCELLED")
     assert "none of its jobs is in the queue" in project.megatfm("cancel", job.run_dir, code=2)
 
@@ -123,7 +123,10 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
     slow = project.trouble("slow", "0.5")
     first = project.launch()
     first.until_step(2)
-    second = project.launch()
+    again = [*project.small, "--slurm", "--nodes", 2, "--nproc", 1]
+    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again, code=2)
+    said = project.cluster.slurm("sbatch", "--parsable", project.run_dir / "slurm" / "pretrain.sbatch")
+    second = project.cluster.job(said.strip(), project.run_dir)  # past us
     assert second.finish("FAILED")["ExitCode"] == "77:0"
     assert "another process is training in this run directory (process " in second.log
     assert f"job {first.number}" in second.log

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from launchers import Job, Slurm, add_arguments, main, snapshot
+from launchers.beside import cancel
+from launchers.progress import look
 from launchers.site import Site, load_site
 from megatfm.config import load, load_config
 from megatfm.config.prep import PrepConfig
@@ -403,16 +405,53 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
     assert "note" not in capsys.readouterr().out
 
 
-def test_another_config_does_not_slip_under_a_queued_job(fake_slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD"])
+def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(
+    folder: Path, fake_slurm: FakeSlurm, state: str
+) -> None:
+    """The record knows one submission: status and cancel would forget the first."""
     fake_slurm.answer("sbatch", "12\n")
-    fake_slurm.answer("squeue", "PENDING|Resources|\n")
-    launch("--slurm")
-    launch("--slurm")  # the same again may wait behind it: the lock lets one of them train
-    with pytest.raises(UsageError, match="job 12 of this run is still queued or running with another config"):
-        launch("--slurm", "train.steps=700")
+    assert launch("--slurm", "--chain", "2") == 0
+    fake_slurm.answer("squeue", f"{state}|Resources|\n")
+    for again in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
+        with pytest.raises(
+            UsageError, match=r"job 12 is of this run, and .*: wait for it, or end it with `meg"
+        ):
+            launch(*again)
+    assert sum(call.startswith("sbatch") for call in fake_slurm.calls) == 2
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
-    launch("--slurm", "train.steps=700")
+    assert launch("--slurm", "train.steps=700") == 0
+
+
+def test_an_evaluation_joins_the_record_of_its_run(
+    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    launch("--slurm", name_of(folder))
+    run = folder / "runs" / "mine"
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    fake_slurm.answer("sbatch", "13\n")
+    evaluate = ("--slurm", "--evaluate", "--nproc", "2")
+    launch(*evaluate, config="runs/mine")
+    note = json.loads((run / "launch.json").read_text())
+    assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
+    assert look(run).state.detail == "job 12, n1; evaluation in job 13: RUNNING"
+    with pytest.raises(UsageError, match="job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
+        launch(*evaluate, config="runs/mine")
+    assert cancel(run) == "cancelled jobs 12, 13"
+    assert fake_slurm.calls[-1] == "scancel 12 13"
+
+
+def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
+    folder: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    launch("--slurm", name_of(folder))
+    before = (folder / "runs/mine/launch.json").read_text()
+    monkeypatch.setattr("launchers.job.TRAIN", ("true", "-m", "megatfm", "train"))
+    assert launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
+    assert (folder / "runs/mine/launch.json").read_text() == before
 
 
 def test_a_preparation_and_an_evaluation_are_submitted(

@@ -273,6 +273,51 @@ def test_all_links_of_a_chain_are_cancelled(
     assert "none of its jobs is in the queue" in said
 
 
+def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
+    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(launcher="slurm", jobs=["7", "8"], evaluations=["9"])
+    fake_slurm.answer("squeue", "PENDING|Dependency|\n")
+
+    def answer(name: str) -> None:
+        record = (
+            f"JobId=8 JobState=PENDING Command={run}/slurm/{name} WorkDir=/x StdOut={run}/logs/slurm-8.log\n"
+        )
+        fake_slurm.answer("scontrol-show", record)
+
+    answer("pretrain.sbatch")
+    assert megatfm("cancel", "8", capsys=capsys) == (0, "cancelled jobs 7, 8, 9\n")
+    answer("evaluate.sbatch")
+    assert megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
+    assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
+    answer("../mine.sh")
+    code, said = megatfm("cancel", "5", capsys=capsys)
+    assert (code, said.startswith("error: 5: no job of `megatfm launch`: ")) == (2, True)
+    fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
+    code, said = megatfm("cancel", "5", capsys=capsys)
+    assert (code, said.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
+
+
+def test_everything_of_all_runs_is_cancelled(
+    make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("a", launcher="slurm", jobs=["7"])
+    make("b")
+    make("c", evaluations=["9"])
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    code, said = megatfm("cancel", "--all", capsys=capsys)
+    assert code == 0
+    assert "a: cancelled job 7\nc: cancelled job 9\n" in said
+    assert "b: was not started by `megatfm launch`" in said
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
+    code, said = megatfm("cancel", "--all", capsys=capsys)
+    assert (code, said.splitlines()[-1]) == (2, "error: nothing of the runs under runs/ here waits or runs")
+    for words in ([], ["runs/a", "--all"]):
+        code, said = megatfm("cancel", *words, capsys=capsys)
+        assert (code, "say what to end" in said) == (2, True)
+
+
 def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
