@@ -100,8 +100,8 @@ class Trainer:
             for line in preflight(config, self.run, self.engine, self.state.nodes):
                 self._event("slow", line)
         if found:
-            allowed = self.state.pick_up(found)
-            self._event("resumed", "; ".join([f"from {found.path.name}", *allowed]))
+            said = self.state.pick_up(found)
+            self._event("resumed", "; ".join([f"from {found.path.name}", *said]))
         else:
             self.run.decisions.forget()
             self.state.forget_after(-1)

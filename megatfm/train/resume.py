@@ -15,6 +15,7 @@ from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.agree import told_by_rank_0
+from megatfm.train.machine import Machines, differences
 from megatfm.train.run import Run
 
 LOCAL_ID = "local-id"
@@ -95,8 +96,10 @@ def run_state(
     tokenizer: str,
     data: Mapping[str, Any],
     trouble: Mapping[str, Any],
+    machines: Machines,
 ) -> dict[str, Any]:
-    """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses."""
+    """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses,
+    `machines` what `machine.of_all_ranks` found."""
     return {
         "step": step,
         "tokens": tokens,
@@ -104,6 +107,7 @@ def run_state(
         "tokenizer": tokenizer,
         "data": dict(data),
         "trouble": dict(trouble),
+        "machines": dict(machines),
         "config": config.model_dump(mode="json"),
         "megatfm": __version__,
     }
@@ -143,6 +147,15 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
             f"change with resume.allow={json.dumps(sorted([*allow, *refused]))}"
         )
     return allowed
+
+
+def elsewhere(found: Found, machines: Machines) -> list[str]:
+    """What is to be said where a run goes on with other processors, threads or libraries. A checkpoint of an earlier
+    version doesn't tell on which it was saved."""
+    changes = differences(found.state.get("machines", machines), machines)
+    if not changes:
+        return []
+    return [f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

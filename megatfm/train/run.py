@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from megatfm import __version__, tokenizers
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError
+from megatfm.train import machine
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.judge import Verdict
 from megatfm.train.lock import RunLock
@@ -32,11 +31,12 @@ def environment() -> dict[str, str]:
     return {
         "megatfm": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,  # with its build, as in 2.13.0+cpu
+        **machine.libraries(),
         **{package: metadata.version(package) for package in packages},
         "system": platform.platform(),
         "cpu cores": str(os.cpu_count()),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        **machine.processor(),
+        **machine.gpu(),
     }
 
 

@@ -10,7 +10,7 @@ from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines.interface import Engine
-from megatfm.train import generators, resume
+from megatfm.train import generators, machine, resume
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.corpora import Corpora
 from megatfm.train.run import Run
@@ -30,7 +30,7 @@ class State:
         nodes: Nodes | None = None,
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
-        self.precision = precision
+        self.precision, self.machines = precision, machine.of_all_ranks(engine.device)
         kept = config.checkpoint
         self.saver = checkpoint.Saver(
             run.checkpoints,
@@ -60,12 +60,12 @@ class State:
         )
 
     def pick_up(self, found: resume.Found) -> list[str]:
-        """Go on from a checkpoint of this run or of one that may differ; returns the differences that are allowed."""
+        """Go on from a checkpoint of this run or of one that may differ; returns what is to be said about that."""
         with self.loader() as loader:
             allowed = resume.check(found, self._facts(loader), list(self.config.resume.allow))
         self.run.decisions.read()
         self.go_to(found)
-        return allowed
+        return [*allowed, *resume.elsewhere(found, self.machines)]
 
     def go_to(self, found: resume.Found) -> None:
         """Load a checkpoint of this run. Where it was decided to skip data after it, that is skipped again."""
@@ -131,4 +131,5 @@ class State:
             tokenizer=self.corpora.tokenizer_hash,
             data=loader.state(),
             trouble=self.trouble.state(),
+            machines=self.machines,
         )

@@ -11,8 +11,10 @@ import torch
 import megatfm
 from megatfm import checkpoint
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.generate.generate import generate
 from megatfm.generate.load import load
 from megatfm.models import Decoder
+from tests.alignment import lies_wrong, misaligned, only_torchs_memory
 
 from .conftest import MODEL, random_model, wide, write_run
 
@@ -86,3 +88,22 @@ def test_a_weight_of_another_shape_is_named(run: Path) -> None:
     rewrite(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
     with pytest.raises(MegatfmError, match=r"model\.decoder\.norm\.weight is \[2\], but \[32\]"):
         load(run)
+
+
+def test_weights_lie_as_fresh_ones_wherever_they_were_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit holds only so, see tests/alignment.py."""
+    tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
+    planted = lambda *args: {name: misaligned(tensor) for name, tensor in read(*args).items()}  # noqa: E731
+    monkeypatch.setattr(checkpoint, "read_tensors", planted)
+    model = load(run).model
+    assert [name for name, parameter in model.named_parameters() if lies_wrong(parameter)] == []
+    with only_torchs_memory():
+        logits = model(tokens).logits
+    assert torch.equal(logits, random_model(wide(), torch.float32)(tokens).logits)
+
+
+def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
+    loaded = load(run)
+    with only_torchs_memory():
+        for temperature in (0.0, 1.0):
+            generate(loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature)

@@ -25,6 +25,9 @@ VALUES: dict[str, Any] = {
 }
 
 
+HERE = {"kinds": [{"torch": "2", "threads": "1", "instruction sets": "avx avx2 fma"}], "of_rank": [0, 0]}
+
+
 def change(values: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     values = copy.deepcopy(values)
     *sections, last = key.split(".")
@@ -52,6 +55,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
         tokenizer="t",
         data=data,
         trouble={},
+        machines=HERE,
     )
     for key, value in facts.items():
         made = change(made, key.replace("__", "."), value)
@@ -226,3 +230,15 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
         with pytest.raises(MegatfmError, match=r"a/local-id: can't be read, or is damaged: remove it"):
             resume.meet_nodes(config, Run(tmp_path / "a", 0))
     assert resume.meet_nodes(Config.model_validate(VALUES), Run(tmp_path / "a", 0)) is None
+
+
+def test_another_kind_of_machine_is_told_and_goes_on() -> None:
+    there = {"kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}], "of_rank": [0, 0]}
+    before, now = state(machines=there), state()
+    assert resume.check(resume.Found(PATH, before), now, []) == []
+    (line,) = resume.elsewhere(resume.Found(PATH, before), HERE)
+    assert "threads: 4 → 1; instruction sets: without avx512f" in line
+    assert "goes on, but not to the bit" in line
+    assert resume.elsewhere(resume.Found(PATH, now), HERE) == []
+    del before["machines"]  # of an earlier version
+    assert resume.elsewhere(resume.Found(PATH, before), HERE) == []

@@ -1,0 +1,69 @@
+"""Where in memory tensors lie that come out of files, and those that wait to be written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.checkpoint import metadata, shard
+from megatfm.checkpoint.staging import Staging
+from megatfm.ops import aligned
+from tests.alignment import OFF, lies_wrong
+
+TENSORS = {
+    name: torch.arange(float(size), dtype=dtype).to(dtype)
+    for name, (size, dtype) in {
+        "odd": (3, torch.uint8), "b": (5, torch.bfloat16), "f": (7, torch.float32), "d": (9, torch.float64),
+        "wide": (70_001, torch.float32), "none": (0, torch.float32), "last": (11, torch.float32),
+    }.items()
+}  # fmt: skip
+"""In a file, each begins where the one before ends."""
+
+
+@pytest.fixture(autouse=True)
+def numpy_begins_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = np.empty
+
+    def empty(size: int, dtype: type) -> np.ndarray:
+        memory = real(size + 2 * 4096, dtype)
+        return memory[-memory.ctypes.data % 4096 + OFF :][:size]
+
+    monkeypatch.setattr(aligned.np, "empty", empty)
+
+
+def wrong(tensors: dict[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if lies_wrong(tensor)]
+
+
+def test_what_a_file_gives(tmp_path: Path) -> None:
+    entry = shard.write(tmp_path / "x.safetensors", TENSORS)
+    read = shard.read(tmp_path / "x.safetensors", entry, dict.fromkeys(TENSORS))
+    assert wrong(read) == []
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    if direct:
+        monkeypatch.setattr(shard, "DIRECT_BYTES", 1)
+    path = checkpoint.save_stream(tmp_path, 1, TENSORS.items(), {})
+    read = checkpoint.read_tensors(path)
+    assert wrong(read) == []
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+    assert metadata.read(path).files
+
+
+def test_the_staging_copy() -> None:
+    pieces = {metadata_index(name): tensor for name, tensor in TENSORS.items()}
+    staging = Staging()
+    for _ in range(2):
+        copies = staging.copy(pieces)
+        assert [str(index) for index, copy in copies.items() if copy.numel() and lies_wrong(copy)] == []
+        assert all(torch.equal(copies[index], piece) for index, piece in pieces.items())
+
+
+def metadata_index(name: str) -> torch.distributed.checkpoint.metadata.MetadataIndex:
+    return torch.distributed.checkpoint.metadata.MetadataIndex(name, torch.Size([0]))

@@ -1,0 +1,52 @@
+"""Files in which tensors begin anywhere, as safetensors' do, give models that lie in memory as fresh ones do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import megatfm
+from megatfm.convert.convert import convert
+from megatfm.models import build
+from tests.alignment import lies_wrong, only_torchs_memory
+from tests.unit.convert import test_decoders as decoders
+from tests.unit.convert import test_encoders as encoders
+
+MODELS = ["gpt1", "mistral", "mla", "t5", *encoders.CASES]
+
+
+def theirs_of(name: str) -> Any:
+    return encoders.make(name) if name in encoders.CASES else decoders.theirs_of(name)
+
+
+def shift(file: Path) -> None:
+    """Have the tensors of a file begin 8 bytes behind a multiple of 64."""
+    tensors = load_file(file)
+    for pad in range(8, 200):
+        save_file(tensors, file, metadata={"format": "pt", "pad": "x" * pad})
+        if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == 8:
+            break
+    with safe_open(file, framework="pt") as opened:
+        assert any(lies_wrong(opened.get_tensor(key)) for key in opened.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
+    theirs_of(name).save_pretrained(tmp_path / "theirs")
+    shift(tmp_path / "theirs" / "model.safetensors")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    inputs = (decoders.TOKENS, decoders.TOKENS.flip(1))[: 1 + name.startswith("t5")]
+    logits = []
+    for folder in ("theirs", "ours"):
+        model = megatfm.load(tmp_path / folder)
+        assert [n for n, p in model.named_parameters() if lies_wrong(p)] == []
+        assert [n for n, b in model.named_buffers() if lies_wrong(b)] == []
+        with only_torchs_memory():
+            logits.append(model(*inputs).logits)
+    fresh = build(model.config).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits[0], fresh(*inputs).logits)
+    assert torch.equal(logits[1], logits[0])
