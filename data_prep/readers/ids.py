@@ -41,6 +41,7 @@ def _megatron(path: Path, end: int | None) -> Iterator[Ids]:
         sizes.min() < 0
         or pointers.min() < 0
         or (pointers % width).any()
+        or pointers.max() > length  # so that the sum below can't overflow
         or (pointers + sizes * width).max() > length
     ):
         raise BadFileError(f"does not fit {index.name}: it has {length:,} bytes, and a sequence lies outside")

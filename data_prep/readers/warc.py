@@ -1,6 +1,7 @@
 """WARC: what a crawler was answered; text and HTML, with its address."""
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal
@@ -70,7 +71,7 @@ def _frames(file: IO[bytes]) -> Iterator[bytes]:
         while (line := file.readline(2**16)).strip():
             head.append(line)
             name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length" and value.strip().isdigit():
+            if name.strip().lower() == b"content-length" and re.fullmatch(rb"\s*\d{1,18}\s*", value):
                 length = int(value)
             if len(head) > _MAX_HEADER_LINES:
                 raise BadFileError(f"is damaged: record {number} has a header without an end")

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
 from megatfm.config.prep import ReadConfig
@@ -47,13 +47,28 @@ def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]
     in common. Raises BadFileError where the tar can't be read on."""
     last = "the first member"
     try:
-        with opened(path) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
+        with opened(path) as file, tarfile.open(fileobj=_Ending(file), mode="r|", tarinfo=_Member) as tar:
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last = key
                 yield key, [_part(tar, member, wanted) for member in members]
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, IndexError, OverflowError) as error:  # the library's, on forgeries
         raise BadFileError(f"is no whole tar, after {last!r} ({error})") from None
+
+
+class _Ending:
+    """A file that raises when it is read past its end: the library goes through a member's size block by block, and a
+    header may claim 2⁶² bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._ended = file, False
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if not data and self._ended:
+            raise tarfile.ReadError("a member's size leads past the end of the file")
+        self._ended = not data
+        return data
 
 
 class _Member(tarfile.TarInfo):
@@ -69,6 +84,8 @@ class _Member(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:  # in the middle, the library takes it for the end
             raise tarfile.ReadError(f"a damaged header: {error}") from None
+        if member.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError(f"a sparse file: {member.name!r}")
         if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
             raise tarfile.ReadError(f"a header of {member.size:,} bytes")
         return member

@@ -126,7 +126,7 @@ def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.
                 yield member, data
     except zstandard.ZstdError as error:
         raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, IndexError, OverflowError) as error:
         raise MegatfmError(f"{path}: not a whole tar ({error})") from error
     if ends and not ended:
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")

@@ -201,6 +201,17 @@ def pax_bomb(size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+def sparse_header() -> bytes:
+    """Of GNU's old kind, and it says that more of it follows."""
+    info = tarfile.TarInfo("0.npy")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[482:483] = b"\1"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
 IDS = npy(np.arange(5, dtype=np.uint16))
 GOOD = member("0.npy", IDS)
 HOSTILE = {
@@ -227,6 +238,7 @@ HOSTILE = {
     "no tar": (b"x" * 4000, "not a whole tar"),
     "a header that is no Python": (tar(member("0.npy", IDS[:30] + bytes(98) + IDS[128:])), "no array of token ids"),
     "an odd integer": (tar(member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
+    "sparse": (sparse_header(), "not a whole tar"),
     "huge pax header": (pax_bomb(2**33) + bytes(2048), "a header of 8589934592 bytes"),
 }  # fmt: skip
 

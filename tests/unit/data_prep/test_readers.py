@@ -307,6 +307,56 @@ def test_tars_that_the_library_takes_for_whole(tmp_path: Path) -> None:
         documents(path)
 
 
+def forged(name: str, size: int, kind: bytes = tarfile.REGTYPE, **fields: bytes) -> bytes:
+    """A tar's header that says what it likes. fields: bytes at a place (`at_482`)."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    for place, data in fields.items():
+        start = int(place.removeprefix("at_"))
+        header[start : start + len(data)] = data
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def extended(record: bytes, then: bytes) -> bytes:
+    """A header of POSIX.1-2001 with one record, and what it is about."""
+    return forged("x", len(record), tarfile.XHDTYPE) + record.ljust(-(-len(record) // 512) * 512, b"\0") + then
+
+
+DATA = b"abc".ljust(512, b"\0")
+FORGED = {
+    "an image of 2⁶² bytes": (forged("a.jpg", 2**62) + DATA, "a member's size leads past the end of the file"),
+    "a text": (forged("a.txt", 2**62) + DATA, "a member's size leads past the end of the file"),
+    "of no known type": (forged("a.txt", 2**62, b"Z") + DATA, "a member's size leads past the end of the file"),
+    "by its extension": (
+        extended(b"28 size=4611686018427387904\n", forged("a.jpg", 3) + DATA),
+        "a member's size leads past the end of the file",
+    ),
+    "a negative one": (forged("a.jpg", -(2**60)) + DATA, "seeking backwards"),
+    "a sparse file": (forged("a.txt", 3, tarfile.GNUTYPE_SPARSE, at_482=b"\1"), "a sparse file: 'a.txt'"),
+    "a length of 5,000 digits": (extended(b"9" * 5000 + b" size=3\n", forged("a.jpg", 3) + DATA), "no whole tar"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGED)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sizes_are_held_against_the_files(tmp_path: Path, case: str, packed: bool) -> None:
+    """The library goes through a member of 2⁶² bytes block by block, for hours."""
+    data, reason = FORGED[case]
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    path.write_bytes(gzip.compress(data + bytes(1024)) if packed else data + bytes(1024))
+    with pytest.raises(BadFileError, match=reason):
+        list(reader("webdataset")(path, ReadConfig(folder=str(tmp_path))))
+
+
+def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
+    (tmp_path / "a.warc").write_bytes(warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1))
+    with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 0"):
+        list(reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
+
+
 def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
     for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):

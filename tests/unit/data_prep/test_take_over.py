@@ -121,6 +121,13 @@ def index(path: Path) -> Path:
     return path.with_suffix(".idx")
 
 
+def with_pointer(data: bytes, pointer: int) -> bytes:
+    """The index with another place of its last sequence."""
+    count = int.from_bytes(data[18:26], "little")
+    at = 34 + 4 * count + 8 * (count - 1)
+    return data[:at] + pointer.to_bytes(8, "little") + data[at + 8 :]
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no index": (lambda path: index(path).unlink(), r"has no a\.idx beside it"),
     "rubbish": (lambda path: index(path).write_bytes(b"x" * 99), r"a\.idx is no index of Megatron-LM"),
@@ -134,6 +141,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             index(path).read_bytes()[:18] + b"\xff" * 8 + index(path).read_bytes()[26:]
         ),
         "is cut off or damaged",
+    ),
+    "a place past the end of all numbers": (
+        lambda path: index(path).write_bytes(with_pointer(index(path).read_bytes(), 2**63 - 2)),
+        "a sequence lies outside",
     ),
     "type": (
         lambda path: index(path).write_bytes(index(path).read_bytes()[:17] + b"\x06" + bytes(90)),

@@ -1,0 +1,104 @@
+"""Who else is at work on a run: nobody may start beside it unseen, and all of them can be ended."""
+
+import re
+import shlex
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from launchers import scheduler
+from launchers.files import LAUNCH, launched
+from launchers.job import Job
+from launchers.queue import alive, evaluations_of, jobs_of
+from megatfm.errors import LockedError, UsageError
+
+
+def check_free(job: Job) -> list[str]:
+    """Refuse a job beside another one that does the same; returns the evaluations that still live.
+
+    Raises LockedError for a process, UsageError for a SLURM job. A queued job reads its config when it starts, and the
+    note of a run knows one submission: a second one would change what the first does, and hide it.
+    """
+    run = job.run_dir
+    if job.kind != "evaluate" and (other := process(run)):
+        raise LockedError(f"{run}: process {other.pid} runs this already: wait for it or give another name")
+    evaluations = alive(evaluations_of(run))
+    living = evaluations if job.kind == "evaluate" else alive(jobs_of(run))
+    for number, state in living.items():
+        what = "evaluates this run" if job.kind == "evaluate" else "is of this run"
+        doing = "runs" if state.word == "RUNNING" else f"is in the queue ({state.word})"
+        end = number if job.kind == "evaluate" else shlex.quote(str(run))
+        other_name = "" if job.kind == "evaluate" else ", or give this one another name"
+        raise UsageError(
+            f"{run}: job {number} {what}, and {doing}: wait for it, or end it with `megatfm cancel {end}`{other_name}"
+        )
+    return list(evaluations)
+
+
+def process(run: Path) -> psutil.Process | None:
+    """The process that launched a run, if it lives on this machine."""
+    note = launched(run)
+    if note.get("host") != socket.gethostname() or "pid" not in note:
+        return None
+    try:
+        found = psutil.Process(int(note["pid"]))
+        same = abs(found.create_time() - float(note.get("started", 0))) < 1  # else the number was used again
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def cancel(run: Path) -> str:
+    """End all that was launched for a run: every job, and the process here, which saves first. Says what was done.
+
+    Raises UsageError if there is nothing to end.
+    """
+    said, jobs = [], list(alive([*jobs_of(run), *evaluations_of(run)]))
+    if jobs:
+        said.append(_end(jobs))
+    if found := process(run):
+        found.send_signal(signal.SIGTERM)
+        said.append(f"told process {found.pid} to save and stop")
+    if not said:
+        raise UsageError(f"{run}: {_nothing(run)}")
+    return ", ".join(said)
+
+
+def cancel_job(number: str) -> str:
+    """The same for the run that a SLURM job belongs to; of a job that evaluates, or that no run knows, itself alone.
+
+    Raises UsageError for a job that is none of ours.
+    """
+    record = scheduler.facts(number)
+    script, log = Path(record.get("Command", "")), Path(record.get("StdOut", ""))
+    run = log.parent.parent
+    ours = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
+    if not record or not ours:
+        raise UsageError(
+            f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory or "
+            f"a job's number{f', or end it with `scancel {number}`' if record else ''}"
+        )
+    if number in jobs_of(run):
+        return cancel(run)
+    if not (jobs := list(alive([number]))):
+        raise UsageError(f"job {number} of {run} is over")
+    return _end(jobs)
+
+
+def _end(jobs: Sequence[str]) -> str:
+    scheduler.cancel(jobs)
+    return f"cancelled job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+
+
+def _nothing(run: Path) -> str:
+    note = launched(run)
+    if note.get("launcher") == "slurm" or note.get("evaluations"):
+        return "none of its jobs is in the queue"
+    if not (run / LAUNCH).exists():
+        return "was not started by `megatfm launch`: stop its process by SIGTERM, and it saves"
+    if note.get("host") not in (None, socket.gethostname()):
+        return f"was started on {note['host']}: cancel it there"
+    return "nothing runs"
