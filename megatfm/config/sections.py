@@ -105,10 +105,20 @@ class TrainConfig(Section):
     """Activations that the backward pass computes again: "full": all of a block but its input; "selective": what is
     cheap; a size: whole blocks, once those before them in a forward pass keep so much; "none"."""
     init_from: PathStr | None = None
-    """Start from the weights (only) of this run or checkpoint."""
+    """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
+    init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
+    """Patterns over names of the weights that `init_from` is for; the others are drawn. Left out, all."""
     hang_seconds: PositiveFloat = 600.0
     """When a rank hasn't moved for so long, all end and name it; a step, an evaluated batch, a save and the start
     must each take less."""
+
+    @model_validator(mode="after")
+    def _takes_over_from_somewhere(self) -> Self:
+        if self.init_only and self.init_from is None:
+            raise ValueError(
+                "init_only chooses among the weights of train.init_from: give that, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _measures_eagerly(self) -> Self:

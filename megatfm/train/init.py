@@ -1,10 +1,16 @@
 """Starting from the weights of another run."""
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 
 from megatfm import checkpoint
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -25,10 +31,109 @@ def find_checkpoint(path: str | Path) -> Path:
     return newest
 
 
-def load_weights(engine: Engine, path: str | Path) -> Path:
-    """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision."""
+Shapes = Mapping[str, tuple[int, ...]]
+SHOWN = 6
+"""So many names of a kind are listed, and the others counted."""
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a model takes over from a checkpoint, what stays as it was drawn, and what it leaves there; by name."""
+
+    source: Path
+    taken: Shapes
+    drawn: Shapes
+    left: Shapes
+
+    @property
+    def is_partial(self) -> bool:
+        return bool(self.drawn)
+
+    def __str__(self) -> str:
+        share = (
+            f"{len(self.taken)} of the {len(self.taken) + len(self.drawn)} " if self.is_partial else "the "
+        )
+        return f"{share}weights of {self.source}"
+
+    def lines(self) -> list[str]:
+        """A table for the log."""
+        return [
+            f"weights of {self.source}",
+            f"  taken over  {_counted(self.taken)}",
+            f"  drawn       {_counted(self.drawn)}{_listed(self.drawn)}",
+            f"  left there  {_counted(self.left)}{_listed(self.left)}",
+        ]
+
+
+def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> "Takeover":
+    """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
+
+    only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
+    Raises UsageError if one that is wanted is not there, or has another shape.
+    """
     source = find_checkpoint(path)
-    weights = {f"model.{name}": box for name, box in engine.weights().items()}
+    stored = {
+        name.removeprefix("model."): tuple(shape)
+        for name, (_, shape) in checkpoint.names(source).items()
+        if name.startswith("model.")
+    }
+    takeover = what_fits({name: p.shape for name, p in engine.layout.items()}, stored, only, source)
+    weights = {f"model.{name}": box for name, box in engine.weights().items() if name in takeover.taken}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()
-    return source
+    return takeover
+
+
+def what_fits(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path) -> Takeover:
+    """Which of a model's weights come from a checkpoint: all, or those whose names match a pattern of `only`.
+
+    Raises UsageError that says what of them is not there, and which patterns would do.
+    """
+    chosen = {name for name in wanted if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in wanted):
+            raise UsageError(
+                f"train.init_only: {pattern!r} matches none of the model's weights{did_you_mean(pattern, wanted)}; "
+                f"patterns are such as {', '.join(map(repr, _fitting(wanted, stored) or ['decoder.*']))}"
+            )
+    unfit = [name for name in wanted if name in chosen and stored.get(name) != wanted[name]]
+    if unfit:
+        told = [
+            f"{name} is {list(stored[name])} there and {list(wanted[name])} here"
+            if name in stored
+            else f"it has no {name}"
+            for name in unfit[:3]
+        ]
+        more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
+        patterns = _fitting(wanted, stored)
+        way = (
+            f"name the weights to take over, train.init_only={json.dumps(patterns)}"
+            if patterns
+            else "take another"
+        )
+        raise UsageError(f"train.init_from = {source}: {'; '.join(told)}{more}: {way}")
+    return Takeover(
+        source,
+        {name: shape for name, shape in wanted.items() if name in chosen},
+        {name: shape for name, shape in wanted.items() if name not in chosen},
+        {name: shape for name, shape in stored.items() if name not in chosen},
+    )
+
+
+def _fitting(wanted: Shapes, stored: Shapes) -> list[str]:
+    """Patterns of the parts of a model that are in a checkpoint, whole and with the same shapes."""
+    parts: dict[str, bool] = {}
+    for name, shape in wanted.items():
+        part = name.partition(".")[0]
+        parts[part] = parts.get(part, True) and stored.get(name) == shape
+    return [f"{part}.*" for part, fits in parts.items() if fits]
+
+
+def _counted(shapes: Shapes) -> str:
+    return f"{len(shapes)} tensors, {sum(prod(shape) for shape in shapes.values()):,} parameters"
+
+
+def _listed(shapes: Shapes) -> str:
+    named = [f"{name} {list(shape)}" for name, shape in list(shapes.items())[:SHOWN]]
+    more = [f"{len(shapes) - SHOWN} more"] if len(shapes) > SHOWN else []
+    return f": {', '.join(named + more)}" if shapes else ""

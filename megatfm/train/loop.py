@@ -105,12 +105,12 @@ class Trainer:
         else:
             self.run.decisions.forget()
             self.state.forget_after(-1)
-            source = config.train.init_from
-            begins = (
-                f"with the weights of {load_weights(self.engine, source)}"
-                if source
-                else f"seed {config.train.seed}"
-            )
+            begins = f"seed {config.train.seed}"
+            if config.train.init_from:
+                takeover = load_weights(self.engine, config.train.init_from, config.train.init_only)
+                begins = f"with {takeover}"
+                for line in takeover.lines() if takeover.is_partial else ():
+                    log.info("%s", line)
             self._event("started", begins)
         if self.run.is_main:
             self.run.describe(config, self.engine.layout.table)
