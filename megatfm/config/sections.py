@@ -108,6 +108,8 @@ class TrainConfig(Section):
     """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
     init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
     """Patterns over names of the weights that `init_from` is for; the others are drawn. Left out, all."""
+    freeze: list[str] = Field(default_factory=list, examples=[["decoder.layers.*"]])
+    """Patterns over names of weights that stay as they are: no gradient, no optimizer state, no decay."""
     hang_seconds: PositiveFloat = 600.0
     """When a rank hasn't moved for so long, all end and name it; a step, an evaluated batch, a save and the start
     must each take less."""

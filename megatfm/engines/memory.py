@@ -39,7 +39,8 @@ def memory_needed(
     """From what the engine has built. weights: this rank's blocks; block_input: bytes of a micro-batch's."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     whole, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
-    local = sum(box.tensor.nbytes for box in weights)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    local = sum(box.tensor.nbytes for box in weights) * trained // max(whole, 1)
     adds_up = pipeline is not None or (microbatches > 1 and sharing.accumulate == "whole")
     splits = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
     gathered = 0
@@ -50,7 +51,7 @@ def memory_needed(
     if mesh.shards == 1 and not precision.is_mixed:
         gathered = 0  # the weights themselves
     return MemoryNeeds(
-        gradients=whole * precision.stored.itemsize if sharing.zero < 2 or adds_up else local,
+        gradients=trained * precision.stored.itemsize if sharing.zero < 2 or adds_up else local,
         moments=MOMENTS * local,
         gathered=gathered,
         inputs=inputs_held(pipeline, mesh.stage_rank, microbatches, len(sizes)) * block_input,

@@ -155,9 +155,8 @@ class StagePasses:
     def _run_forward(self, step: Step, stage: Stage, i: int) -> None:
         inbox = step.inputs.pop((stage.index, i), None)
         takes = inbox.wait() if inbox else {}
-        for tensor in takes.values():
-            if tensor.is_floating_point():
-                tensor.requires_grad_()
+        for name in stage.returns:
+            takes[name].requires_grad_()
         gives, terms = self._call(stage, step.batches[i], takes, step.objective)
         loss = step.weigh(terms) if terms else None
         step.terms.append({name: term.detach() for name, term in terms.items()})
@@ -170,7 +169,8 @@ class StagePasses:
     def _run_backward(self, step: Step, stage: Stage, i: int) -> None:
         passing = step.passing.pop((stage.index, i))
         roots, gradients = self._roots(step, stage, i, passing)
-        torch.autograd.backward(roots, gradients)
+        if roots:  # none where all that lies so far down is frozen
+            torch.autograd.backward(roots, gradients)
         self._hand_back(step, stage, i, passing)
 
     def _run_backward_of_input(self, step: Step, stage: Stage, i: int) -> None:
@@ -198,15 +198,16 @@ class StagePasses:
         ]
         if passing.loss is not None:
             found.append((passing.loss, None))
+        found = [(root, gradient) for root, gradient in found if root.requires_grad]
         return [root for root, _ in found], [gradient for _, gradient in found]
 
     def _hand_back(self, step: Step, stage: Stage, i: int, passing: Passing) -> None:
         """Gradients of what came in, to the stage before."""
         back: Carry = {}
-        for name, taken in passing.takes.items():
-            if taken.is_floating_point():
-                shares = [g for g in (taken.grad, passing.through.get(name)) if g is not None]
-                back[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
+        for name in sorted(stage.returns):
+            taken = passing.takes[name]
+            shares = [g for g in (taken.grad, passing.through.get(name)) if g is not None]
+            back[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
         passing.takes = {}
         if stage.index - 1 in self._stages:
             step.gradients[stage.index - 1, i] = Inbox(back, [])
@@ -220,13 +221,12 @@ class StagePasses:
         step.inputs[stage.index, i] = self._receive(stage.takes, step.batches[i], stage.index - 1)
 
     def _send_backward(self, step: Step, stage: Stage, i: int) -> None:
-        fields = _floating(stage.takes)
+        fields = {name: stage.takes[name] for name in sorted(stage.returns)}
         step.sent += self._send(fields, step.returns.pop((stage.index, i)), stage.index - 1)
 
     def _receive_backward(self, step: Step, stage: Stage, i: int) -> None:
-        step.gradients[stage.index, i] = self._receive(
-            _floating(stage.gives), step.batches[i], stage.index + 1
-        )
+        fields = {name: stage.gives[name] for name in sorted(stage.expects)}
+        step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1)
 
     def _send(self, fields: Mapping[str, Field], carry: Carry, to: int) -> list[tuple[dist.Work, Tensor]]:
         peer, sent = self._pipeline.stages[to].rank, []
@@ -248,7 +248,3 @@ class StagePasses:
             assert work is not None
             works.append(work)
         return Inbox(carry, works)
-
-
-def _floating(fields: Mapping[str, Field]) -> dict[str, Field]:
-    return {name: one for name, one in fields.items() if one.width is not None}

@@ -165,7 +165,9 @@ def _materialise(stage: nn.Module, precision: Precision, device: torch.device) -
     """Give meta tensors memory, not yet set: parameters in the computed precision, their gradients in the stored."""
     for parameter in stage.parameters():
         real = torch.empty_like(parameter, dtype=precision.computed, device=device)
-        swap_tensors(parameter, nn.Parameter(real))  # in place, so that ties stay tied
+        swap_tensors(
+            parameter, nn.Parameter(real, parameter.requires_grad)
+        )  # in place, so that ties stay tied
         if precision.is_mixed:
             parameter.grad_dtype = precision.stored
     for module in stage.modules():

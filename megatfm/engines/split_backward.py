@@ -24,6 +24,8 @@ def backward_of_inputs(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Later:
     """Add gradients to the `.grad` of inputs; returns what is to be called once to do the same for all weights."""
+    if not roots:
+        return lambda: None
     if not inputs:
         return lambda: torch.autograd.backward(roots, gradients)
     tops = [root.grad_fn for root in roots if root.grad_fn is not None]

@@ -38,6 +38,9 @@ class Step(Protocol):
     def uses(self) -> Sequence[str]: ...
 
     @property
+    def reads(self) -> Sequence[str]: ...
+
+    @property
     def writes(self) -> Mapping[str, Field]: ...
 
     @property
@@ -72,6 +75,10 @@ class Stage:
     gives: Mapping[str, Field]
     makes: frozenset[str]
     """What its steps write, of the carry; what else it gives only passes through."""
+    returns: frozenset[str]
+    """What of `takes` depends on weights that are trained, so that its gradient goes back."""
+    expects: frozenset[str]
+    """Likewise of `gives`."""
     cost: float
     """In parameters by which a token is multiplied."""
 
@@ -142,6 +149,7 @@ def cut(
             f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
             f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
         )
+    trained = _trained(model, steps)
     bounds = _named_cuts(steps, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(steps)], strict=True)):
@@ -153,6 +161,8 @@ def cut(
                 steps.alive(first),
                 steps.alive(last),
                 frozenset(name for step in steps[first:last] for name in step.writes),
+                trained[first] & frozenset(steps.alive(first)),
+                trained[last] & frozenset(steps.alive(last)),
                 sum(costs[first:last]),
             )
         )
@@ -174,6 +184,17 @@ def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
             if isinstance(out, nn.Module):
                 total += 2 * length * out.get_parameter("weight").shape[1]
     return total * step.share * length
+
+
+def _trained(model: nn.Module, steps: Steps) -> list[frozenset[str]]:
+    """Before each step, and after the last: the parts of the carry that depend on weights that are trained."""
+    found = [frozenset[str]()]
+    for step in steps:
+        trains = any(p.requires_grad for path in step.uses for p in model.get_submodule(path).parameters())
+        depends = trains or bool(found[-1].intersection(step.reads))
+        now = {name for name, field in step.writes.items() if depends and field.width is not None}
+        found.append((found[-1] - frozenset(step.writes)) | now)
+    return found
 
 
 def _named_cuts(steps: Steps, at: Sequence[str], stages: int) -> list[int]:

@@ -42,7 +42,7 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
                 module.register_buffer(key, shard, persistent=False)
                 continue
             if tensor not in local:
-                local[tensor] = placement, nn.Parameter(shard)
+                local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
             elif local[tensor][0].dim != placement.dim:
                 raise UsageError(
                     f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "

@@ -1,6 +1,8 @@
 """From a config to an engine."""
 
 import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -9,18 +11,20 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
+from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
+from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
-        model = build(config.model)
+        model = build_model(config)
     optimizers = optimizer_groups(config.optimizer, model)
     layout = lay(
         model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
@@ -31,6 +35,34 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         layout.table += f"\n{pipeline.table()}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
     return ENGINES.get(config.parallel.engine)(setup)
+
+
+def build_model(config: Config) -> nn.Module:
+    """The whole model, on the current default device, with what is frozen marked so. Raises UsageError."""
+    model = build(config.model)
+    freeze(model, config.train.freeze)
+    return model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Have no gradients for the weights whose names match a pattern, such as "decoder.layers.*".
+
+    Raises UsageError for a pattern that matches none, and where no weight is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"train.freeze: {pattern!r} matches no weight of the model{did_you_mean(pattern, parameters)}; names "
+                f"are such as {next(iter(parameters))!r} (a tied one has its first)"
+            )
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UsageError(
+            f"train.freeze = {list(patterns)} leaves no weight to train: leave some of the model out"
+        )
 
 
 def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:

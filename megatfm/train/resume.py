@@ -25,7 +25,7 @@ GROUPS = {
     "seed": ("config.train.seed",),
     "schedule": ("config.schedule.", "config.train.steps"),
     "optimizer": ("config.optimizer.",),
-    "model": ("config.model.", "config.objective."),
+    "model": ("config.model.", "config.objective.", "config.train.freeze"),
     "batch": ("config.train.global_batch",),
 }
 """Group of `resume.allow` → prefixes of the facts that it covers. Facts in no group may change freely."""

@@ -164,9 +164,9 @@ def _sends(
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
         for stage in pipeline.stages[1:]:
             before = pipeline.stages[stage.index - 1].rank
-            for field in stage.takes.values() if before != stage.rank else ():
+            for name, field in stage.takes.items() if before != stage.rank else ():
                 elements = torch.Size(activation_shape(field, inputs, pipeline.sequence_parts)).numel()
                 if before == pp:
                     ledger.send("pp", elements * (8 if field.width is None else computed))
-                if stage.rank == pp and field.width is not None:
+                if stage.rank == pp and name in stage.returns:
                     ledger.send("pp", elements * computed)

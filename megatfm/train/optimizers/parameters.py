@@ -46,7 +46,7 @@ class ParameterInfo:
 def parameter_table(
     model: nn.Module, config: OptimizerSection, scales: Mapping[str, float] = NO_SCALES
 ) -> dict[str, ParameterInfo]:
-    """Every parameter of a model that is not yet cut into shards, a tied one under its first name.
+    """Every parameter that is trained, of a model that is not yet cut into shards; a tied one under its first name.
 
     A module names the roles that are not to be seen otherwise, e.g. `self.roles = {"weight": "embedding"}`.
     scales: rates of the model's own, as muP has them. Raises MegatfmError for a scale of no parameter.
@@ -64,6 +64,7 @@ def parameter_table(
             lr_scale=scales.get(name, 1.0) * config.layer_decay ** heights[name],
         )
         for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
 
 
