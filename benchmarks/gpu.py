@@ -31,7 +31,13 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 CASES = [("gpt2-124m", 1024, 16), ("gpt2-124m", 2048, 8), ("gpt3-xl", 1024, 8), ("gpt3-xl", 2048, 4)]
 """Preset, tokens in a row, rows."""
 TINY = [("gpt2-124m", 64, 2)]
-SHRUNK = ["model.d_model=32", "model.n_layers=2", "model.n_heads=4", "model.d_ff=64", "model.vocab_size=300"]
+SHRUNK = [
+    "model.d_model=32",
+    "model.n_layers=2",
+    "model.attention.n_heads=4",
+    "model.ffn.d_ff=64",
+    "model.vocab_size=300",
+]
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,13 @@ class Row:
 
 
 def config_of(preset: str, length: int, rows: int, *, tiny: bool, compiled: bool) -> Config:
-    sizes = [f"model.max_positions={length}", f"data.sequence_length={length}"]
+    sizes = [f"model.position.max_positions={length}", f"data.sequence_length={length}"]
     batch = [
         f"train.micro_batch={rows}",
         f"train.global_batch={rows}",
         f"train.compile={str(compiled).lower()}",
     ]
-    plain = ["model.dropout=0", "model.attention_dropout=0", "parallel.dp_shard=1"]
+    plain = ["model.dropout=0", "model.attention.dropout=0", "parallel.dp_shard=1"]
     return load_config(preset, [*sizes, *batch, *plain, *(SHRUNK if tiny else [])])
 
 

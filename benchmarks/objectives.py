@@ -76,9 +76,15 @@ class Partners:
 
 def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
-    parts = {"encoder": {"sentence_classes": 2, "boundary_head": True, "n_segments": 2}}
+    parts = {"encoder": {"sentence_classes": 2, "boundary_head": True, "embedding.n_segments": 2}}
     parts["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
-    model = ModelConfig(family=family, d_model=8, n_layers=1, n_heads=2, d_ff=8, **parts.get(family, {}))
+    model = ModelConfig.of(
+        family=family,
+        d_model=8,
+        n_layers=1,
+        **{"attention.n_heads": 2, "ffn.d_ff": 8},
+        **parts.get(family, {}),
+    )
     return make(Config.model_validate(values).objective, model, SPECIAL, rows)
 
 

@@ -107,9 +107,8 @@ def model_config(width: int, layers: int, parts: int) -> ModelConfig:
         vocab_size=64,
         d_model=width,
         n_layers=layers,
-        n_heads=width // HEAD // parts,
-        head_dim=HEAD,
-        d_ff=8 * width // 3 // 16 * 16 // parts,
+        attention={"n_heads": width // HEAD // parts, "head_dim": HEAD},
+        ffn={"d_ff": 8 * width // 3 // 16 * 16 // parts},
     )
 
 

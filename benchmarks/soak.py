@@ -103,7 +103,7 @@ def under_fire(
     run, draw = folder / "run", random.Random(seed)
     words = [
         "train", str(config), f"run_dir={run}", f"parallel.dp_shard={world}", "train.steps=100000000",
-        "model.d_model=128", "model.d_ff=512", "model.n_layers=4", "data.sequence_length=64",
+        "model.d_model=128", "model.ffn.d_ff=512", "model.n_layers=4", "data.sequence_length=64",
         f"checkpoint.every={EVERY}", "checkpoint.keep=2", "log.every=1000",
     ]  # fmt: skip
     begin, starting, starts, lost = time.monotonic(), 0.0, 0, Counter[str]()

@@ -24,8 +24,8 @@ import torch
 from megatfm.data import Corpus
 
 SMALL = (
-    "model.vocab_size=4096", "model.d_model=64", "model.n_layers=2", "model.n_heads=2", "model.d_ff=256",
-    "model.dropout=0", "model.attention_dropout=0", "data.sequence_length=128", "optimizer.lr=3e-3",
+    "model.vocab_size=4096", "model.d_model=64", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=256",
+    "model.dropout=0", "model.attention.dropout=0", "data.sequence_length=128", "optimizer.lr=3e-3",
     "schedule.warmup_steps=50", "train.global_batch=16", "train.micro_batch=16", "train.precision=fp32",
     "log.sinks=[]",
 )  # fmt: skip
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "bert-base": (),
     "t5-base": ("data.target_length=64",),
     "electra-small": (
-        "model.embedding_dim=32", "model.generator.d_model=32", "model.generator.d_ff=128",
+        "model.embedding.dim=32", "model.generator.d_model=32", "model.generator.d_ff=128",
         "model.generator.n_heads=1",
     ),
 }  # fmt: skip

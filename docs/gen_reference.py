@@ -42,10 +42,22 @@ def page(title: str, kind: type[BaseModel]) -> str:
         for section in sections(field):
             # Every key each time: a key that one section has and another has not would else look alike.
             parts.append(f"## `{title}`{variant(section) if len(sections(field)) > 1 else ''}")
-            parts += [str(section.__doc__), table(section.model_fields.items())]
-            for key, inner in parts_of(section):
-                parts += [f"### `{name}.{key}`", str(inner.__doc__), table(inner.model_fields.items())]
+            parts += [str(section.__doc__), table(section.model_fields.items()), *inside(name, section)]
     return "\n\n".join(parts) + "\n"
+
+
+def inside(place: str, section: type[BaseModel]) -> Iterator[str]:
+    """The sections in a section, however deep."""
+    for key, field in section.model_fields.items():
+        kinds = sections(field)
+        name = f"{place}.{key}"
+        if get_origin(field.annotation) in (list, dict):
+            name += "[]" if get_origin(field.annotation) is list else ".NAME"
+        for kind in kinds:
+            yield f"### `{name}`{variant(kind) if len(kinds) > 1 else ''}"
+            yield str(kind.__doc__)
+            yield table(kind.model_fields.items())
+            yield from inside(name, kind)
 
 
 def variant(section: type[BaseModel]) -> str:
@@ -61,6 +73,11 @@ def sections(field: FieldInfo) -> list[type[BaseModel]]:
     return list(dict.fromkeys(_classes(field.annotation)))
 
 
+def only_sections(field: FieldInfo) -> bool:
+    """Whether a key is a section, told below, and no list or table of them."""
+    return bool(sections(field)) and get_origin(field.annotation) not in (list, dict, tuple)
+
+
 def _classes(kind: Any) -> Iterator[type[BaseModel]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
@@ -69,23 +86,12 @@ def _classes(kind: Any) -> Iterator[type[BaseModel]]:
             yield from _classes(part)
 
 
-def parts_of(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The keys of a section that hold sections, or lists or tables of them, and those."""
-    for key, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield key, field.annotation
-        if get_origin(field.annotation) in (list, dict):
-            kind = get_args(field.annotation)[-1]
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield f"{key}.NAME" if get_origin(field.annotation) is dict else f"{key}[]", kind
-
-
 def table(fields: Any) -> str:
     rows = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, field in fields:
         cells = (
             f"`{name}`",
-            spelled(field.annotation, field.metadata),
+            "section" if only_sections(field) else spelled(field.annotation, field.metadata),
             default(field),
             str(field.description or ""),
         )

@@ -52,7 +52,13 @@ def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last = key
                 yield key, [_part(tar, member, wanted) for member in members]
-    except (tarfile.TarError, EOFError, ValueError, IndexError, OverflowError) as error:  # the library's, on forgeries
+    except (
+        tarfile.TarError,
+        EOFError,
+        ValueError,
+        IndexError,
+        OverflowError,
+    ) as error:  # the library's, on forgeries
         raise BadFileError(f"is no whole tar, after {last!r} ({error})") from None
 
 

@@ -1,8 +1,16 @@
 """Typed, frozen configs: TOML in, one clear line for each mistake, resolved TOML out. No torch here."""
 
+from megatfm.config.attention import (
+    AttentionConfig,
+    AttentionSection,
+    HeadsAttentionConfig,
+    LatentAttentionConfig,
+    ScaledAttention,
+)
+from megatfm.config.base import expect
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import ModelConfig
-from megatfm.config.model_parts import GeneratorConfig, LatentConfig, MuPConfig, RopeScaling
+from megatfm.config.model_parts import GeneratorConfig, MuPConfig
 from megatfm.config.objective import (
     CausalObjective,
     DenoisersObjective,
@@ -29,6 +37,16 @@ from megatfm.config.optimizer import (
     ScheduleFreeConfig,
     SoapConfig,
 )
+from megatfm.config.position import (
+    DisentangledBucketsConfig,
+    DisentangledPositionConfig,
+    LearnedPositionConfig,
+    PositionConfig,
+    RopeConfig,
+    RopeScaling,
+    ShawConfig,
+    T5PositionConfig,
+)
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.root import Config
 from megatfm.config.schedule import (
@@ -54,6 +72,8 @@ from megatfm.config.sections import (
 __all__ = [
     "AdafactorConfig",
     "AdamWConfig",
+    "AttentionConfig",
+    "AttentionSection",
     "CausalObjective",
     "CheckpointConfig",
     "Config",
@@ -61,11 +81,15 @@ __all__ = [
     "CosineSchedule",
     "DataConfig",
     "DenoisersObjective",
+    "DisentangledBucketsConfig",
+    "DisentangledPositionConfig",
     "EvaluateConfig",
     "GeneratorConfig",
+    "HeadsAttentionConfig",
     "InverseSqrtSchedule",
     "LambConfig",
-    "LatentConfig",
+    "LatentAttentionConfig",
+    "LearnedPositionConfig",
     "LinearSchedule",
     "LionConfig",
     "LogConfig",
@@ -82,20 +106,26 @@ __all__ = [
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
+    "PositionConfig",
     "PrefixObjective",
     "ReplacedTokenObjective",
     "ResilienceConfig",
     "ResumeConfig",
+    "RopeConfig",
     "RopeScaling",
+    "ScaledAttention",
     "ScheduleConfig",
     "ScheduleFreeConfig",
     "ScheduleSection",
     "SentenceOrderObjective",
+    "ShawConfig",
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
+    "T5PositionConfig",
     "TrainConfig",
     "WSDSchedule",
+    "expect",
     "find_config",
     "load",
     "load_config",

@@ -3,9 +3,15 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticUndefined
+
+from megatfm.errors import UsageError
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+"""A probability of dropping something."""
 
 
 class Section(BaseModel):
@@ -23,6 +29,72 @@ class Section(BaseModel):
             if isinstance(value, bool) and any(getattr(k, "__origin__", k) in (int, float) for k in kinds):
                 raise ValueError(f"{key} = {str(value).lower()}: this is a number: write one")
         return values
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:
+        """From keys with dots, as on the command line: `of({"d_model": 64, "attention.n_heads": 4})`."""
+        return cls.model_validate(nested({**(keys or {}), **more}))
+
+    def changed(self, keys: Mapping[str, Any]) -> Self:
+        """A copy with other values of such keys, checked like any config.
+
+        Under a new `name`, a section keeps the options that the new variant has as well.
+        """
+        values: dict[str, Any] = {key: getattr(self, key) for key in type(self).model_fields}
+        for key, value in nested(keys).items():
+            part = values.get(key)
+            if isinstance(part, Section) and isinstance(value, Mapping):
+                renamed = value.get("name", getattr(part, "name", None)) != getattr(part, "name", None)
+                values[key] = {**self._kept(key, value["name"]), **value} if renamed else part.changed(value)
+            else:
+                values[key] = value
+        return type(self).model_validate(values)
+
+    def _kept(self, key: str, name: str) -> dict[str, Any]:
+        """The options of a section that its variant of that name has as well."""
+        part = getattr(self, key)
+        for variant in get_args(type(self).model_fields[key].annotation):
+            if variant.model_fields["name"].default in (name, PydanticUndefined):
+                known = variant.model_fields.keys() - {"name"}
+                return {option: getattr(part, option) for option in known & type(part).model_fields.keys()}
+        return {}
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables in tables, from keys with dots."""
+    tables: dict[str, Any] = {}
+    for key, value in keys.items():
+        first, _, rest = key.partition(".")
+        if rest or isinstance(value, Mapping):
+            inner = tables.get(first)
+            more = nested({rest: value} if rest else value)
+            tables[first] = _merged(inner, more) if isinstance(inner, dict) else more
+        else:
+            tables[first] = value
+    return tables
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = dict(one)
+    for key, value in other.items():
+        old = both.get(key)
+        both[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return both
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def expect(given: Section, kind: type[AnySection], key: str) -> AnySection:
+    """A section as the variant whose options a part reads. Raises UsageError where the config has another."""
+    if isinstance(given, kind):
+        return given
+    wanted = kind.model_fields["name"].default
+    raise UsageError(
+        f"{key}.name = {getattr(given, 'name', None)!r}: this needs {wanted!r}"
+        if isinstance(wanted, str)
+        else f"{key}.name = {getattr(given, 'name', None)!r} lacks the options that this needs"
+    )
 
 
 class FromCommandLine(str):

@@ -1,72 +1,180 @@
-"""Parts of an architecture that have options of their own."""
+"""The sections of a model's parts that have few variants: feed-forward network, norms, embedding, head, weights."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Section
+from megatfm.config.base import Rate, Section, by_name
 
-
-class LinearScaling(Section):
-    """Positions divided by `factor` (Chen et al. 2023)."""
-
-    name: Literal["linear"] = "linear"
-    factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
+NORM_AFTER = ("post", "deepnorm")
+"""Placements whose blocks end in a norm, so that a stack needs none at its end."""
 
 
-class NtkScaling(Section):
-    """A larger base, so that the slowest channel is stretched by `factor` and the fastest not at all (bloc97 2023)."""
+class DenseFFNConfig(Section):
+    """One feed-forward network, which all tokens go through."""
 
-    name: Literal["ntk"] = "ntk"
-    factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
-
-
-class YarnScaling(Section):
-    """YaRN (Peng et al. 2023): slow channels are interpolated, fast ones kept, a ramp between, and scores scaled."""
-
-    name: Literal["yarn"] = "yarn"
-    factor: PositiveFloat = Field(examples=[8.0])
-    """Longer by so much than the original context."""
-    original_length: PositiveInt = Field(examples=[4096])
-    """The context that the model was first trained on, in tokens."""
-    beta_fast: PositiveFloat = 32.0
-    """Channels that turn at least so often within the original context are kept."""
-    beta_slow: PositiveFloat = 1.0
-    """Channels that turn at most so often within it are interpolated."""
-    attention_factor: PositiveFloat | None = None
-    """Factor on rotated queries and keys; left out, 0.1 ln(factor) + 1."""
+    name: Literal["dense"] = "dense"
+    d_ff: PositiveInt = Field(examples=[1024])
+    """Inner width."""
+    activation: str = "swiglu"
+    """Activation."""
+    bias: bool = False
+    """Biases in its projections."""
+    dropout: Rate = 0.0
+    """Dropout of the inner activations."""
 
 
-class Llama3Scaling(Section):
-    """Llama 3.1's scaling (Grattafiori et al. 2024; the formula is in its released code)."""
-
-    name: Literal["llama3"] = "llama3"
-    factor: PositiveFloat = Field(examples=[8.0])
-    """By how much slow channels are slowed."""
-    original_length: PositiveInt = Field(default=8192, examples=[8192])
-    """The context that the model was first trained on, in tokens."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Channels with wavelengths below original_length / high_freq_factor are kept."""
+FFNConfig = DenseFFNConfig
 
 
-RopeScaling = Annotated[LinearScaling | NtkScaling | YarnScaling | Llama3Scaling, Field(discriminator="name")]
+class NormSection(Section):
+    """What every normalisation layer has."""
+
+    name: str
+    eps: PositiveFloat = 1e-5
+    """Epsilon."""
+    placement: str = "pre"
+    """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
+    final: bool | None = None
+    """A norm at the end of each stack; left out, only where blocks don't end in one."""
+
+    @property
+    def ends_stack(self) -> bool:
+        """Whether a norm stands at the end of each stack."""
+        return self.placement not in NORM_AFTER if self.final is None else self.final
 
 
-class LatentConfig(Section):
-    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
+class RMSNormConfig(NormSection):
+    """Division by the root mean square (Zhang & Sennrich 2019)."""
 
-    kv_rank: PositiveInt = Field(examples=[512])
-    """Width of the latent from which keys and values are made."""
-    q_rank: PositiveInt | None = None
-    """Width of the queries' latent; left out, queries are projected directly."""
-    rope_dim: PositiveInt = Field(examples=[64])
-    """Channels of a head that carry the position, their keys shared by all heads."""
-    v_dim: PositiveInt | None = None
-    """Width of a head's values; left out, `head_dim`."""
+    name: Literal["rms_norm"] = "rms_norm"
+
+
+class LayerNormConfig(NormSection):
+    """Mean and variance (Ba et al. 2016)."""
+
+    name: Literal["layer_norm"] = "layer_norm"
+
+
+class PluginNormConfig(NormSection):
+    """A normalisation layer that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_norm"])
+    """The name under which it is registered."""
+
+
+NormConfig = Annotated[
+    RMSNormConfig | LayerNormConfig | PluginNormConfig,
+    by_name(RMSNormConfig, LayerNormConfig, other=PluginNormConfig),
+]
+
+
+class EmbeddingConfig(Section):
+    """Tokens to vectors."""
+
+    dim: PositiveInt | None = None
+    """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
+    scale: PositiveFloat = 1.0
+    """Factor on the token embeddings."""
+    n_segments: NonNegativeInt = 0
+    """Rows of the segment embedding; 0: none."""
+    norm: bool = False
+    """A norm on the sum of the embeddings."""
+    tied: bool = True
+    """Share the token embedding with the output head. Encoder and decoder always share theirs."""
+
+
+class HeadConfig(Section):
+    """The output head, and the loss on its logits."""
+
+    name: Literal["linear", "transform"] = "linear"
+    """A matrix, or BERT's dense layer, activation and norm before it."""
+    bias: bool = False
+    """A bias for each token of the vocabulary."""
+    scale: PositiveFloat = 1.0
+    """Factor on the hidden vectors before the output matrix."""
+    softcap: PositiveFloat | None = None
+    """Logits l become c tanh(l / c) with this c."""
+    label_smoothing: Rate = 0.0
+    """Share of a target's probability that is spread over the vocabulary, in training."""
+
+
+class InitSection(Section):
+    """What every initialisation has."""
+
+    name: str
+
+
+class WithStd(InitSection):
+    """Initial weights of a chosen size."""
+
+    std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+
+
+class GPT2InitConfig(WithStd):
+    """GPT-2's: projections back to the residual stream are smaller with depth."""
+
+    name: Literal["gpt2"] = "gpt2"
+
+
+class NormalInitConfig(WithStd):
+    """The same normal distribution for every matrix."""
+
+    name: Literal["normal"] = "normal"
+
+
+class BertInitConfig(WithStd):
+    """BERT's truncated normal distribution."""
+
+    name: Literal["bert"] = "bert"
+
+
+class T5InitConfig(InitSection):
+    """T5's, scaled by fan-in."""
+
+    name: Literal["t5"] = "t5"
+
+
+class XavierInitConfig(InitSection):
+    """Glorot & Bengio 2010, scaled by fan-in and fan-out."""
+
+    name: Literal["xavier"] = "xavier"
+
+
+class DeepnormInitConfig(InitSection):
+    """DeepNorm's (Wang et al. 2022), which goes with the norms' placement of that name."""
+
+    name: Literal["deepnorm"] = "deepnorm"
+
+
+class PluginInitConfig(InitSection):
+    """An initialisation that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_init"])
+    """The name under which it is registered."""
+
+
+InitConfig = Annotated[
+    GPT2InitConfig
+    | NormalInitConfig
+    | BertInitConfig
+    | T5InitConfig
+    | XavierInitConfig
+    | DeepnormInitConfig
+    | PluginInitConfig,
+    by_name(
+        GPT2InitConfig,
+        NormalInitConfig,
+        BertInitConfig,
+        T5InitConfig,
+        XavierInitConfig,
+        DeepnormInitConfig,
+        other=PluginInitConfig,
+    ),
+]
 
 
 class GeneratorConfig(Section):
@@ -86,4 +194,4 @@ class MuPConfig(Section):
     """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
 
     base_width: PositiveInt = Field(examples=[256])
-    """The d_model at which learning rate and init_std were chosen."""
+    """The d_model at which learning rate and init.std were chosen."""

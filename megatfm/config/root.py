@@ -9,9 +9,9 @@ from pydantic.fields import FieldInfo
 from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
-from megatfm.config.optimizer import OptimizerConfig, PluginOptimizer, ScheduleFreeConfig
+from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
 from megatfm.config.resilience import ResilienceConfig
-from megatfm.config.schedule import CosineSchedule, PluginSchedule, ScheduleConfig, WSDSchedule
+from megatfm.config.schedule import CosineSchedule, ScheduleConfig, WSDSchedule
 from megatfm.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -52,15 +52,15 @@ class Config(Section):
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )
-        for key, kind, name in (
-            ("optimizer", PluginOptimizer, self.optimizer.name),
-            ("schedule", PluginSchedule, self.schedule.name),
-        ):
-            if isinstance(getattr(self, key), kind) and not self.plugins:
-                known = names(type(self).model_fields[key])
+        parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
+        parts += [("model.", self.model, part) for part in ("attention", "norm", "position", "init")]
+        for place, holder, key in parts:
+            section = getattr(holder, key)
+            if type(section).__name__.startswith("Plugin") and not self.plugins:
+                name, known = section.name, names(type(holder).model_fields[key])
                 raise ValueError(
-                    f"{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; others "
-                    "need the package that registers them in plugins"
+                    f"{place}{key}.name = {name!r}: unknown{did_you_mean(name, known)}; there are: {', '.join(known)}; "
+                    "others need the package that registers them in plugins"
                 )
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.schedule.name != "constant":
             raise ValueError(
@@ -90,15 +90,15 @@ class Config(Section):
                 f"train.micro_batch = {self.train.micro_batch}: the nearest that does is {nearest}"
             )
         heads = {
-            "model.n_heads": self.model.n_heads,
-            "model.n_kv_heads": self.model.kv_heads,
-            "model.d_ff": self.model.d_ff,
+            "model.attention.n_heads": self.model.attention.n_heads,
+            "model.attention.n_kv_heads": self.model.attention.kv_heads,
+            "model.ffn.d_ff": self.model.ffn.d_ff,
         }
         if smaller := self.model.generator:
             heads |= {"model.generator.n_heads": smaller.n_heads, "model.generator.d_ff": smaller.d_ff}
 
         def divides(tp: int, key: str) -> bool:
-            return heads[key] % tp == 0 or (key == "model.n_kv_heads" and tp % heads[key] == 0)
+            return heads[key] % tp == 0 or (key == "model.attention.n_kv_heads" and tp % heads[key] == 0)
 
         for key, count in heads.items():
             if not divides(self.parallel.tp, key):

@@ -89,7 +89,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     opened = open_folder(source)
     shapes = meta_shapes(opened.config)
     kept, notes = tokenizer_files.to_megatfm(source / "discriminator" if is_pair(source) else source, folder)
-    length = opened.json.get(opened.architecture.length_key) or opened.config.max_positions
+    length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
     config = template.config(target, opened.config, kept, length)
     state: dict[str, JsonValue] = {
         "step": 0,
@@ -150,7 +150,7 @@ def _check_padding(theirs: Mapping[str, object], ids: Mapping[str, object]) -> N
     if wanted is not None and found is not None and wanted != found:
         raise UsageError(
             f"transformers would count positions from {found}, the padding token of the tokenizer, on, but this model "
-            f"has model.position_offset = {int(str(wanted)) + 1}: train with model.position_offset = "
+            f"has model.position.offset = {int(str(wanted)) + 1}: train with model.position.offset = "
             f"{int(str(found)) + 1}, or 0 for a BERT"
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, their_activation
+from megatfm.convert.keys import Json, activation, only, std, their_activation
 from megatfm.convert.table import Rule, linear, same
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -14,9 +14,9 @@ POSITION_IDS = r"embeddings\.position_ids$"
 
 
 def read(theirs: Json, **others: Any) -> ModelConfig:
-    """Our config of a post-norm encoder with learned positions and BERT's head; `others`: what differs.
+    """Our config of a post-norm encoder with learned positions and BERT's head.
 
-    Raises UsageError for what we lack.
+    others: what differs; None: no such key. Raises UsageError for what we lack.
     """
     only(theirs, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True)
     only(theirs, position_embedding_type="absolute")
@@ -25,26 +25,26 @@ def read(theirs: Json, **others: Any) -> ModelConfig:
         "vocab_size": theirs["vocab_size"],
         "d_model": theirs["hidden_size"],
         "n_layers": theirs["num_hidden_layers"],
-        "n_heads": theirs["num_attention_heads"],
-        "d_ff": theirs["intermediate_size"],
-        "norm": "layer_norm",
-        "norm_eps": theirs.get("layer_norm_eps", 1e-12),
-        "norm_position": "post",
-        "embedding_norm": True,
-        "activation": activation(theirs.get("hidden_act", "gelu")),
-        "attention_bias": True,
-        "ffn_bias": True,
-        "position": "learned",
-        "max_positions": theirs.get("max_position_embeddings", 512),
-        "n_segments": theirs.get("type_vocab_size", 2),
-        "head": "transform",
-        "head_bias": True,
+        "attention.n_heads": theirs["num_attention_heads"],
+        "ffn.d_ff": theirs["intermediate_size"],
+        "norm.name": "layer_norm",
+        "norm.eps": theirs.get("layer_norm_eps", 1e-12),
+        "norm.placement": "post",
+        "embedding.norm": True,
+        "ffn.activation": activation(theirs.get("hidden_act", "gelu")),
+        "attention.bias": True,
+        "ffn.bias": True,
+        "position.name": "learned",
+        "position.max_positions": theirs.get("max_position_embeddings", 512),
+        "embedding.n_segments": theirs.get("type_vocab_size", 2),
+        "head.name": "transform",
+        "head.bias": True,
         "dropout": theirs.get("hidden_dropout_prob", 0.1),
-        "attention_dropout": theirs.get("attention_probs_dropout_prob", 0.1),
-        "init": "bert",
-        "init_std": theirs.get("initializer_range", 0.02),
+        "attention.dropout": theirs.get("attention_probs_dropout_prob", 0.1),
+        "init.name": "bert",
+        "init.std": theirs.get("initializer_range", 0.02),
     }
-    return ModelConfig(**(common | others))
+    return ModelConfig.of({key: value for key, value in (common | others).items() if value is not None})
 
 
 def write(ours: ModelConfig, **others: Any) -> Json:
@@ -53,15 +53,15 @@ def write(ours: ModelConfig, **others: Any) -> Json:
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.d_model,
         "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": ours.n_heads,
-        "intermediate_size": ours.d_ff,
-        "hidden_act": their_activation(ours.activation),
-        "layer_norm_eps": ours.norm_eps,
-        "max_position_embeddings": ours.max_positions,
-        "type_vocab_size": max(ours.n_segments, 1),
+        "num_attention_heads": ours.attention.n_heads,
+        "intermediate_size": ours.ffn.d_ff,
+        "hidden_act": their_activation(ours.ffn.activation),
+        "layer_norm_eps": ours.norm.eps,
+        "max_position_embeddings": ours.position.limit,
+        "type_vocab_size": max(ours.embedding.n_segments, 1),
         "hidden_dropout_prob": ours.dropout,
-        "attention_probs_dropout_prob": ours.attention_dropout,
-        "initializer_range": ours.init_std,
+        "attention_probs_dropout_prob": ours.attention.dropout,
+        "initializer_range": std(ours),
         "tie_word_embeddings": True,
     }
     return common | others

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatfm.config.model_parts import LinearScaling, Llama3Scaling, NtkScaling, RopeScaling, YarnScaling
+from megatfm.config import ModelConfig, RopeConfig
+from megatfm.config.position import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from megatfm.errors import UsageError
 
 Json = dict[str, Any]
@@ -38,7 +39,7 @@ def their_activation(ours: str, *, gated: bool = False) -> str:
     for theirs, plain in ACTIVATIONS.items():
         if (GATED.get(plain) if gated else plain) == ours:
             return theirs
-    raise UsageError(f"model.activation = {ours!r} is not one that transformers has here")
+    raise UsageError(f"model.ffn.activation = {ours!r} is not one that transformers has here")
 
 
 def only(config: Mapping[str, Any], **allowed: Any) -> None:
@@ -51,16 +52,23 @@ def only(config: Mapping[str, Any], **allowed: Any) -> None:
             raise UsageError(f"config.json: {key} = {config[key]!r} is not supported, only {value!r}")
 
 
+def std(ours: ModelConfig) -> float:
+    """Standard deviation of the initial weights; transformers' usual one where the initialisation has none."""
+    return float(getattr(ours.init, "std", 0.02))
+
+
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of ours, from rope_parameters or the older rope_theta and rope_scaling."""
+    """`position.theta` and `.scaling` of ours, from rope_parameters or the older rope_theta and rope_scaling."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    return {"rope_theta": float(theta), "rope_scaling": _scaling(given, config)}
+    return {"position.theta": float(theta), "position.scaling": _scaling(given, config)}
 
 
-def their_rope(theta: float, scaling: RopeScaling | None) -> Json:
-    """The key rope_parameters. Raises UsageError for a scaling that they lack."""
-    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+def their_rope(ours: ModelConfig) -> Json:
+    """The key rope_parameters; of positions or a scaling that they lack, it has the usual ones."""
+    position = ours.position if isinstance(ours.position, RopeConfig) else RopeConfig()
+    scaling = position.scaling
+    parameters: dict[str, Any] = {"rope_theta": position.theta, "rope_type": "default"}
     match scaling:
         case LinearScaling(factor=factor):
             parameters |= {"rope_type": "linear", "factor": factor}
@@ -82,10 +90,6 @@ def their_rope(theta: float, scaling: RopeScaling | None) -> Json:
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
             }
-        case NtkScaling():
-            raise UsageError(
-                "model.rope_scaling = ntk is fixed here, and depends on the length in transformers"
-            )
     return {"rope_parameters": parameters}
 
 

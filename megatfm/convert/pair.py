@@ -87,8 +87,8 @@ class HfPair:
         whole, smaller = (self.halves[half].config for half in CLASSES)
         generator = GeneratorConfig(
             d_model=smaller.d_model,
-            n_heads=smaller.n_heads,
-            d_ff=smaller.d_ff,
+            n_heads=smaller.attention.n_heads,
+            d_ff=smaller.ffn.d_ff,
             n_layers=None if smaller.n_layers == whole.n_layers else smaller.n_layers,
         )
         config = whole.model_copy(update={"family": "electra", "generator": generator})

@@ -1,11 +1,11 @@
 """Which class of transformers stores which models of ours."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatfm.config import ModelConfig
+from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
 from megatfm.convert.table import Rule
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
@@ -38,17 +38,10 @@ class Architecture:
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
-    "init", "init_std", "dropout", "attention_dropout", "ffn_dropout", "drop_path", "label_smoothing", "boundary_head",
+    "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "head.label_smoothing",
+    "boundary_head",
 }  # fmt: skip
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
-ONLY_WITH = {
-    "rope_theta": ("rope",),
-    "rope_scaling": ("rope",),
-    "position_offset": ("learned",),
-    "relative_buckets": ("t5", "disentangled_buckets"),
-    "relative_distance": ("t5", "shaw", "disentangled", "disentangled_buckets"),
-}
-"""Keys that mean something with some position encodings only."""
 
 
 def architecture_of(config_json: Json) -> tuple[str, Architecture]:
@@ -100,28 +93,34 @@ def architecture_for(
 def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
     """What of our config did not come back, as `key = value`."""
     wanted, found = essence(ours), essence(back)
-    return [f"model.{key} = {value!r}" for key, value in wanted.items() if not _alike(value, found[key])]
+    return [f"model.{key} = {value!r}" for key, value in wanted.items() if not _alike(value, found.get(key))]
 
 
 def essence(config: ModelConfig) -> dict[str, Any]:
     """What a trained model computes depends on these, defaults filled in."""
-    values = config.model_dump(exclude=TRAINING_ONLY)
+    values = {key: value for key, value in _flat(config.model_dump()) if key not in TRAINING_ONLY}
     values |= {
-        "n_kv_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "embedding_dim": config.embedding_width,
+        "attention.n_kv_heads": config.attention.kv_heads,
+        "attention.head_dim": config.head_width,
+        "embedding.dim": config.embedding_width,
         "n_encoder_layers": config.encoder_layers if config.family == "encoder_decoder" else None,
         "distinct_layers": config.distinct_layers or config.n_layers,
-        "final_norm": config.has_final_norm,
-        "attention_scale": config.attention_scale or config.head_width**-0.5,
+        "norm.final": config.norm.ends_stack,
     }
-    if config.latent is not None:
-        values["latent"]["v_dim"] = config.latent.v_dim or config.head_width
-        values["attention_scale"] = config.attention_scale
-    for key, positions in ONLY_WITH.items():
-        if config.position not in positions:
-            values[key] = None
+    if isinstance(config.attention, LatentAttentionConfig):
+        values["attention.v_dim"] = config.attention.v_dim or config.head_width
+    elif isinstance(config.attention, ScaledAttention):
+        values["attention.scale"] = config.attention.scale or config.head_width**-0.5
     return values
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves under keys with dots."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def _alike(one: Any, other: Any) -> bool:

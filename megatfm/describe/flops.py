@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megatfm.config import Config, ModelConfig
+from megatfm.config import Config, LatentAttentionConfig, ModelConfig
 
 SHARED = re.compile(r"^(\w+\.)?(encoder|decoder)\.layers\.")
 TABLE = re.compile(r"embedding\.(positions|segments)\.|\.position\.|boundary\.positions\.")
@@ -43,7 +43,7 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
     def seen(name: str) -> float:
         """How many tokens a parameter is multiplied with."""
         if name.endswith("embedding.tokens.weight"):
-            return heads(name) if model.tie_embeddings else 0.0
+            return heads(name) if model.embedding.tied else 0.0
         if TABLE.search(name):
             return 0.0
         if model.family == "xlnet" and SHARED.match(name):
@@ -61,7 +61,7 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
             return 1.0
         times = repeats if SHARED.match(name) else 1.0
         if name.endswith(("_position.weight", "_position.bias")):  # of a table of relative positions
-            return 2 * model.relative_distance * times
+            return 2 * getattr(model.position, "max_distance", 0) * times
         of_encoder = not two or name.startswith("encoder.") or re.search(r"\.cross\.w[kv]\.", name)
         return (s if of_encoder else t) * times
 
@@ -81,10 +81,9 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
 
 def _attention(model: ModelConfig, s: int, t: int) -> tuple[float, float]:
     """FLOPs in full, and what of them falls on later tokens where those aren't seen."""
-    width = float(model.n_heads * model.head_width)
-    if model.latent is not None:
-        values = model.latent.v_dim or model.head_width
-        width = model.n_heads * (model.head_width + model.latent.rope_dim + values) / 2
+    width = float(model.attention.n_heads * model.head_width)
+    if isinstance(latent := model.attention, LatentAttentionConfig):
+        width = latent.n_heads * (model.head_width + latent.rope_dim + (latent.v_dim or model.head_width)) / 2
     if model.family == "encoder_decoder":
         own = 12 * width * t * t * model.n_layers
         rest = 12 * width * (s * s * model.encoder_layers + s * t * model.n_layers)

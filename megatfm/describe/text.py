@@ -2,7 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from megatfm.config import ModelConfig
+from megatfm.config import (
+    DisentangledPositionConfig,
+    LatentAttentionConfig,
+    LearnedPositionConfig,
+    ModelConfig,
+    RopeConfig,
+    ShawConfig,
+    T5PositionConfig,
+)
 
 if TYPE_CHECKING:
     from megatfm.describe.description import Description
@@ -25,8 +33,8 @@ def _architecture(model: ModelConfig) -> list[Line]:
     found = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
         ("attention", f"{_heads(model)}; {_position(model)}"),
-        ("feed-forward", f"{model.activation}, inner width {model.d_ff:,}"),
-        ("norm", f"{model.norm} ({model.norm_position}), epsilon {model.norm_eps:g}"),
+        ("feed-forward", f"{model.ffn.activation}, inner width {model.ffn.d_ff:,}"),
+        ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
         ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
     ]
     if heads := _extra_heads(model):
@@ -41,8 +49,8 @@ def _architecture(model: ModelConfig) -> list[Line]:
         )
     rates = (
         ("residual", model.dropout),
-        ("attention", model.attention_dropout),
-        ("feed-forward", model.ffn_dropout),
+        ("attention", model.attention.dropout),
+        ("feed-forward", model.ffn.dropout),
         ("path", model.drop_path),
     )
     if dropped := [f"{name} {rate:g}" for name, rate in rates if rate]:
@@ -51,36 +59,37 @@ def _architecture(model: ModelConfig) -> list[Line]:
 
 
 def _heads(model: ModelConfig) -> str:
-    text = f"{model.n_heads} heads of {model.head_width}"
-    if model.latent is not None:
-        latent = model.latent
+    text = f"{model.attention.n_heads} heads of {model.head_width}"
+    if isinstance(latent := model.attention, LatentAttentionConfig):
         queries = f", queries from {latent.q_rank}" if latent.q_rank else ""
         return (
             f"{text} + {latent.rope_dim} rotary, keys and values from a latent of {latent.kv_rank}{queries}"
         )
-    kind = "" if model.attention == "heads" else f", {model.attention}"
-    return f"{text}, {model.kv_heads} of keys and values{kind}"
+    kind = "" if model.attention.name == "heads" else f", {model.attention.name}"
+    return f"{text}, {model.attention.kv_heads} of keys and values{kind}"
 
 
 def _position(model: ModelConfig) -> str:
     match model.position:
-        case "rope":
-            scaled = f", scaled by {model.rope_scaling.name}" if model.rope_scaling else ""
-            return f"rope, theta {model.rope_theta:,g}{scaled}"
-        case "learned":
-            return f"learned, {model.max_positions:,} positions"
-        case "t5":
-            return f"t5, {model.relative_buckets} buckets up to {model.relative_distance}"
-        case "shaw" | "disentangled":
-            return f"{model.position}, up to {model.relative_distance} away"
-    return model.position
+        case RopeConfig(theta=theta, scaling=scaling):
+            return f"rope, theta {theta:,g}{f', scaled by {scaling.name}' if scaling else ''}"
+        case LearnedPositionConfig(max_positions=rows):
+            return f"learned, {rows:,} positions"
+        case T5PositionConfig(buckets=buckets, max_distance=distance):
+            return f"t5, {buckets} buckets up to {distance}"
+        case (
+            ShawConfig(name=name, max_distance=distance)
+            | DisentangledPositionConfig(name=name, max_distance=distance)
+        ):
+            return f"{name}, up to {distance} away"
+    return model.position.name
 
 
 def _embeddings(model: ModelConfig) -> str:
-    text = "the output head shares the embedding" if model.tie_embeddings else "the output head is apart"
+    text = "the output head shares the embedding" if model.embedding.tied else "the output head is apart"
     if model.embedding_width != model.d_model:
         text += f"; embeddings of {model.embedding_width:,}"
-    return text + (f"; {model.n_segments} segments" if model.n_segments else "")
+    return text + (f"; {model.embedding.n_segments} segments" if model.embedding.n_segments else "")
 
 
 def _extra_heads(model: ModelConfig) -> list[str]:
@@ -126,7 +135,7 @@ def _flops(found: "Description") -> list[Line]:
         "encoder": "the head only for masked tokens",
         "electra": "both halves, the generator's head only for masked tokens",
         "encoder_decoder": "averaged over the tokens of both",
-    }.get(model.family, "the embedding as output head" if model.tie_embeddings else "without the embedding")
+    }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
     if model.family == "decoder":
         return [

@@ -145,9 +145,9 @@ def _prepare(loaded: "Loaded", prompt: str, max_tokens: int, samples: int) -> tu
     )
     if length + max_tokens > trained:
         _note(f"up to {length + max_tokens} tokens, while this model was trained on {trained} at a time")
-    if model.max_positions is not None and length + max_tokens - 1 > model.max_positions >= length:
-        max_tokens = model.max_positions + 1 - length
-        _note(f"at most {max_tokens} tokens are made: model.max_positions = {model.max_positions}")
+    if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
+        max_tokens = model.position.limit + 1 - length
+        _note(f"at most {max_tokens} tokens are made: model.position.max_positions = {model.position.limit}")
     return prompts, max_tokens
 
 

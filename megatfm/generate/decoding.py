@@ -57,10 +57,10 @@ class Decoding:
         self.skipped_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
         self.ragged = bool(self.skipped_B1.any())
         longest = self.tokens_BT.shape[1] + max_tokens
-        if config.max_positions is not None and longest - 1 > config.max_positions:
+        if config.position.limit is not None and longest - 1 > config.position.limit:
             raise UsageError(
-                f"{longest - max_tokens} tokens and {max_tokens} more, but model.max_positions = "
-                f"{config.max_positions}: ask for at most {config.max_positions + 1 - longest + max_tokens}"
+                f"{longest - max_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
+                f"{config.position.limit}: ask for at most {config.position.limit + 1 - longest + max_tokens}"
             )
         self.cache = KVCache(config.n_layers, longest) if cache else None
         self.fed = 0
@@ -102,10 +102,10 @@ class Decoding:
     def _encoded(self, tokens: Sequence[Tensor]) -> dict[str, Tensor]:
         if len(tokens) != len(self.tokens_BT) or min(len(row) for row in tokens) == 0:
             raise UsageError("the encoder needs at least one token for each prompt")
-        if self.config.max_positions is not None and max(map(len, tokens)) > self.config.max_positions:
+        if self.config.position.limit is not None and max(map(len, tokens)) > self.config.position.limit:
             raise UsageError(
-                f"{max(map(len, tokens))} tokens for the encoder, but model.max_positions = "
-                f"{self.config.max_positions}: give it fewer"
+                f"{max(map(len, tokens))} tokens for the encoder, but model.position.max_positions = "
+                f"{self.config.position.limit}: give it fewer"
             )
         tokens_BS, documents_BS = _padded(tokens, left=False)
         where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}

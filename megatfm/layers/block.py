@@ -17,12 +17,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, stack: Stack, sight: Sight, *, cross: bool = False) -> None:
         super().__init__()
-        initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm_position)
+        initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", stack)
-        self.attn = ATTENTIONS.get(config.attention)(config, initial, sight)
+        self.attn = ATTENTIONS.get(config.attention.name)(config, initial, sight)
         if cross:
             self.cross_residual = residual(config, "cross residual", stack)
-            self.cross = ATTENTIONS.get(config.attention)(config, initial, "cross")
+            self.cross = ATTENTIONS.get(config.attention.name)(config, initial, "cross")
         self.ffn_residual = residual(config, "ffn residual", stack)
         self.ffn = FFN(config, initial)
 

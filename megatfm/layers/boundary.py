@@ -8,7 +8,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import LogitVariant
 from megatfm.ops.initial import Constant
@@ -32,9 +32,9 @@ class BoundaryHead(nn.Module):
             LONGEST_SPAN, POSITION_WIDTH, initial("position", LONGEST_SPAN, POSITION_WIDTH)
         )
         self.dense1 = Linear(inner, d, initial("dense", inner, d), bias=True)
-        self.norm1 = NORMS.get(config.norm)(d, config.norm_eps)
+        self.norm1 = make_norm(config, d)
         self.dense2 = Linear(d, width, initial("dense", d, width), bias=True)
-        self.norm2 = NORMS.get(config.norm)(width, config.norm_eps)
+        self.norm2 = make_norm(config, width)
         self.weight = tokens.weight
         self.bias = nn.Parameter(torch.empty(config.vocab_size or 0))
         self.initial = {"bias": Constant(0.0)}

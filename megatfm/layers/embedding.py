@@ -8,7 +8,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Stack, initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.table import Table
 from megatfm.ops.sequence import SequenceLayout
@@ -34,22 +34,22 @@ class Embedding(nn.Module):
         if config.vocab_size is None:
             raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
         initial, width = initialiser(config, stack), config.embedding_width
-        self.scale = config.embedding_scale
+        self.scale = config.embedding.scale
         self.tokens: Table = (
             shared.tokens
             if shared
             else Table(config.vocab_size, width, initial("embedding", config.vocab_size, width))
         )
-        position = POSITIONS.get(config.position).embedding
+        position = POSITIONS.get(config.position.name).embedding
         if shared and share_positions:
             self.positions: nn.Module | None = shared.positions
         else:
             self.positions = position(config, initial) if position else None
-        n_segments = config.n_segments
+        n_segments = config.embedding.n_segments
         self.segments = (
             Table(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
         )
-        self.norm = NORMS.get(config.norm)(width, config.norm_eps) if config.embedding_norm else None
+        self.norm = make_norm(config, width) if config.embedding.norm else None
         self.dropout = Dropout(config.dropout, "embedding")
         wider = width != config.d_model
         self.projection = (

@@ -15,11 +15,11 @@ class FFN(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        activation, d, d_ff = ACTIVATIONS.get(config.activation), config.d_model, config.d_ff
-        self.activation, bias = activation.function, config.ffn_bias
+        activation, d, d_ff = ACTIVATIONS.get(config.ffn.activation), config.d_model, config.ffn.d_ff
+        self.activation, bias = activation.function, config.ffn.bias
         self.w_gate = Linear(d, d_ff, initial("ffn_gate", d, d_ff), bias=bias) if activation.gated else None
         self.w_up = Linear(d, d_ff, initial("ffn_in", d, d_ff), bias=bias)
-        self.dropout = Dropout(config.ffn_dropout, "ffn inner")
+        self.dropout = Dropout(config.ffn.dropout, "ffn inner")
         self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=bias)
 
     def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:

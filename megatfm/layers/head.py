@@ -10,7 +10,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser, initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
 from megatfm.ops.initial import Constant
@@ -39,8 +39,8 @@ class Transform(nn.Module):
         super().__init__()
         width = config.embedding_width
         self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=True)
-        self.activation = ACTIVATIONS.get(config.activation).function
-        self.norm = NORMS.get(config.norm)(width, config.norm_eps)
+        self.activation = ACTIVATIONS.get(config.ffn.activation).function
+        self.norm = make_norm(config, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(hidden)))
@@ -58,18 +58,18 @@ class Head(nn.Module):
         super().__init__()
         initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
         self.transform: nn.Module | None = None
-        if config.head == "transform":
+        if config.head.name == "transform":
             self.transform = Transform(config, initial, config.d_model)
         elif width != config.d_model:
             self.transform = Linear(config.d_model, width, initial("dense", config.d_model, width))
         self.weight = tied_to.weight if tied_to else nn.Parameter(torch.empty(vocabulary, width))
         self.initial = {} if tied_to else {"weight": initial("head", width, vocabulary)}
-        self.bias = nn.Parameter(torch.empty(vocabulary)) if config.head_bias else None
-        if config.head_bias:
+        self.bias = nn.Parameter(torch.empty(vocabulary)) if config.head.bias else None
+        if config.head.bias:
             self.initial["bias"] = Constant(0.0)
-        self.scale = config.head_scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
-        self.softcap, self.sparse = config.logit_softcap, sparse
-        self.loss = CrossEntropy(LogitVariant(config.logit_softcap, config.label_smoothing))
+        self.scale = config.head.scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
+        self.softcap, self.sparse = config.head.softcap, sparse
+        self.loss = CrossEntropy(LogitVariant(config.head.softcap, config.head.label_smoothing))
 
     def forward(
         self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, where_BT: Tensor | None = None

@@ -8,7 +8,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.attention import KVCache
 from megatfm.layers.block import Block
 from megatfm.layers.head import Head
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
@@ -26,7 +26,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Stack(config, "decoder", "causal")
-        self.head = Head(config, self.decoder.embedding.tokens if config.tie_embeddings else None)
+        self.head = Head(config, self.decoder.embedding.tokens if config.embedding.tied else None)
         self.future = nn.ModuleDict({str(i): FutureHead(config) for i in range(1, config.future_tokens + 1)})
 
     def forward(
@@ -108,9 +108,7 @@ class FutureHead(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({"0": Block(config, "decoder", "causal")})
-        self.final_norm = (
-            NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
-        )
+        self.final_norm = make_norm(config) if config.norm.ends_stack else None
 
     def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor:
         x_BTD = self.layers["0"](hidden_BTD, layout)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import HeadsAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import Embedding
@@ -129,7 +129,7 @@ class Discriminator(nn.Module):
         self.encoder = Stack(config, "encoder", "full")
         initial, d = initialiser(config, "encoder"), config.d_model
         self.dense = Linear(d, d, initial("dense", d, d), bias=True)
-        self.activation = ACTIVATIONS.get(config.activation).function
+        self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
 
     def forward(
@@ -193,16 +193,18 @@ def generator_config(config: ModelConfig) -> ModelConfig:
     """The generator as an encoder of its own."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")
+    smaller = config.generator
+    heads = {"n_heads": smaller.n_heads, "head_dim": None}
+    if isinstance(config.attention, HeadsAttentionConfig):
+        heads["n_kv_heads"] = None
     return config.model_copy(
         update={
             "family": "encoder",
-            "d_model": config.generator.d_model,
-            "n_heads": config.generator.n_heads,
-            "n_kv_heads": None,
-            "head_dim": None,
-            "d_ff": config.generator.d_ff,
-            "n_layers": config.generator.n_layers or config.n_layers,
-            "embedding_dim": config.embedding_width,
+            "d_model": smaller.d_model,
+            "n_layers": smaller.n_layers or config.n_layers,
+            "attention": config.attention.model_copy(update=heads),
+            "ffn": config.ffn.model_copy(update={"d_ff": smaller.d_ff}),
+            "embedding": config.embedding.model_copy(update={"dim": config.embedding_width}),
             "generator": None,
         }
     )

@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         self.config = config
         self.encoder = Stack(config, "encoder", "full", embedding=embedding)
         tokens = self.encoder.embedding.tokens
-        self.head = Head(config, tokens if config.tie_embeddings else None, sparse=True)
+        self.head = Head(config, tokens if config.embedding.tied else None, sparse=True)
         self.sentence = SentenceHead(config) if config.sentence_classes else None
         self.boundary = BoundaryHead(config, tokens) if config.boundary_head else None
 

@@ -26,7 +26,7 @@ class EncoderDecoder(nn.Module):
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
         self.decoder = Stack(config, "decoder", "causal", cross=True, embedding=embedding)
-        self.head = Head(config, embedding.tokens if config.tie_embeddings else None)
+        self.head = Head(config, embedding.tokens if config.embedding.tied else None)
 
     def forward(
         self,

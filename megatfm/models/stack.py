@@ -12,7 +12,7 @@ from megatfm.layers.attention import KVCache
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.sequence import SequenceLayout, Sight
@@ -42,9 +42,9 @@ class Stack(nn.Module):
         )
         self.order = [str(i * distinct // n_layers) for i in range(n_layers)]
         self.skip_rates = [config.drop_path * i / max(n_layers - 1, 1) for i in range(n_layers)]
-        bias = POSITIONS.get(config.position).bias
+        bias = POSITIONS.get(config.position.name).bias
         self.position = bias(config, initialiser(config, kind)) if bias else None
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
+        self.norm = make_norm(config) if config.norm.ends_stack else None
         self.sight: Sight = sight
 
     def forward(

@@ -16,7 +16,7 @@ from megatfm.layers.embedding import Embedding
 from megatfm.layers.ffn import FFN
 from megatfm.layers.head import Head
 from megatfm.layers.initialisation import initialiser
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
 from megatfm.models.output import Output
@@ -43,7 +43,7 @@ class XLNet(nn.Module):
         self.config = config
         self.encoder = TwoStreamStack(config)
         tokens = self.encoder.embedding.tokens
-        self.head = Head(config, tokens if config.tie_embeddings else None, sparse=True)
+        self.head = Head(config, tokens if config.embedding.tied else None, sparse=True)
 
     def forward(
         self,
@@ -119,10 +119,10 @@ class TwoStreamStack(nn.Module):
         self.layers = nn.ModuleDict({str(i): TwoStreamBlock(config) for i in range(distinct)})
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
-        make_table = POSITIONS.get(config.position).bias
+        make_table = POSITIONS.get(config.position.name).bias
         assert make_table is not None
         self.position = make_table(config, initialiser(config, "encoder"))
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps) if config.has_final_norm else None
+        self.norm = make_norm(config) if config.norm.ends_stack else None
         self.dropout = Dropout(config.dropout, "output")
 
     def steps(self) -> Iterator[Step]:
@@ -182,7 +182,7 @@ class TwoStreamBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm_position)
+        initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
         self.ffn_residual = residual(config, "ffn residual", "encoder")

@@ -48,7 +48,7 @@ class Segments(Objective):
         self.config, self.masking, self.has_segments = (
             config,
             Masking.of(config, special),
-            model.n_segments > 1,
+            model.embedding.n_segments > 1,
         )
         self.cls, self.sep = special.need("cls", config.name), special.need("sep", config.name)
         self.weights = {"masked": 1.0, "sentence": 1.0}

@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 CPUINFO = Path("/proc/cpuinfo")
-MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part", "CPU variant")
+MODEL = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "CPU implementer",
+    "CPU part",
+    "CPU variant",
+)
 """What /proc/cpuinfo calls a processor, on x86 and on ARM."""
 VECTORS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
 """Beginnings of the names of those instruction sets by which libraries choose their kernels."""
@@ -22,7 +31,11 @@ SETTINGS = (
     "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
 """Variables of the environment that change which kernel, or which order of a sum, a library takes."""
-LIBRARIES = {"MKL": r"Math Kernel Library Version (\S+?)-", "oneDNN": r"MKL-DNN v?(\S+)", "BLAS": r"BLAS_INFO=(\w+)"}
+LIBRARIES = {
+    "MKL": r"Math Kernel Library Version (\S+?)-",
+    "oneDNN": r"MKL-DNN v?(\S+)",
+    "BLAS": r"BLAS_INFO=(\w+)",
+}
 """Library → where torch's account of how it was built has it."""
 
 Machines = Mapping[str, Sequence[Any]]

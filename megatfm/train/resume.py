@@ -155,7 +155,9 @@ def elsewhere(found: Found, machines: Machines) -> list[str]:
     changes = differences(found.state.get("machines", machines), machines)
     if not changes:
         return []
-    return [f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"]
+    return [
+        f"on another kind of machine ({'; '.join(changes)}): it goes on, but not to the bit as it would have there"
+    ]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

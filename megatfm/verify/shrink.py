@@ -1,6 +1,9 @@
 """A config made small enough to be verified in seconds, with everything kept that a layout could get wrong."""
 
-from megatfm.config import Config, ModelConfig
+from collections.abc import Iterator
+
+from megatfm.config import Config, HeadsAttentionConfig, ModelConfig
+from megatfm.config.base import Section
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
 
@@ -59,20 +62,21 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
 
 
 def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig:
-    kv_heads = min(model.kv_heads, 2 * tp)  # two a rank, so that their order shows
-    heads = kv_heads * (model.n_heads // model.kv_heads)
+    kv_heads = min(model.attention.kv_heads, 2 * tp)  # two a rank, so that their order shows
+    heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
-    joined = model.d_model == model.n_heads * model.head_width
+    joined = model.d_model == model.attention.n_heads * model.head_width
     changes = {
         "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, max(LAYERS, stages)),
-        "n_heads": heads,
-        "n_kv_heads": model.n_kv_heads and kv_heads,
-        "head_dim": model.head_dim and head_dim,
         "d_model": heads * head_dim if joined else _fit(model.d_model, WIDTH, shards),
-        "d_ff": _fit(model.d_ff, WIDTH, shards),
+        "attention.n_heads": heads,
+        "attention.head_dim": model.attention.head_dim and head_dim,
+        "ffn.d_ff": _fit(model.ffn.d_ff, WIDTH, shards),
     }
-    return ModelConfig.model_validate({**model.model_dump(), **changes})
+    if isinstance(model.attention, HeadsAttentionConfig):
+        changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
+    return model.changed(changes)
 
 
 def _fit(size: int, least: int, modulus: int) -> int:
@@ -81,13 +85,17 @@ def _fit(size: int, least: int, modulus: int) -> int:
 
 
 def _changes(before: Config, after: Config) -> list[str]:
-    found = []
-    for section in ("model", "parallel", "data", "train"):
-        old, new = getattr(before, section), getattr(after, section)
-        for key in type(old).model_fields:
-            values = getattr(old, key), getattr(new, key)
-            if values[0] != values[1]:
-                found.append(
-                    f"{section}.{key} {'(not set)' if values[0] is None else values[0]} → {values[1]}"
-                )
-    return found
+    return [
+        change
+        for section in ("model", "parallel", "data", "train")
+        for change in _differences(section, getattr(before, section), getattr(after, section))
+    ]
+
+
+def _differences(place: str, old: Section, new: Section) -> Iterator[str]:
+    for key in type(old).model_fields:
+        one, other = getattr(old, key), getattr(new, key)
+        if isinstance(one, Section) and isinstance(other, Section):
+            yield from _differences(f"{place}.{key}", one, other)
+        elif one != other:
+            yield f"{place}.{key} {'(not set)' if one is None else one} → {other}"

@@ -19,7 +19,11 @@ name = "small"
 [model]
 d_model = 32
 n_layers = 2
+
+[model.attention]
 n_heads = 2
+
+[model.ffn]
 d_ff = 64
 
 [data]

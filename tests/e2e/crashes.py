@@ -47,7 +47,11 @@ name = "crashes"
 [model]
 d_model = 16
 n_layers = 1
+
+[model.attention]
 n_heads = 2
+
+[model.ffn]
 d_ff = 32
 [data]
 train = "CORPUS/train"

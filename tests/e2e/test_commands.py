@@ -73,7 +73,7 @@ def test_what_a_user_does_with_a_run(trained):
 
 
 def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
-    tiny = ["model.d_model=32", "model.d_ff=64", "model.n_layers=1", "train.steps=60"]
+    tiny = ["model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "train.steps=60"]
     result = megatfm("quickstart", "--corpus", texts, *tiny, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stdout + result.stderr

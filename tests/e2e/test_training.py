@@ -109,7 +109,7 @@ def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_pa
 def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, first, second):
     dropout = [
         "model.dropout=0.1",
-        "model.attention_dropout=0.1",
+        "model.attention.dropout=0.1",
     ]  # drawn by sample and position, not by rank
     workers.run(run_training, 1, make_config(*dropout, run="whole"))
     config = make_config(*dropout, run="moved")
@@ -152,7 +152,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
         "optimizer": ("optimizer.lr=1e-3", "optimizer.lr: 0.003 → 0.001"),
         "schedule": ("train.steps=6", "train.steps: 4 → 6"),
         "seed": ("train.seed=1", "train.seed: 0 → 1"),
-        "model": ("model.d_ff=96", "model.d_ff: 64 → 96"),
+        "model": ("model.ffn.d_ff=96", "model.ffn.d_ff: 64 → 96"),
         "batch": ("train.global_batch=4", "train.global_batch: 8 → 4"),
         "data": (f"data.train={corpus}/validation", "data.fingerprint: "),
     }
@@ -225,7 +225,7 @@ def test_what_a_run_leaves(workers, make_config, tmp_path):
         (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
         (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
         (["data.sequence_length=10000000"], 1, ["10000000"]),
-        (["model.norm=nrom"], 1, ["unknown norm 'nrom'", "rms_norm"]),
+        (["model.norm.name=nrom"], 1, ["unknown norm 'nrom'", "rms_norm"]),
         (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

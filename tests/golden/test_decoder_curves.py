@@ -21,16 +21,22 @@ TOLERANCE = 1e-4
 FEW = 30
 """Steps after which another learning rate must have shown."""
 SMALL = {
-    "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.d_ff": 64,
-    "data.sequence_length": 32, "train.global_batch": 32, "train.micro_batch": 16,
-}  # fmt: skip
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 64,
+    "data.sequence_length": 32,
+    "train.global_batch": 32,
+    "train.micro_batch": 16,
+}
 MODELS = {
     "gpt2-124m": {
-        "model.max_positions": 32, "model.init_std": 0.1, "optimizer.lr": 1e-2, "schedule.warmup_steps": 5,
+        "model.position.max_positions": 32, "model.init.std": 0.1, "optimizer.lr": 1e-2, "schedule.warmup_steps": 5,
         "train.steps": 60,
     },
     "t5-base": {
-        "model.head_scale": 32**-0.5, "optimizer.lr": 0.1, "data.target_length": 16, "train.steps": 120,
+        "model.head.scale": 32**-0.5, "optimizer.lr": 0.1, "data.target_length": 16, "train.steps": 120,
     },
 }  # fmt: skip
 

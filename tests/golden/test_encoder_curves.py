@@ -23,16 +23,23 @@ LENGTH = 14
 FEW = 25
 """Steps after which another learning rate must have shown."""
 SMALL = {
-    "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.d_ff": 64,
-    "model.max_positions": 32, "data.sequence_length": 32, "train.global_batch": 32, "train.micro_batch": 32,
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 64,
+    "model.position.max_positions": 32,
+    "data.sequence_length": 32,
+    "train.global_batch": 32,
+    "train.micro_batch": 32,
     "schedule.warmup_steps": 10,
-}  # fmt: skip
+}
 MODELS = {
-    "bert-base": {"optimizer.lr": 2e-2, "model.init_std": 0.2, "train.steps": 120},
+    "bert-base": {"optimizer.lr": 2e-2, "model.init.std": 0.2, "train.steps": 120},
     "electra-small": {
-        "model.d_model": 64, "model.d_ff": 128, "model.n_heads": 4, "model.embedding_dim": 24,
-        "model.generator.d_model": 16, "model.generator.d_ff": 32, "model.init_std": 0.1, "model.dropout": 0.0,
-        "model.attention_dropout": 0.0, "objective.rate": 0.25, "optimizer.lr": 5e-3, "optimizer.betas": "[0.9, 0.98]",
+        "model.d_model": 64, "model.ffn.d_ff": 128, "model.attention.n_heads": 4, "model.embedding.dim": 24,
+        "model.generator.d_model": 16, "model.generator.d_ff": 32, "model.init.std": 0.1, "model.dropout": 0.0,
+        "model.attention.dropout": 0.0, "objective.rate": 0.25, "optimizer.lr": 5e-3, "optimizer.betas": "[0.9, 0.98]",
         "train.steps": 140,
     },
 }  # fmt: skip

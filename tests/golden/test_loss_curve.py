@@ -43,7 +43,13 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def curve(lr: float) -> list[float]:
     optimizer = MuonConfig(lr=lr, matrix_lr=0.02 * lr / 3e-3)
-    config = ModelConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=64)
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        n_layers=2,
+        attention={"n_heads": 2, "n_kv_heads": 1},
+        ffn={"d_ff": 64},
+    )
     mesh = build_mesh(ParallelConfig(), 1, "cpu")
     with torch.device("meta"):
         model = build(config)

@@ -31,8 +31,8 @@ class Dense:
         return y + self[f"{name}.bias"] if f"{name}.bias" in self.parameters else y
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        eps = self.config.norm_eps
-        if self.config.norm == "rms_norm":
+        eps = self.config.norm.eps
+        if self.config.norm.name == "rms_norm":
             return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * self[f"{name}.weight"]
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)
@@ -47,11 +47,11 @@ class Dense:
         return {
             "relu": x * (x > 0), "relu2": (x * (x > 0)) ** 2, "gelu": erf, "gelu_tanh": tanh, "swish": swish,
             "swiglu": swish, "geglu": erf, "geglu_tanh": tanh,
-        }[self.config.activation]  # fmt: skip
+        }[self.config.ffn.activation]  # fmt: skip
 
     def ffn(self, name: str, x: Tensor) -> Tensor:
         up = self.linear(f"{name}.w_up", x)
-        if self.config.activation in ("swiglu", "geglu", "geglu_tanh"):
+        if self.config.ffn.activation in ("swiglu", "geglu", "geglu_tanh"):
             inner = self.activation(self.linear(f"{name}.w_gate", x)) * up
         else:
             inner = self.activation(up)
@@ -63,41 +63,41 @@ class Dense:
         """seen: [T, S], what each query may look at. memory: of cross-attention, which knows no positions."""
         config, own = self.config, memory is None
         source = x if memory is None else memory
-        width = config.head_dim or config.d_model // config.n_heads
+        width = config.attention.head_dim or config.d_model // config.attention.n_heads
         q, k, v = (
             self.linear(f"{name}.w{part}", y).unflatten(-1, (-1, width))
             for part, y in (("q", x), ("k", source), ("v", source))
         )
-        if config.qk_norm:
+        if config.attention.qk_norm:
             q, k = (
                 y
-                / torch.sqrt((y**2).mean(-1, keepdim=True) + config.norm_eps)
+                / torch.sqrt((y**2).mean(-1, keepdim=True) + config.norm.eps)
                 * self[f"{name}.{part}_norm.weight"]
                 for part, y in (("q", q), ("k", k))
             )
-        if own and config.position == "rope":
-            q, k = rotated(q, config.rope_theta), rotated(k, config.rope_theta)
-        group = config.n_heads // (config.n_kv_heads or config.n_heads)
-        scale = config.attention_scale or 1 / math.sqrt(width)
+        if own and config.position.name == "rope":
+            q, k = rotated(q, config.position.theta), rotated(k, config.position.theta)
+        group = config.attention.n_heads // config.attention.kv_heads
+        scale = config.attention.scale or 1 / math.sqrt(width)
         away = torch.arange(len(source))[None] - torch.arange(len(x))[:, None]  # key − query
-        far = config.relative_distance
+        far = getattr(config.position, "max_distance", 1)
         clipped = away.clamp(-far, far) + far
         heads = []
-        for n in range(config.n_heads):
+        for n in range(config.attention.n_heads):
             keys, values = k[:, n // group], v[:, n // group]
             scores = torch.einsum("th,sh->ts", q[:, n], keys)
-            if own and config.position == "shaw":
+            if own and config.position.name == "shaw":
                 scores = scores + torch.einsum("th,tsh->ts", q[:, n], self[f"{name}.core.keys"][clipped])
             scores = scores * scale
-            if config.attention_softcap:
-                scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
-            if own and config.position == "alibi":
-                scores = scores - slopes(config.n_heads)[n] * away.abs()
-            if own and config.position == "t5":
+            if config.attention.softcap:
+                scores = config.attention.softcap * torch.tanh(scores / config.attention.softcap)
+            if own and config.position.name == "alibi":
+                scores = scores - slopes(config.attention.n_heads)[n] * away.abs()
+            if own and config.position.name == "t5":
                 scores = scores + self[f"{stack}.position.weight"][self.buckets(away, stack), n]
             share = torch.where(seen, scores, -math.inf).softmax(-1)
             out = share @ values
-            if own and config.position == "shaw":
+            if own and config.position.name == "shaw":
                 out = out + torch.einsum("ts,tsh->th", share, self[f"{name}.core.values"][clipped])
             heads.append(out)
         return self.linear(f"{name}.wo", torch.cat(heads, -1))
@@ -107,14 +107,14 @@ class Dense:
 
         config = self.config
         return T5Attention._relative_position_bucket(
-            away, stack == "encoder", config.relative_buckets, config.relative_distance
+            away, stack == "encoder", config.position.buckets, config.position.max_distance
         )
 
     # ------------------------------------------------------------------------------------------------ the whole
 
     def sublayer(self, name: str, stack: str, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
         norm = f"{name}.norm"
-        match self.config.norm_position:
+        match self.config.norm.placement:
             case "pre":
                 return x + apply(self.norm(norm, x))
             case "post":
@@ -134,10 +134,10 @@ class Dense:
     def embed(self, stack: str, tokens: Tensor) -> Tensor:
         config = self.config
         tables = "encoder" if config.family == "encoder_decoder" else stack
-        x = self[f"{tables}.embedding.tokens.weight"][tokens] * config.embedding_scale
-        if config.position == "learned":
+        x = self[f"{tables}.embedding.tokens.weight"][tokens] * config.embedding.scale
+        if config.position.name == "learned":
             x = x + self[f"{stack}.embedding.positions.weight"][: len(tokens)]
-        if config.position == "sinusoidal":
+        if config.position.name == "sinusoidal":
             channel = torch.arange(config.d_model)
             angle = torch.arange(len(tokens))[:, None] / 10000 ** (
                 2 * (channel // 2).double() / config.d_model
@@ -164,7 +164,7 @@ class Dense:
         depth = (config.n_encoder_layers if stack == "encoder" else None) or config.n_layers
         for i in range(depth):
             x = self.block(f"{stack}.layers.{i}", stack, x, seen, memory)
-        return self.norm(f"{stack}.norm", x) if config.norm_position in ("pre", "sandwich") else x
+        return self.norm(f"{stack}.norm", x) if config.norm.placement in ("pre", "sandwich") else x
 
     def hidden(self, tokens: Tensor, *, prefix: int = 0, encoder_tokens: Tensor | None = None) -> Tensor:
         """[T, D] of one document; prefix: so many of its tokens are seen by all."""
@@ -182,22 +182,22 @@ class Dense:
     def logits(self, hidden: Tensor) -> Tensor:
         config = self.config
         tables = "decoder" if config.family == "decoder" else "encoder"
-        tied = f"{tables}.embedding.tokens" if config.tie_embeddings else "head"
-        x = torch.einsum("...d,vd->...v", hidden * config.head_scale, self[f"{tied}.weight"])
-        x = x + self["head.bias"] if config.head_bias else x
-        return config.logit_softcap * torch.tanh(x / config.logit_softcap) if config.logit_softcap else x
+        tied = f"{tables}.embedding.tokens" if config.embedding.tied else "head"
+        x = torch.einsum("...d,vd->...v", hidden * config.head.scale, self[f"{tied}.weight"])
+        x = x + self["head.bias"] if config.head.bias else x
+        return config.head.softcap * torch.tanh(x / config.head.softcap) if config.head.softcap else x
 
     def future_logits(self, hidden: Tensor, ahead: int) -> Tensor:
         """Of the head that looks `ahead` tokens beyond the next one."""
         places = torch.arange(len(hidden))
         seen = places[None] <= places[:, None]
         x = self.block(f"future.{ahead}.layers.0", "decoder", hidden, seen, None)
-        ends = self.config.norm_position in ("post", "deepnorm")
+        ends = self.config.norm.placement in ("post", "deepnorm")
         return self.logits(x if ends else self.norm(f"future.{ahead}.final_norm", x))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Summed over targets ≥ 0, a share of each spread over the vocabulary."""
-        logs, share = logits.log_softmax(-1), self.config.label_smoothing
+        logs, share = logits.log_softmax(-1), self.config.head.label_smoothing
         exact = F.one_hot(targets.clamp(min=0), logits.shape[-1]).double()
         wanted = (1 - share) * exact + share / logits.shape[-1]
         return -(wanted * logs).sum(-1)[targets >= 0].sum()

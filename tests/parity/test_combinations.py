@@ -12,7 +12,7 @@ from megatfm.ops.initial import initialise
 
 from .test_dense import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
 
-SMALL = {"d_model": 8, "n_layers": 1, "d_ff": 12, "vocab_size": 17}
+SMALL = {"d_model": 8, "n_layers": 1, "ffn.d_ff": 12, "vocab_size": 17}
 STEP = 1e-3
 """Length of the step against the gradient."""
 

@@ -23,41 +23,79 @@ MODULES = (
     modeling_rope_utils,
     modeling_t5,
 )
-SMALL = {"vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "n_heads": 6, "d_ff": 40}
+SMALL = {"vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "attention.n_heads": 6, "ffn.d_ff": 40}
 GPT = {
-    **SMALL, "norm": "layer_norm", "norm_eps": 1e-4, "activation": "gelu_tanh", "attention_bias": True,
-    "ffn_bias": True, "position": "learned", "max_positions": 15,
+    **SMALL, "norm.name": "layer_norm", "norm.eps": 1e-4, "ffn.activation": "gelu_tanh", "attention.bias": True,
+    "ffn.bias": True, "position.name": "learned", "position.max_positions": 15,
 }  # fmt: skip
-LLAMA = {**SMALL, "n_kv_heads": 2, "norm_eps": 1e-4, "rope_theta": 500.0, "tie_embeddings": False}
-MLA = {**SMALL, "norm_eps": 1e-6, "attention": "latent", "rope_theta": 500.0, "tie_embeddings": False}
+LLAMA = {
+    **SMALL,
+    "attention.n_kv_heads": 2,
+    "norm.eps": 1e-4,
+    "position.theta": 500.0,
+    "embedding.tied": False,
+}
+MLA = {
+    **SMALL,
+    "norm.eps": 1e-6,
+    "attention.name": "latent",
+    "position.theta": 500.0,
+    "embedding.tied": False,
+}
 T5 = {
-    **SMALL, "family": "encoder_decoder", "n_layers": 2, "n_encoder_layers": 3, "head_dim": 5, "norm_eps": 1e-4,
-    "activation": "relu", "attention_scale": 1.0, "position": "t5", "relative_buckets": 8, "relative_distance": 10,
-}  # fmt: skip
+    **SMALL,
+    "family": "encoder_decoder",
+    "n_layers": 2,
+    "n_encoder_layers": 3,
+    "attention.head_dim": 5,
+    "norm.eps": 1e-4,
+    "ffn.activation": "relu",
+    "attention.scale": 1.0,
+    "position.name": "t5",
+    "position.buckets": 8,
+    "position.max_distance": 10,
+}
 YARN = {"name": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 2.0, "beta_slow": 0.3}
 LLAMA3 = {"name": "llama3", "factor": 4.0, "original_length": 40, "high_freq_factor": 3.0}
 MODELS = {
-    "gpt1": ("OpenAIGPTLMHeadModel", {**GPT, "norm_position": "post", "d_ff": 96}),
+    "gpt1": ("OpenAIGPTLMHeadModel", {**GPT, "norm.placement": "post", "ffn.d_ff": 96}),
     "gpt2": ("GPT2LMHeadModel", GPT),
-    "gpt2-untied": ("GPT2LMHeadModel", {**GPT, "tie_embeddings": False, "activation": "relu2"}),
+    "gpt2-untied": ("GPT2LMHeadModel", {**GPT, "embedding.tied": False, "ffn.activation": "relu2"}),
     "llama": ("LlamaForCausalLM", LLAMA),
-    "llama-tied-one-kv-head": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": True, "n_kv_heads": 1}),
-    "llama-all-kv-heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_heads": 6, "activation": "geglu"}),
-    "llama-wide-heads": (
-        "LlamaForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "ffn_bias": True},
+    "llama-tied-one-kv-head": (
+        "LlamaForCausalLM",
+        {**LLAMA, "embedding.tied": True, "attention.n_kv_heads": 1},
     ),
-    "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_scaling": {"name": "linear", "factor": 4.0}}),
-    "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_scaling": YARN}),
-    "llama-3.1": ("LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_scaling": LLAMA3}),
+    "llama-all-kv-heads": (
+        "LlamaForCausalLM",
+        {**LLAMA, "attention.n_kv_heads": 6, "ffn.activation": "geglu"},
+    ),
+    "llama-wide-heads": (
+        "LlamaForCausalLM",
+        {**LLAMA, "attention.head_dim": 6, "attention.bias": True, "ffn.bias": True},
+    ),
+    "llama-linear": ("LlamaForCausalLM", {**LLAMA, "position.scaling": {"name": "linear", "factor": 4.0}}),
+    "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "attention.head_dim": 12, "position.scaling": YARN}),
+    "llama-3.1": ("LlamaForCausalLM", {**LLAMA, "attention.head_dim": 12, "position.scaling": LLAMA3}),
     "mistral": ("MistralForCausalLM", LLAMA),
     "mla": (
         "DeepseekV3ForCausalLM",
-        {**MLA, "head_dim": 5, "latent": {"kv_rank": 7, "q_rank": 9, "rope_dim": 6, "v_dim": 3}},
+        {
+            **MLA,
+            "attention.head_dim": 5,
+            "attention.kv_rank": 7,
+            "attention.q_rank": 9,
+            "attention.rope_dim": 6,
+            "attention.v_dim": 3,
+        },
     ),
-    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "latent": {"kv_rank": 7, "rope_dim": 2}}),
-    "t5": ("T5ForConditionalGeneration", {**T5, "head_scale": 24**-0.5}),
-    "t5-v1.1": ("T5ForConditionalGeneration", {**T5, "tie_embeddings": False, "activation": "geglu_tanh"}),
-}  # fmt: skip
+    "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "attention.kv_rank": 7, "attention.rope_dim": 2}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "head.scale": 24**-0.5}),
+    "t5-v1.1": (
+        "T5ForConditionalGeneration",
+        {**T5, "embedding.tied": False, "ffn.activation": "geglu_tanh"},
+    ),
+}
 DECODERS = [name for name in MODELS if not name.startswith("t5")]
 ENCODER_DECODERS = ["t5", "t5-v1.1"]
 DOCUMENTED = {
@@ -80,7 +118,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
     name, values = MODELS[model]
-    both = pair(ModelConfig(**values), dtype, seed, among=[name])
+    both = pair(ModelConfig.of(**values), dtype, seed, among=[name])
     assert type(both.theirs).__name__ == name
     return both
 

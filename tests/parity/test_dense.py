@@ -17,43 +17,73 @@ from tests.parity.dense import Dense, slopes
 from tests.parity.oracle import perturb
 
 VOCABULARY = 23
-SMALL = {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 20, "norm_eps": 1e-3}
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "n_layers": 2,
+    "attention.n_heads": 2,
+    "ffn.d_ff": 20,
+    "norm.eps": 1e-3,
+}
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
 POSITIONS = {
     "sinusoidal": {},
-    "learned": {"max_positions": 16},
-    "rope": {"rope_theta": 100.0},
+    "learned": {"position.max_positions": 16},
+    "rope": {"position.theta": 100.0},
     "alibi": {},
-    "t5": {"relative_buckets": 8, "relative_distance": 6},
-    "shaw": {"relative_distance": 3},
+    "t5": {"position.buckets": 8, "position.max_distance": 6},
+    "shaw": {"position.max_distance": 3},
     "none": {},
 }
 MASKS = ("causal", "prefix", "full", "pairs")
 PARTS = {
     "transformer-2017": {
-        "family": "encoder_decoder", "norm": "layer_norm", "norm_position": "post", "activation": "relu",
-        "ffn_bias": True, "position": "sinusoidal", "embedding_scale": 4.0, "label_smoothing": 0.1,
+        "family": "encoder_decoder",
+        "norm.name": "layer_norm",
+        "norm.placement": "post",
+        "ffn.activation": "relu",
+        "ffn.bias": True,
+        "position.name": "sinusoidal",
+        "embedding.scale": 4.0,
+        "head.label_smoothing": 0.1,
         "n_encoder_layers": 3,
     },
-    "grouped heads, qk-norm": {"n_heads": 4, "n_kv_heads": 2, "qk_norm": True, "head_dim": 6},
-    "soft caps": {"attention_softcap": 1.5, "logit_softcap": 2.0, "head_bias": True, "position": "alibi"},
+    "grouped heads, qk-norm": {
+        "attention.n_heads": 4,
+        "attention.n_kv_heads": 2,
+        "attention.qk_norm": True,
+        "attention.head_dim": 6,
+    },
+    "soft caps": {"attention.softcap": 1.5, "head.softcap": 2.0, "head.bias": True, "position.name": "alibi"},
     "soft cap with shaw, one key-value head": {
-        "attention_softcap": 1.5, "position": "shaw", "relative_distance": 2, "n_heads": 4,
-        "n_kv_heads": 1,
+        "attention.softcap": 1.5,
+        "position.name": "shaw",
+        "position.max_distance": 2,
+        "attention.n_heads": 4,
+        "attention.n_kv_heads": 1,
     },
     "label smoothing, soft cap, scales": {
-        "label_smoothing": 0.2, "logit_softcap": 3.0, "head_scale": 0.5, "attention_scale": 0.7,
-        "tie_embeddings": False,
+        "head.label_smoothing": 0.2,
+        "head.softcap": 3.0,
+        "head.scale": 0.5,
+        "attention.scale": 0.7,
+        "embedding.tied": False,
     },
-    "later tokens": {"future_tokens": 2, "label_smoothing": 0.1},
-    "alibi with six heads": {"n_heads": 6, "d_model": 24, "position": "alibi"},
+    "later tokens": {"future_tokens": 2, "head.label_smoothing": 0.1},
+    "alibi with six heads": {"attention.n_heads": 6, "d_model": 24, "position.name": "alibi"},
     "t5 with more encoder layers, biases": {
-        "family": "encoder_decoder", "n_encoder_layers": 3, "attention_bias": True, "position": "t5",
-        "relative_buckets": 4, "relative_distance": 5, "norm_position": "deepnorm", "init": "deepnorm",
+        "family": "encoder_decoder",
+        "n_encoder_layers": 3,
+        "attention.bias": True,
+        "position.name": "t5",
+        "position.buckets": 4,
+        "position.max_distance": 5,
+        "norm.placement": "deepnorm",
+        "init.name": "deepnorm",
     },
-}  # fmt: skip
+}
 DOCUMENTS = (6, 1, 4)
 PREFIXES = (3, 0, 4)
 ENCODER_DOCUMENTS = (5, 3, 2)
@@ -61,15 +91,17 @@ ENCODER_DOCUMENTS = (5, 3, 2)
 
 def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
     families = {"full": "encoder", "pairs": "encoder_decoder"}
-    return ModelConfig(
+    return ModelConfig.of(
         **SMALL,
         **POSITIONS[position],
         family=families.get(mask, "decoder"),
-        norm_position=norm_position,
-        norm=norm,
-        activation=activation,
-        position=position,
-        init="deepnorm" if norm_position == "deepnorm" else "normal",
+        **{
+            "norm.placement": norm_position,
+            "norm.name": norm,
+            "ffn.activation": activation,
+            "position.name": position,
+            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
+        },
     )
 
 
@@ -131,7 +163,7 @@ def compare(config: ModelConfig, mask: str) -> None:
     ours = build(config).double()
     for _, module in ours.named_modules():
         if hasattr(module, "slopes"):
-            module.slopes.copy_(torch.tensor(slopes(config.n_heads)))
+            module.slopes.copy_(torch.tensor(slopes(config.attention.n_heads)))
     perturb(ours, scale=0.4)
     made = batch(config, mask)
     inputs = {key: value for key, value in made.items() if key != "targets"}
@@ -167,12 +199,12 @@ def test_every_activation_with_every_norm(activation: str) -> None:
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_parts_together(parts: str) -> None:
-    config = ModelConfig(**(SMALL | PARTS[parts]))
+    config = ModelConfig.of(**(SMALL | PARTS[parts]))
     compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
 
 
 def test_transformer_2017_has_one_table_for_both_sides_and_the_head() -> None:
-    model = build(ModelConfig(**(SMALL | PARTS["transformer-2017"])))
+    model = build(ModelConfig.of(**(SMALL | PARTS["transformer-2017"])))
     assert model.encoder.embedding.tokens is model.decoder.embedding.tokens
     assert model.head.weight is model.encoder.embedding.tokens.weight
     assert model.encoder.norm is None

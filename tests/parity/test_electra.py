@@ -20,10 +20,11 @@ from tests.parity.oracle import VANISHING, Figures, doubled, pair, perturb
 from tests.parity.test_encoders import BERT, PAD, VOCABULARY, draw
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
-CONFIG = ModelConfig(
-    **(BERT | {"family": "electra"}), embedding_dim=10,
+CONFIG = ModelConfig.of(
+    **(BERT | {"family": "electra"}),
     generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 2},
-)  # fmt: skip
+    **{"embedding.dim": 10},
+)
 KEYS = torch.tensor([7, 8, 9])
 FREQUENT = 5
 """Often the masked token, and often what the generator samples: then it is no replacement."""
@@ -178,7 +179,7 @@ def test_samples_depend_on_the_row_s_key_alone() -> None:
 def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
     figures = Figures()
-    plain = ModelConfig(**BERT)
+    plain = ModelConfig.of(**BERT)
     both = pair(plain, dtype)
     ours = build(plain.model_copy(update={"boundary_head": True})).to(dtype)
     perturb(ours, seed=5)

@@ -16,35 +16,43 @@ PAD = 1
 """Never among the tokens that count: transformers gives a padding token's embedding no gradient."""
 
 BERT = {
-    "family": "encoder", "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "n_heads": 4, "d_ff": 40,
-    "norm": "layer_norm", "norm_eps": 1e-7, "norm_position": "post", "embedding_norm": True, "activation": "gelu",
-    "attention_bias": True, "ffn_bias": True, "position": "learned", "max_positions": 15, "n_segments": 2,
-    "head": "transform", "head_bias": True,
-}  # fmt: skip
-DEBERTA = {
-    "attention": "disentangled",
-    "attention_bias": False,
-    "position": "disentangled",
-    "max_positions": None,
+    "family": "encoder",
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "n_layers": 3,
+    "attention.n_heads": 4,
+    "ffn.d_ff": 40,
+    "norm.name": "layer_norm",
+    "norm.eps": 1e-7,
+    "norm.placement": "post",
+    "embedding.norm": True,
+    "ffn.activation": "gelu",
+    "ffn.bias": True,
+    "embedding.n_segments": 2,
+    "head.name": "transform",
+    "head.bias": True,
 }
+LEARNED = {"attention.bias": True, "position.name": "learned", "position.max_positions": 15}
+"""BERT's attention and positions; all but DeBERTa have them."""
+DEBERTA = {"attention.name": "disentangled", "position.name": "disentangled"}
 DEBERTA_V3 = {
-    **DEBERTA, "attention": "disentangled_shared", "position": "disentangled_buckets", "relative_buckets": 6,
-    "relative_distance": 15,
+    **DEBERTA, "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": 6,
+    "position.max_distance": 15,
 }  # fmt: skip
 MODELS = {
     "bert": ("BertForPreTraining", {"sentence_classes": 2}),
-    "bert-without-sentences": ("BertForMaskedLM", {"activation": "gelu_tanh"}),
-    "roberta": ("RobertaForMaskedLM", {"position_offset": PAD + 1, "n_segments": 1}),
+    "bert-without-sentences": ("BertForMaskedLM", {"ffn.activation": "gelu_tanh"}),
+    "roberta": ("RobertaForMaskedLM", {"position.offset": PAD + 1, "embedding.n_segments": 1}),
     "albert": ("AlbertForPreTraining", {
-        "activation": "gelu_tanh", "embedding_dim": 10, "distinct_layers": 1, "sentence_classes": 2,
+        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1, "sentence_classes": 2,
     }),
-    "albert-in-groups": ("AlbertForMaskedLM", {"embedding_dim": 10, "distinct_layers": 2, "n_layers": 4}),
-    "deberta": ("DebertaForMaskedLM", {**DEBERTA, "n_segments": 0, "relative_distance": 15}),
-    "deberta-segments": ("DebertaForMaskedLM", {**DEBERTA, "relative_distance": 15, "n_segments": 3}),
-    "deberta-v3": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "n_segments": 0}),
-    "deberta-v3-segments": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "n_segments": 2}),
-    "electra-generator": ("ElectraForMaskedLM", {"embedding_dim": 10}),
-    "electra-discriminator": ("ElectraForPreTraining", {"family": "discriminator", "embedding_dim": 10}),
+    "albert-in-groups": ("AlbertForMaskedLM", {"embedding.dim": 10, "distinct_layers": 2, "n_layers": 4}),
+    "deberta": ("DebertaForMaskedLM", {**DEBERTA, "embedding.n_segments": 0, "position.max_distance": 15}),
+    "deberta-segments": ("DebertaForMaskedLM", {**DEBERTA, "position.max_distance": 15, "embedding.n_segments": 3}),
+    "deberta-v3": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 0}),
+    "deberta-v3-segments": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 2}),
+    "electra-generator": ("ElectraForMaskedLM", {"embedding.dim": 10}),
+    "electra-discriminator": ("ElectraForPreTraining", {"family": "discriminator", "embedding.dim": 10}),
     "electra-discriminator-of-one-width": ("ElectraForPreTraining", {"family": "discriminator"}),
 }  # fmt: skip
 
@@ -56,7 +64,8 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 def config_of(model: str) -> ModelConfig:
-    return ModelConfig(**(BERT | MODELS[model][1]))
+    options = MODELS[model][1]
+    return ModelConfig.of(BERT | ({} if "attention.name" in options else LEARNED) | options)
 
 
 def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
@@ -69,8 +78,8 @@ def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
     mask = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).long()
     tokens = draw(VOCABULARY, len(LENGTHS), longest, seed=0, low=PAD + 1).where(mask == 1, PAD)
     batch = {"input_ids": tokens, "attention_mask": mask}
-    if config.n_segments:
-        batch["token_type_ids"] = draw(config.n_segments, *tokens.shape, seed=1)
+    if config.embedding.n_segments:
+        batch["token_type_ids"] = draw(config.embedding.n_segments, *tokens.shape, seed=1)
     if config.family == "discriminator":
         batch["labels"] = draw(2, *tokens.shape, seed=2)
         return batch
@@ -83,7 +92,7 @@ def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
     """Under transformers' name, which differs."""
     if not config.sentence_classes:
         return {}
-    name = "sentence_order_label" if config.embedding_dim else "next_sentence_label"
+    name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
     return {name: torch.tensor([0, 1, 1])}
 
 
@@ -176,8 +185,8 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((2,), -1)])
     positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(2, dtype=torch.int64)])
     row = {"input_ids": draw(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
-    if config.n_segments:
-        row["token_type_ids"] = draw(config.n_segments, 1, 15, seed=5)
+    if config.embedding.n_segments:
+        row["token_type_ids"] = draw(config.embedding.n_segments, 1, 15, seed=5)
     ours = both.ours(
         row["input_ids"],
         documents=documents[None],

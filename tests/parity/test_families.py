@@ -26,45 +26,108 @@ from tests.parity.test_layouts import (
 )
 from tests.workers import Workers
 
-SMALL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48}
-DROPPED = {"dropout": 0.2, "attention_dropout": 0.1, "ffn_dropout": 0.1, "drop_path": 0.3}
+SMALL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 48}
+DROPPED = {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1, "drop_path": 0.3}
 BERT = {
-    "norm": "layer_norm", "norm_position": "post", "activation": "gelu", "attention_bias": True, "ffn_bias": True,
-    "embedding_norm": True, "position": "learned", "max_positions": LENGTH, "n_segments": 2, "head": "transform",
-    "head_bias": True, "init": "bert",
-}  # fmt: skip
+    "norm.name": "layer_norm",
+    "norm.placement": "post",
+    "ffn.activation": "gelu",
+    "attention.bias": True,
+    "ffn.bias": True,
+    "embedding.norm": True,
+    "position.name": "learned",
+    "position.max_positions": LENGTH,
+    "embedding.n_segments": 2,
+    "head.name": "transform",
+    "head.bias": True,
+    "init.name": "bert",
+}
 MODELS = {
-    "gpt": ModelConfig(
-        **SMALL, **DROPPED, norm="layer_norm", activation="gelu_tanh", position="learned", max_positions=LENGTH,
-        attention_bias=True, ffn_bias=True, future_tokens=1, label_smoothing=0.1, logit_softcap=5.0,
+    "gpt": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        future_tokens=1,
+        **{
+            "norm.name": "layer_norm",
+            "ffn.activation": "gelu_tanh",
+            "position.name": "learned",
+            "position.max_positions": LENGTH,
+            "attention.bias": True,
+            "ffn.bias": True,
+            "head.label_smoothing": 0.1,
+            "head.softcap": 5.0,
+        },
     ),
-    "alibi, sandwich norm": ModelConfig(**SMALL, **DROPPED, position="alibi", norm_position="sandwich", qk_norm=True),
-    "shaw, deepnorm": ModelConfig(
-        **SMALL, **DROPPED, position="shaw", norm_position="deepnorm", init="deepnorm", relative_distance=3
+    "alibi, sandwich norm": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        **{"position.name": "alibi", "norm.placement": "sandwich", "attention.qk_norm": True},
     ),
-    "llama": ModelConfig(**SMALL, **DROPPED, n_kv_heads=2, tie_embeddings=False),
-    "latent attention": ModelConfig(**SMALL, attention="latent", latent={"kv_rank": 8, "q_rank": 6, "rope_dim": 4}),
-    "bert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", sentence_classes=2, boundary_head=True),
-    "albert": ModelConfig(**SMALL, **DROPPED, **BERT, family="encoder", embedding_dim=16, distinct_layers=1),
-    "deberta": ModelConfig(
-        **SMALL, **DROPPED, family="encoder", attention="disentangled", position="disentangled", relative_distance=4
+    "shaw, deepnorm": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        **{
+            "position.name": "shaw",
+            "norm.placement": "deepnorm",
+            "init.name": "deepnorm",
+            "position.max_distance": 3,
+        },
     ),
-    "deberta v3": ModelConfig(
-        **SMALL, **DROPPED, family="encoder", attention="disentangled_shared", position="disentangled_buckets",
-        relative_buckets=4, relative_distance=8,
+    "llama": ModelConfig.of(**SMALL, **DROPPED, **{"attention.n_kv_heads": 2, "embedding.tied": False}),
+    "latent attention": ModelConfig.of(
+        **SMALL,
+        **{
+            "attention.name": "latent",
+            "attention.kv_rank": 8,
+            "attention.q_rank": 6,
+            "attention.rope_dim": 4,
+        },
     ),
-    "t5": ModelConfig(
-        **SMALL, **DROPPED, family="encoder_decoder", position="t5", init="t5", attention_scale=1.0, head_scale=0.2,
+    "bert": ModelConfig.of(
+        **SMALL, **DROPPED, **BERT, family="encoder", sentence_classes=2, boundary_head=True
+    ),
+    "albert": ModelConfig.of(
+        **SMALL, **DROPPED, **BERT, family="encoder", distinct_layers=1, **{"embedding.dim": 16}
+    ),
+    "deberta": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        family="encoder",
+        **{"attention.name": "disentangled", "position.name": "disentangled", "position.max_distance": 4},
+    ),
+    "deberta v3": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        family="encoder",
+        **{
+            "attention.name": "disentangled_shared",
+            "position.name": "disentangled_buckets",
+            "position.buckets": 4,
+            "position.max_distance": 8,
+        },
+    ),
+    "t5": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        family="encoder_decoder",
         n_encoder_layers=1,
+        **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "head.scale": 0.2},
     ),
-    "xlnet": ModelConfig(
-        **SMALL, **DROPPED, family="xlnet", attention="two_stream", position="transformer_xl", head_bias=True
+    "xlnet": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        family="xlnet",
+        **{"attention.name": "two_stream", "position.name": "transformer_xl", "head.bias": True},
     ),
-    "electra": ModelConfig(
-        **SMALL, **DROPPED, **BERT, family="electra", embedding_dim=16,
+    "electra": ModelConfig.of(
+        **SMALL,
+        **DROPPED,
+        **BERT,
+        family="electra",
         generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
+        **{"embedding.dim": 16},
     ),
-}  # fmt: skip
+}
 PREFIX = "prefix language model"
 NAMES = (*MODELS, PREFIX)
 LAYOUTS = {
@@ -138,7 +201,7 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
     original, masked = batch["tokens"].clone(), masked & (batch["documents"] >= 0)
     batch["targets"] = original.where(masked, -100)
     batch["tokens"] = original.where(~masked, 4)
-    if config.n_segments:
+    if config.embedding.n_segments:
         batch["segments"] = batch["positions"].remainder(2)
     if config.family == "electra":
         batch["original"] = original

@@ -18,9 +18,14 @@ from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
 
 MODEL = ModelConfig(
-    vocab_size=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80, tie_embeddings=False
+    vocab_size=96,
+    d_model=32,
+    n_layers=2,
+    attention={"n_heads": 4, "n_kv_heads": 2},
+    ffn={"d_ff": 80},
+    embedding={"tied": False},
 )
-TIED = MODEL.model_copy(update={"tie_embeddings": True})
+TIED = MODEL.changed({"embedding.tied": True})
 ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3)
 MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, clip=0.3)
 CAUSAL = Causal(SpecialTokens(bos=1, eos=2, pad=0))

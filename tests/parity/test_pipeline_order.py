@@ -23,7 +23,7 @@ from tests.parity.test_layouts import CAUSAL, global_batch
 from tests.parity.test_pipelines import SCHEDULES, make_engine
 from tests.workers import Workers
 
-DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, n_heads=2, d_ff=8)
+DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 METHODS: dict[str, Kind] = {
     "_run_forward": "F", "_run_backward": "B", "_run_backward_of_input": "I", "_run_later": "W",

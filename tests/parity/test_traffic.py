@@ -37,7 +37,7 @@ from tests.parity.test_pipelines import SCHEDULES
 from tests.workers import Workers
 
 LENGTH = 12
-WITHOUT_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0, "drop_path": 0.0}
+WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}
 CAUSAL = CausalObjective()
 CASES = {
     "gpt": CAUSAL,
@@ -128,7 +128,7 @@ def case(name: str, parallel: ParallelConfig) -> Config:
     changes = {"boundary_head": False}
     if parallel.pp * parallel.stages_per_rank > 4:
         changes["n_layers"] = 7
-    return config_of(MODELS[name].model_copy(update=changes), CASES[name], parallel)
+    return config_of(MODELS[name].changed(changes), CASES[name], parallel)
 
 
 def steps(configs: list[Config]) -> list[Answer]:
@@ -180,7 +180,7 @@ def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers)
     """Before or after a norm and dropout, which keep something after the last sum, and without."""
     configs = {
         f"{name}, {layout}, {how}": config_of(
-            MODELS[name].model_copy(update=dropped), CASES[name], LAYOUTS[2][layout], recompute=how
+            MODELS[name].changed(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
         )
         for name, dropped in (("gpt", {}), ("gpt", WITHOUT_DROPOUT), ("albert", {}), ("t5", WITHOUT_DROPOUT))
         for layout in ("tp2", "tp2 without sequence parallel", "zero3")
@@ -189,7 +189,7 @@ def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers)
     assert missed(workers, 2, configs) == {}
 
 
-DIVISIBLE = ModelConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4, d_ff=48)
+DIVISIBLE = ModelConfig(vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4}, ffn={"d_ff": 48})
 SCALARS = 1000
 """Bytes that sums of losses and counts, and the gradient's norm, take at most; no weight or activation is so small."""
 

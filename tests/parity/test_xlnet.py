@@ -13,10 +13,16 @@ from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair, 
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
-    family="xlnet", vocab_size=VOCABULARY, d_model=24, n_layers=3, n_heads=4, d_ff=40, norm="layer_norm",
-    norm_eps=1e-7, norm_position="post", activation="gelu", attention="two_stream", ffn_bias=True,
-    position="transformer_xl", head_bias=True,
-)  # fmt: skip
+    family="xlnet",
+    vocab_size=VOCABULARY,
+    d_model=24,
+    n_layers=3,
+    attention={"name": "two_stream", "n_heads": 4},
+    ffn={"d_ff": 40, "activation": "gelu", "bias": True},
+    norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"},
+    position={"name": "transformer_xl"},
+    head={"bias": True},
+)
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
@@ -147,8 +153,8 @@ def test_a_prediction_depends_on_what_comes_before_it_in_the_order_and_on_nothin
 
 
 def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
-    dropped = {"dropout": 0.3, "attention_dropout": 0.2, "ffn_dropout": 0.2, "drop_path": 0.2}
-    model, batch = build(CONFIG.model_copy(update=dropped)).double().train(), batch_of(LENGTHS)
+    dropped = {"dropout": 0.3, "attention.dropout": 0.2, "ffn.dropout": 0.2, "drop_path": 0.2}
+    model, batch = build(CONFIG.changed(dropped)).double().train(), batch_of(LENGTHS)
     perturb(model)
     keys = torch.tensor([3, 5, 7])
 

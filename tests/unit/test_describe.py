@@ -41,9 +41,9 @@ def test_every_preset_loads(preset: str) -> None:
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     """6 FLOPs for each weight of each matrix product, and 12·h for each pair of tokens in a layer."""
-    found = describe(load_config("quickstart", [*VOCABULARY, f"model.tie_embeddings={tied}"]))
+    found = describe(load_config("quickstart", [*VOCABULARY, f"model.embedding.tied={tied}"]))
     model, s = found.config.model, found.config.data.sequence_length
-    d, ff, v, layers = model.d_model, model.d_ff, 4096, model.n_layers
+    d, ff, v, layers = model.d_model, model.ffn.d_ff, 4096, model.n_layers
     matrices = layers * (4 * d * d + 3 * d * ff) + v * d
     norms = (2 * layers + 1) * d
     assert found.multiplied == matrices + norms
@@ -52,26 +52,32 @@ def test_flops_of_a_small_model_by_hand(tied: str) -> None:
     assert found.tokens == found.tokens_per_step * found.config.train.steps
 
 
-SMALL = {"d_model": 24, "n_layers": 2, "n_heads": 4, "d_ff": 40}
+SMALL = {"d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
 FAMILIES = {
-    "decoder": {"n_kv_heads": 2},
-    "latent": {"attention": "latent", "latent": {"kv_rank": 7, "q_rank": 9, "rope_dim": 6, "v_dim": 3}},
+    "decoder": {"attention.n_kv_heads": 2},
+    "latent": {
+        "attention.name": "latent",
+        "attention.kv_rank": 7,
+        "attention.q_rank": 9,
+        "attention.rope_dim": 6,
+        "attention.v_dim": 3,
+    },
     "encoder": {
         "family": "encoder",
-        "head": "transform",
-        "n_segments": 2,
-        "position": "learned",
-        "max_positions": 32,
+        "head.name": "transform",
+        "embedding.n_segments": 2,
+        "position.name": "learned",
+        "position.max_positions": 32,
     },
     "albert": {
         "family": "encoder",
         "n_layers": 4,
         "distinct_layers": 2,
-        "embedding_dim": 8,
-        "tie_embeddings": False,
+        "embedding.dim": 8,
+        "embedding.tied": False,
     },
-    "xlnet": {"family": "xlnet", "attention": "two_stream", "position": "transformer_xl"},
-    "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position": "t5"},
+    "xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
+    "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
 }
 
 
@@ -79,7 +85,7 @@ FAMILIES = {
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
     monkeypatch.setattr("megatfm.layers.attention.core.attention", attention_reference)
-    model = ModelConfig(**(SMALL | FAMILIES[family]), vocab_size=50)
+    model = ModelConfig.of(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
     config = load_config("quickstart").model_copy(update={"model": model})
     config = config.model_copy(update={"data": config.data.model_copy(update=lengths)})
@@ -140,7 +146,7 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
     """Counted on the optimizer itself, after a step that moves every weight of a small model."""
     optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
     constant = ['schedule={name="constant"}'] if name == "schedule_free_adamw" else []
-    small = ["model.vocab_size=64", "model.d_model=32", "model.d_ff=80"]
+    small = ["model.vocab_size=64", "model.d_model=32", "model.ffn.d_ff=80"]
     config = load_config("quickstart", [optimizer, *constant, *small])
     found = describe(config)
     n_bytes = 0

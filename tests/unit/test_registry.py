@@ -67,7 +67,8 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "my_parts_of_a_test").mkdir()
     (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
     config = load_config(
-        "quickstart", ['plugins=["my_parts_of_a_test"]', "model.norm=plain_layer_norm", "model.vocab_size=11"]
+        "quickstart",
+        ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"],
     )
     with (
         torch.device("meta"),
@@ -92,15 +93,22 @@ def test_a_plugin_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("field", "kind"),
     [
-        ("norm", "norm"),
-        ("activation", "activation"),
-        ("position", "position"),
-        ("norm_position", "norm position"),
+        ("norm.name", "norm"),
+        ("ffn.activation", "activation"),
+        ("position.name", "position"),
+        ("norm.placement", "norm position"),
     ],
 )
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
-    config = ModelConfig.model_validate(
-        {"vocab_size": 7, "d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8, field: "nothing"}
+    config = ModelConfig.of(
+        {
+            "vocab_size": 7,
+            "d_model": 8,
+            "n_layers": 1,
+            "attention.n_heads": 2,
+            "ffn.d_ff": 8,
+            field: "nothing",
+        }
     )
     with pytest.raises(UsageError, match=rf"^unknown {kind} 'nothing'; there are: \w+"):
         build(config)

@@ -29,8 +29,10 @@ def read(theirs: Json) -> ModelConfig:
         )
     return read_encoder(
         {"hidden_act": "gelu_new", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | theirs,
-        embedding_dim=theirs.get("embedding_size", 128),
-        distinct_layers=theirs.get("num_hidden_groups", 1),
+        **{
+            "embedding.dim": theirs.get("embedding_size", 128),
+            "distinct_layers": theirs.get("num_hidden_groups", 1),
+        },
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
@@ -24,21 +24,25 @@ def read(theirs: Json) -> ModelConfig:
     farthest = theirs.get("max_relative_positions", -1)
     return read_encoder(
         {"type_vocab_size": 0, "layer_norm_eps": 1e-7} | theirs,
-        attention="disentangled",
-        attention_bias=False,
-        position="disentangled",
-        max_positions=None,
-        relative_distance=farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
-        init="normal",
+        **{
+            "attention.name": "disentangled",
+            "attention.bias": None,
+            "position.name": "disentangled",
+            "position.max_positions": None,
+            "position.max_distance": farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
+            "init.name": "normal",
+        },
     )
 
 
 def write(ours: ModelConfig) -> Json:
     return write_encoder(
         ours,
-        max_position_embeddings=ours.relative_distance,
+        max_position_embeddings=expect(
+            ours.position, DisentangledPositionConfig, "model.position"
+        ).max_distance,
         max_relative_positions=-1,
-        type_vocab_size=ours.n_segments,
+        type_vocab_size=ours.embedding.n_segments,
         relative_attention=True,
         position_biased_input=False,
         pos_att_type=["c2p", "p2c"],
@@ -60,7 +64,7 @@ def by_head(n_heads: int) -> Rule:
 
 def rules(config: ModelConfig) -> list[Rule]:
     block = [
-        by_head(config.n_heads),
+        by_head(config.attention.n_heads),
         same("attn.wq.bias", "attention.self.q_bias"),
         same("attn.wv.bias", "attention.self.v_bias"),
         *linear("attn.wk_position", "attention.self.pos_proj"),
@@ -74,7 +78,7 @@ def rules(config: ModelConfig) -> list[Rule]:
             "deberta.embeddings.word_embeddings.weight",
             copies=["cls.predictions.decoder.weight"],
         ),
-        *([segments] if config.n_segments else []),
+        *([segments] if config.embedding.n_segments else []),
         *linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         same("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *layers(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),

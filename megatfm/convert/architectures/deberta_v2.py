@@ -1,6 +1,6 @@
 """DeBERTa v2 without its convolution, and v3: DebertaV2ForMaskedLM."""
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
 from megatfm.convert.architectures.deberta import MASK_DECODER, OWN_HEAD
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
@@ -31,23 +31,26 @@ def read(theirs: Json) -> ModelConfig:
     farthest = given["max_relative_positions"]
     return read_encoder(
         {"type_vocab_size": 0, "layer_norm_eps": 1e-7} | theirs,
-        attention="disentangled_shared",
-        attention_bias=False,
-        position="disentangled_buckets",
-        max_positions=None,
-        relative_buckets=given["position_buckets"],
-        relative_distance=farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
-        init="normal",
+        **{
+            "attention.name": "disentangled_shared",
+            "attention.bias": None,
+            "position.name": "disentangled_buckets",
+            "position.max_positions": None,
+            "position.buckets": given["position_buckets"],
+            "position.max_distance": farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
+            "init.name": "normal",
+        },
     )
 
 
 def write(ours: ModelConfig) -> Json:
+    position = expect(ours.position, DisentangledBucketsConfig, "model.position")
     return write_encoder(
         ours,
-        max_position_embeddings=ours.relative_distance,
+        max_position_embeddings=position.max_distance,
         max_relative_positions=-1,
-        position_buckets=ours.relative_buckets,
-        type_vocab_size=ours.n_segments,
+        position_buckets=position.buckets,
+        type_vocab_size=ours.embedding.n_segments,
         relative_attention=True,
         position_biased_input=False,
         share_att_key=True,
@@ -67,7 +70,7 @@ def rules(config: ModelConfig) -> list[Rule]:
     copies = ["cls.predictions.decoder.weight"]
     return [
         same("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
-        *([segments] if config.n_segments else []),
+        *([segments] if config.embedding.n_segments else []),
         *linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         same("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatfm.config import LatentConfig, ModelConfig
+from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.convert.architectures.llama import rules_around
-from megatfm.convert.keys import Json, activation, only, rope, their_activation, their_rope
+from megatfm.convert.keys import Json, activation, only, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, linear, same
 from megatfm.errors import UsageError
@@ -27,61 +27,66 @@ def read(theirs: Json) -> ModelConfig:
     if theirs.get("num_key_value_heads", heads) not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope(theirs)
-    if rotary["rope_scaling"] is not None:
+    if rotary["position.scaling"] is not None:
         raise UsageError("config.json: rope scaling with latent attention is not supported")
-    return ModelConfig(
-        vocab_size=theirs["vocab_size"],
-        d_model=theirs["hidden_size"],
-        n_layers=n_layers,
-        n_heads=heads,
-        head_dim=theirs.get("qk_nope_head_dim", 128),
-        d_ff=theirs["intermediate_size"],
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        activation=activation(theirs.get("hidden_act", "silu"), gated=True),
-        attention="latent",
-        latent=LatentConfig(
-            kv_rank=theirs.get("kv_lora_rank", 512),
-            q_rank=theirs.get("q_lora_rank", 1536),
-            rope_dim=theirs.get("qk_rope_head_dim", 64),
-            v_dim=theirs.get("v_head_dim", 128),
-        ),
-        tie_embeddings=theirs.get("tie_word_embeddings", False),
-        attention_dropout=theirs.get("attention_dropout", 0.0),
-        init="normal",
-        init_std=theirs.get("initializer_range", 0.02),
-        **rotary,
+    return ModelConfig.of(
+        {
+            "vocab_size": theirs["vocab_size"],
+            "d_model": theirs["hidden_size"],
+            "n_layers": n_layers,
+            "attention.n_heads": heads,
+            "attention.head_dim": theirs.get("qk_nope_head_dim", 128),
+            "ffn.d_ff": theirs["intermediate_size"],
+            "norm.eps": theirs.get("rms_norm_eps", 1e-6),
+            "ffn.activation": activation(theirs.get("hidden_act", "silu"), gated=True),
+            "attention.name": "latent",
+            "attention.kv_rank": theirs.get("kv_lora_rank", 512),
+            "attention.q_rank": theirs.get("q_lora_rank", 1536),
+            "attention.rope_dim": theirs.get("qk_rope_head_dim", 64),
+            "attention.v_dim": theirs.get("v_head_dim", 128),
+            "embedding.tied": theirs.get("tie_word_embeddings", False),
+            "attention.dropout": theirs.get("attention_dropout", 0.0),
+            "init.name": "normal",
+            "init.std": theirs.get("initializer_range", 0.02),
+            **rotary,
+        }
     )
 
 
 def write(ours: ModelConfig) -> Json:
     latent = _latent(ours)
-    if ours.norm_eps != 1e-6:
-        raise UsageError("model.norm_eps must be 1e-6: transformers' norms of latents have no other")
+    if ours.norm.eps != 1e-6:
+        raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.d_model,
         "num_hidden_layers": ours.n_layers,
         "first_k_dense_replace": ours.n_layers,
-        "num_attention_heads": ours.n_heads,
-        "num_key_value_heads": ours.n_heads,
+        "num_attention_heads": ours.attention.n_heads,
+        "num_key_value_heads": ours.attention.n_heads,
         "qk_nope_head_dim": ours.head_width,
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_dim or ours.head_width,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
-        "intermediate_size": ours.d_ff,
-        "rms_norm_eps": ours.norm_eps,
-        "hidden_act": their_activation(ours.activation, gated=True),
-        "tie_word_embeddings": ours.tie_embeddings,
-        "attention_dropout": ours.attention_dropout,
-        "initializer_range": ours.init_std,
-        **their_rope(ours.rope_theta, ours.rope_scaling),
+        "intermediate_size": ours.ffn.d_ff,
+        "rms_norm_eps": ours.norm.eps,
+        "hidden_act": their_activation(ours.ffn.activation, gated=True),
+        "tie_word_embeddings": ours.embedding.tied,
+        "attention_dropout": ours.attention.dropout,
+        "initializer_range": std(ours),
+        **their_rope(ours),
     }
 
 
 def rules(config: ModelConfig) -> list[Rule]:
     latent = _latent(config)
-    n, h, r, v = config.n_heads, config.head_width, latent.rope_dim, latent.v_dim or config.head_width
+    n, h, r, v = (
+        config.attention.n_heads,
+        config.head_width,
+        latent.rope_dim,
+        latent.v_dim or config.head_width,
+    )
     down = linear("attn.wq_down", "self_attn.q_a_proj") + linear("attn.q_norm", "self_attn.q_a_layernorm")
     queries = "self_attn.q_b_proj.weight" if latent.q_rank else "self_attn.q_proj.weight"
 
@@ -129,10 +134,8 @@ def _neighbours(width: int) -> list[int]:
     return [half * width // 2 + i for i in range(width // 2) for half in (0, 1)]
 
 
-def _latent(config: ModelConfig) -> LatentConfig:
-    if config.latent is None:
-        raise UsageError("model.attention must be 'latent'")
-    return config.latent
+def _latent(config: ModelConfig) -> LatentAttentionConfig:
+    return expect(config.attention, LatentAttentionConfig, "model.attention")
 
 
 ARCHITECTURES.register("DeepseekV3ForCausalLM")(

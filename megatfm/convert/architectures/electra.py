@@ -11,11 +11,13 @@ from megatfm.convert.table import Rule, layers, linear
 
 def read(theirs: Json) -> ModelConfig:
     only(theirs, hidden_act="gelu")  # that of the generator's head is always this one
-    return read_encoder(theirs, embedding_dim=theirs.get("embedding_size", 128))
+    return read_encoder(theirs, **{"embedding.dim": theirs.get("embedding_size", 128)})
 
 
 def read_discriminator(theirs: Json) -> ModelConfig:
-    return read_encoder(theirs, family="discriminator", embedding_dim=theirs.get("embedding_size", 128))
+    return read_encoder(
+        theirs, **{"family": "discriminator", "embedding.dim": theirs.get("embedding_size", 128)}
+    )
 
 
 def write(ours: ModelConfig) -> Json:

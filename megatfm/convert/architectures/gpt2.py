@@ -1,7 +1,7 @@
 """GPT-2 and GPT-3: GPT2LMHeadModel. Its matrices are [d_in, d_out], and queries, keys and values are one."""
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, their_activation
+from megatfm.convert.keys import Json, activation, only, std, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, fused, layers, linear, same, transposed
 
@@ -9,42 +9,44 @@ from megatfm.convert.table import Rule, fused, layers, linear, same, transposed
 def read(theirs: Json) -> ModelConfig:
     only(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     width = theirs["n_embd"]
-    return ModelConfig(
-        vocab_size=theirs["vocab_size"],
-        d_model=width,
-        n_layers=theirs["n_layer"],
-        n_heads=theirs["n_head"],
-        d_ff=theirs.get("n_inner") or 4 * width,
-        norm="layer_norm",
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        activation=activation(theirs.get("activation_function", "gelu_new")),
-        attention_bias=True,
-        ffn_bias=True,
-        position="learned",
-        max_positions=theirs.get("n_positions", 1024),
-        tie_embeddings=theirs.get("tie_word_embeddings", True),
-        dropout=theirs.get("resid_pdrop", 0.1),
-        attention_dropout=theirs.get("attn_pdrop", 0.1),
-        init="gpt2",
-        init_std=theirs.get("initializer_range", 0.02),
+    return ModelConfig.of(
+        {
+            "vocab_size": theirs["vocab_size"],
+            "d_model": width,
+            "n_layers": theirs["n_layer"],
+            "attention.n_heads": theirs["n_head"],
+            "ffn.d_ff": theirs.get("n_inner") or 4 * width,
+            "norm.name": "layer_norm",
+            "norm.eps": theirs.get("layer_norm_epsilon", 1e-5),
+            "ffn.activation": activation(theirs.get("activation_function", "gelu_new")),
+            "attention.bias": True,
+            "ffn.bias": True,
+            "position.name": "learned",
+            "position.max_positions": theirs.get("n_positions", 1024),
+            "embedding.tied": theirs.get("tie_word_embeddings", True),
+            "dropout": theirs.get("resid_pdrop", 0.1),
+            "attention.dropout": theirs.get("attn_pdrop", 0.1),
+            "init.name": "gpt2",
+            "init.std": theirs.get("initializer_range", 0.02),
+        }
     )
 
 
 def write(ours: ModelConfig) -> Json:
     return {
         "vocab_size": ours.vocab_size,
-        "n_positions": ours.max_positions,
+        "n_positions": ours.position.limit,
         "n_embd": ours.d_model,
         "n_layer": ours.n_layers,
-        "n_head": ours.n_heads,
-        "n_inner": None if ours.d_ff == 4 * ours.d_model else ours.d_ff,
-        "activation_function": their_activation(ours.activation),
-        "layer_norm_epsilon": ours.norm_eps,
-        "tie_word_embeddings": ours.tie_embeddings,
+        "n_head": ours.attention.n_heads,
+        "n_inner": None if ours.ffn.d_ff == 4 * ours.d_model else ours.ffn.d_ff,
+        "activation_function": their_activation(ours.ffn.activation),
+        "layer_norm_epsilon": ours.norm.eps,
+        "tie_word_embeddings": ours.embedding.tied,
         "resid_pdrop": ours.dropout,
         "embd_pdrop": ours.dropout,
-        "attn_pdrop": ours.attention_dropout,
-        "initializer_range": ours.init_std,
+        "attn_pdrop": ours.attention.dropout,
+        "initializer_range": std(ours),
     }
 
 
@@ -67,13 +69,13 @@ def block_rules(config: ModelConfig) -> list[Rule]:
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    copies = ["lm_head.weight"] if config.tie_embeddings else []
+    copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         same("decoder.embedding.tokens.weight", "transformer.wte.weight", copies=copies),
         same("decoder.embedding.positions.weight", "transformer.wpe.weight"),
         *layers(config.n_layers, "decoder.layers.", "transformer.h.", block_rules(config)),
         *linear("decoder.norm", "transformer.ln_f", bias=True),
-        *([] if config.tie_embeddings else [same("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
     ]
 
 

@@ -2,30 +2,32 @@
 
 from collections.abc import Sequence
 
-from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, rope, their_activation, their_rope
+from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.convert.keys import Json, activation, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
 
 
 def read(theirs: Json) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=theirs["vocab_size"],
-        d_model=theirs["hidden_size"],
-        n_layers=theirs["num_hidden_layers"],
-        n_heads=theirs["num_attention_heads"],
-        n_kv_heads=theirs.get("num_key_value_heads"),
-        head_dim=theirs.get("head_dim"),
-        d_ff=theirs["intermediate_size"],
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        activation=activation(theirs.get("hidden_act", "silu"), gated=True),
-        attention_bias=theirs.get("attention_bias", False),
-        ffn_bias=theirs.get("mlp_bias", False),
-        tie_embeddings=theirs.get("tie_word_embeddings", False),
-        attention_dropout=theirs.get("attention_dropout", 0.0),
-        init="normal",
-        init_std=theirs.get("initializer_range", 0.02),
-        **rope(theirs),
+    return ModelConfig.of(
+        {
+            "vocab_size": theirs["vocab_size"],
+            "d_model": theirs["hidden_size"],
+            "n_layers": theirs["num_hidden_layers"],
+            "attention.n_heads": theirs["num_attention_heads"],
+            "attention.n_kv_heads": theirs.get("num_key_value_heads"),
+            "attention.head_dim": theirs.get("head_dim"),
+            "ffn.d_ff": theirs["intermediate_size"],
+            "norm.eps": theirs.get("rms_norm_eps", 1e-6),
+            "ffn.activation": activation(theirs.get("hidden_act", "silu"), gated=True),
+            "attention.bias": theirs.get("attention_bias", False),
+            "ffn.bias": theirs.get("mlp_bias", False),
+            "embedding.tied": theirs.get("tie_word_embeddings", False),
+            "attention.dropout": theirs.get("attention_dropout", 0.0),
+            "init.name": "normal",
+            "init.std": theirs.get("initializer_range", 0.02),
+            **rope(theirs),
+        }
     )
 
 
@@ -34,26 +36,25 @@ def write(ours: ModelConfig) -> Json:
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.d_model,
         "num_hidden_layers": ours.n_layers,
-        "num_attention_heads": ours.n_heads,
-        "num_key_value_heads": ours.kv_heads,
+        "num_attention_heads": ours.attention.n_heads,
+        "num_key_value_heads": ours.attention.kv_heads,
         "head_dim": ours.head_width,
-        "intermediate_size": ours.d_ff,
-        "rms_norm_eps": ours.norm_eps,
-        "hidden_act": their_activation(ours.activation, gated=True),
-        "attention_bias": ours.attention_bias,
-        "mlp_bias": ours.ffn_bias,
-        "tie_word_embeddings": ours.tie_embeddings,
-        "attention_dropout": ours.attention_dropout,
-        "initializer_range": ours.init_std,
-        **their_rope(ours.rope_theta, ours.rope_scaling),
+        "intermediate_size": ours.ffn.d_ff,
+        "rms_norm_eps": ours.norm.eps,
+        "hidden_act": their_activation(ours.ffn.activation, gated=True),
+        "attention_bias": getattr(ours.attention, "bias", False),
+        "mlp_bias": ours.ffn.bias,
+        "tie_word_embeddings": ours.embedding.tied,
+        "attention_dropout": ours.attention.dropout,
+        "initializer_range": std(ours),
+        **their_rope(ours),
     }
 
 
 def rules(config: ModelConfig) -> list[Rule]:
+    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
     attention = [
-        rule
-        for part in "qkvo"
-        for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=config.attention_bias)
+        rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
     ]
     return rules_around(config, attention)
 
@@ -67,15 +68,15 @@ def rules_around(config: ModelConfig, attention: Sequence[Rule]) -> list[Rule]:
         *(
             rule
             for part in ("gate", "up", "down")
-            for rule in linear(f"ffn.w_{part}", f"mlp.{part}_proj", bias=config.ffn_bias)
+            for rule in linear(f"ffn.w_{part}", f"mlp.{part}_proj", bias=config.ffn.bias)
         ),
     ]
-    copies = ["lm_head.weight"] if config.tie_embeddings else []
+    copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         same("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
         *layers(config.n_layers, "decoder.layers.", "model.layers.", block),
         *linear("decoder.norm", "model.norm"),
-        *([] if config.tie_embeddings else [same("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
     ]
 
 

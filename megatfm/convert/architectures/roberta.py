@@ -1,6 +1,6 @@
 """RoBERTa: RobertaForMaskedLM. Its positions begin one after the padding token's id."""
 
-from megatfm.config import ModelConfig
+from megatfm.config import LearnedPositionConfig, ModelConfig, expect
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
@@ -15,19 +15,22 @@ def read(theirs: Json) -> ModelConfig:
     offset = theirs.get("pad_token_id", 1) + 1
     return read_encoder(
         theirs,
-        max_positions=theirs.get("max_position_embeddings", 514) - offset,
-        position_offset=offset,
-        init="normal",
+        **{
+            "position.max_positions": theirs.get("max_position_embeddings", 514) - offset,
+            "position.offset": offset,
+            "init.name": "normal",
+        },
     )
 
 
 def write(ours: ModelConfig) -> Json:
-    if ours.position_offset < 1 or ours.max_positions is None:
-        raise UsageError("RoBERTa's positions begin after the padding token's id: model.position_offset is 0")
+    position = expect(ours.position, LearnedPositionConfig, "model.position")
+    if position.offset < 1:
+        raise UsageError("RoBERTa's positions begin after the padding token's id: model.position.offset is 0")
     return write_encoder(
         ours,
-        max_position_embeddings=ours.max_positions + ours.position_offset,
-        pad_token_id=ours.position_offset - 1,
+        max_position_embeddings=position.max_positions + position.offset,
+        pad_token_id=position.offset - 1,
     )
 
 

@@ -1,6 +1,6 @@
 """T5 v1.0 and v1.1: T5ForConditionalGeneration."""
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.convert.keys import Json, activation, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
@@ -15,47 +15,52 @@ def read(theirs: Json) -> ModelConfig:
     # transformers 4 says by tie_word_embeddings what transformers 5 says by scale_decoder_outputs, where it writes it.
     scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
     n_layers = theirs["num_layers"]
-    return ModelConfig(
-        family="encoder_decoder",
-        vocab_size=theirs["vocab_size"],
-        d_model=width,
-        n_layers=theirs.get("num_decoder_layers") or n_layers,
-        n_encoder_layers=n_layers,
-        n_heads=theirs["num_heads"],
-        head_dim=theirs["d_kv"],
-        d_ff=theirs["d_ff"],
-        norm_eps=theirs.get("layer_norm_epsilon", 1e-6),
-        activation=_activation(theirs.get("feed_forward_proj", "relu")),
-        attention_scale=1.0,
-        position="t5",
-        relative_buckets=theirs.get("relative_attention_num_buckets", 32),
-        relative_distance=theirs.get("relative_attention_max_distance", 128),
-        tie_embeddings=scaled,
-        head_scale=width**-0.5 if scaled else 1.0,
-        dropout=rate,
-        attention_dropout=rate,
-        ffn_dropout=rate,
-        init="t5",
+    return ModelConfig.of(
+        {
+            "family": "encoder_decoder",
+            "vocab_size": theirs["vocab_size"],
+            "d_model": width,
+            "n_layers": theirs.get("num_decoder_layers") or n_layers,
+            "n_encoder_layers": n_layers,
+            "attention.n_heads": theirs["num_heads"],
+            "attention.head_dim": theirs["d_kv"],
+            "ffn.d_ff": theirs["d_ff"],
+            "norm.eps": theirs.get("layer_norm_epsilon", 1e-6),
+            "ffn.activation": _activation(theirs.get("feed_forward_proj", "relu")),
+            "attention.scale": 1.0,
+            "position.name": "t5",
+            "position.buckets": theirs.get("relative_attention_num_buckets", 32),
+            "position.max_distance": theirs.get("relative_attention_max_distance", 128),
+            "embedding.tied": scaled,
+            "head.scale": width**-0.5 if scaled else 1.0,
+            "dropout": rate,
+            "attention.dropout": rate,
+            "ffn.dropout": rate,
+            "init.name": "t5",
+        }
     )
 
 
 def write(ours: ModelConfig) -> Json:
-    gated = ACTIVATIONS.get(ours.activation).gated
-    name = their_activation(ours.activation, gated=gated)
+    gated = ACTIVATIONS.get(ours.ffn.activation).gated
+    name = their_activation(ours.ffn.activation, gated=gated)
+    position = expect(ours.position, T5PositionConfig, "model.position")
     return {
         "vocab_size": ours.vocab_size,
         "d_model": ours.d_model,
         "d_kv": ours.head_width,
-        "d_ff": ours.d_ff,
+        "d_ff": ours.ffn.d_ff,
         "num_layers": ours.encoder_layers,
         "num_decoder_layers": ours.n_layers,
-        "num_heads": ours.n_heads,
-        "relative_attention_num_buckets": ours.relative_buckets,
-        "relative_attention_max_distance": ours.relative_distance,
+        "num_heads": ours.attention.n_heads,
+        "relative_attention_num_buckets": position.buckets,
+        "relative_attention_max_distance": position.max_distance,
         "dropout_rate": ours.dropout,
-        "layer_norm_epsilon": ours.norm_eps,
-        "feed_forward_proj": GATED_GELU if ours.activation == "geglu_tanh" else f"{'gated-' * gated}{name}",
-        "tie_word_embeddings": ours.tie_embeddings,
+        "layer_norm_epsilon": ours.norm.eps,
+        "feed_forward_proj": GATED_GELU
+        if ours.ffn.activation == "geglu_tanh"
+        else f"{'gated-' * gated}{name}",
+        "tie_word_embeddings": ours.embedding.tied,
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
     }
@@ -67,7 +72,7 @@ def rules(config: ModelConfig) -> list[Rule]:
 
     def ffn(number: int) -> list[Rule]:
         inner = f"layer.{number}.DenseReluDense"
-        gated = ACTIVATIONS.get(config.activation).gated
+        gated = ACTIVATIONS.get(config.ffn.activation).gated
         ups = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if gated else {"ffn.w_up": "wi"}
         return [
             *linear("ffn_residual.norm", f"layer.{number}.layer_norm"),
@@ -85,7 +90,7 @@ def rules(config: ModelConfig) -> list[Rule]:
         same(
             "encoder.embedding.tokens.weight",
             "shared.weight",
-            copies=[*copies, *["lm_head.weight"] * config.tie_embeddings],
+            copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
         ),
         *layers(config.encoder_layers, "encoder.layers.", "encoder.block.", [*both, *ffn(1)]),
         *layers(config.n_layers, "decoder.layers.", "decoder.block.", [*both, *cross, *ffn(2)]),
@@ -100,7 +105,7 @@ def rules(config: ModelConfig) -> list[Rule]:
                 *linear(f"{stack}.norm", f"{stack}.final_layer_norm"),
             )
         ),
-        *([] if config.tie_embeddings else [same("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
     ]
 
 

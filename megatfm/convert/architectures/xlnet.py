@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, their_activation
+from megatfm.convert.keys import Json, activation, only, std, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
 
@@ -14,25 +14,27 @@ def read(theirs: Json) -> ModelConfig:
     """What of it is about memory (mem_len, reuse_len, use_mems_…) is not read: without one, it changes nothing."""
     only(theirs, attn_type="bi", bi_data=False, clamp_len=-1, same_length=False, untie_r=True)
     only(theirs, tie_word_embeddings=True, d_head=theirs["d_model"] // theirs["n_head"])
-    return ModelConfig(
-        family="xlnet",
-        vocab_size=theirs["vocab_size"],
-        d_model=theirs["d_model"],
-        n_layers=theirs["n_layer"],
-        n_heads=theirs["n_head"],
-        d_ff=theirs["d_inner"],
-        norm="layer_norm",
-        norm_eps=theirs.get("layer_norm_eps", 1e-12),
-        norm_position="post",
-        activation=activation(theirs.get("ff_activation", "gelu")),
-        attention="two_stream",
-        ffn_bias=True,
-        position="transformer_xl",
-        head_bias=True,
-        dropout=theirs.get("dropout", 0.1),
-        attention_dropout=theirs.get("dropout", 0.1),
-        init="normal",
-        init_std=theirs.get("initializer_range", 0.02),
+    return ModelConfig.of(
+        {
+            "family": "xlnet",
+            "vocab_size": theirs["vocab_size"],
+            "d_model": theirs["d_model"],
+            "n_layers": theirs["n_layer"],
+            "attention.n_heads": theirs["n_head"],
+            "ffn.d_ff": theirs["d_inner"],
+            "norm.name": "layer_norm",
+            "norm.eps": theirs.get("layer_norm_eps", 1e-12),
+            "norm.placement": "post",
+            "ffn.activation": activation(theirs.get("ff_activation", "gelu")),
+            "attention.name": "two_stream",
+            "ffn.bias": True,
+            "position.name": "transformer_xl",
+            "head.bias": True,
+            "dropout": theirs.get("dropout", 0.1),
+            "attention.dropout": theirs.get("dropout", 0.1),
+            "init.name": "normal",
+            "init.std": theirs.get("initializer_range", 0.02),
+        }
     )
 
 
@@ -41,11 +43,11 @@ def write(ours: ModelConfig) -> Json:
         "vocab_size": ours.vocab_size,
         "d_model": ours.d_model,
         "n_layer": ours.n_layers,
-        "n_head": ours.n_heads,
+        "n_head": ours.attention.n_heads,
         "d_head": ours.head_width,
-        "d_inner": ours.d_ff,
-        "ff_activation": their_activation(ours.activation),
-        "layer_norm_eps": ours.norm_eps,
+        "d_inner": ours.ffn.d_ff,
+        "ff_activation": their_activation(ours.ffn.activation),
+        "layer_norm_eps": ours.norm.eps,
         "attn_type": "bi",
         "bi_data": False,
         "clamp_len": -1,
@@ -53,13 +55,13 @@ def write(ours: ModelConfig) -> Json:
         "mem_len": None,
         "reuse_len": None,
         "dropout": ours.dropout,
-        "initializer_range": ours.init_std,
+        "initializer_range": std(ours),
         "tie_word_embeddings": True,
     }
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    n = config.n_heads
+    n = config.attention.n_heads
     block = [
         *(_inwards(f"attn.w{part}.weight", f"rel_attn.{part}", n) for part in "qkv"),
         _inwards("attn.wk_position.weight", "rel_attn.r", n),

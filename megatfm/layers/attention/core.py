@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, ScaledAttention, expect
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.ops.attention import Variant, attention
@@ -19,12 +19,13 @@ class Core(nn.Module):
     ) -> None:
         super().__init__()
         self.sight: Sight = sight
-        self.dropout = Dropout(config.attention_dropout, "attention" if sight != "cross" else "cross")
+        options = expect(config.attention, ScaledAttention, "model.attention")
+        self.dropout = Dropout(options.dropout, "attention" if sight != "cross" else "cross")
         self.variant = Variant(
             causal=sight == "causal",
-            scale=config.attention_scale or scale,
-            softcap=config.attention_softcap,
-            dropout=config.attention_dropout,
+            scale=options.scale or scale,
+            softcap=options.softcap,
+            dropout=options.dropout,
         )
 
     def forward(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledPositionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -26,12 +26,13 @@ class DisentangledAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
-        if config.position != "disentangled" or sight != "full":
+        if not isinstance(config.position, DisentangledPositionConfig) or sight != "full":
             raise UsageError(
-                "model.attention = 'disentangled' needs model.position = 'disentangled' and family = 'encoder'"
+                "model.attention.name = 'disentangled' needs model.position.name = 'disentangled' and "
+                "family = 'encoder'"
             )
-        d, width = config.d_model, config.n_heads * config.head_width
-        self.head_dim, farthest = config.head_width, config.relative_distance
+        d, width = config.d_model, config.attention.n_heads * config.head_width
+        self.head_dim, farthest = config.head_width, config.position.max_distance
         self.wq = Linear(d, width, initial("query", d, width), bias=True)
         self.wk = Linear(d, width, initial("key", d, width))
         self.wv = Linear(d, width, initial("value", d, width), bias=True)
@@ -65,7 +66,7 @@ class DisentangledCore(nn.Module):
     def __init__(self, config: ModelConfig, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.rows, self.scale = rows, (3 * config.head_width) ** -0.5
-        self.dropout = Dropout(config.attention_dropout, "attention")
+        self.dropout = Dropout(config.attention.dropout, "attention")
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledBucketsConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.disentangled import DisentangledCore
@@ -21,13 +21,13 @@ class DisentangledSharedAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
-        if config.position != "disentangled_buckets" or sight != "full":
+        if not isinstance(config.position, DisentangledBucketsConfig) or sight != "full":
             raise UsageError(
-                "model.attention = 'disentangled_shared' needs model.position = 'disentangled_buckets' and family = "
-                "'encoder'"
+                "model.attention.name = 'disentangled_shared' needs model.position.name = "
+                "'disentangled_buckets' and family = 'encoder'"
             )
-        d, width = config.d_model, config.n_heads * config.head_width
-        self.head_dim, n, farthest = config.head_width, config.relative_buckets, config.relative_distance
+        d, width = config.d_model, config.attention.n_heads * config.head_width
+        self.head_dim, n, farthest = config.head_width, config.position.buckets, config.position.max_distance
         self.wq = Linear(d, width, initial("query", d, width), bias=True)
         self.wk = Linear(d, width, initial("key", d, width), bias=True)
         self.wv = Linear(d, width, initial("value", d, width), bias=True)

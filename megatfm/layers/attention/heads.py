@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -22,15 +22,19 @@ class HeadsAttention(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
         self.head_dim, self.sight = config.head_width, sight
-        d, width, kv_width = (config.d_model, *(n * self.head_dim for n in (config.n_heads, config.kv_heads)))
-        bias = config.attention_bias
+        options = expect(config.attention, HeadsAttentionConfig, "model.attention")
+        d, width, kv_width = (
+            config.d_model,
+            *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
+        )
+        bias = options.bias
         self.wq = Linear(d, width, initial("query", d, width), bias=bias)
-        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=config.kv_heads)
-        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=config.kv_heads)
+        self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
+        self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=options.kv_heads)
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        position = POSITIONS.get(config.position)
+        self.q_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
+        position = POSITIONS.get(config.position.name)
         turns = position.heads is not None and sight != "cross"
         self.position = position.heads(config, initial) if turns and position.heads else None
         core = position.core if position.core and sight != "cross" else Core

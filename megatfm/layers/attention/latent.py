@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
@@ -24,15 +24,16 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
-        latent = config.latent
-        if latent is None or config.position != "rope" or sight == "cross":
+        latent = expect(config.attention, LatentAttentionConfig, "model.attention")
+        if config.position.name != "rope" or sight == "cross":
             raise UsageError(
-                "model.attention = 'latent' carries positions in its own rotary channels, in self-attention: it needs "
-                f"model.position = 'rope' and a decoder or encoder, not {config.position!r} and {config.family}"
+                "model.attention.name = 'latent' carries positions in its own rotary channels, in self-attention: it "
+                "needs model.position.name = 'rope' and a decoder or encoder, not "
+                f"{config.position.name!r} and {config.family}"
             )
         d, n, self.head_dim, self.rope_dim = (
             config.d_model,
-            config.n_heads,
+            latent.n_heads,
             config.head_width,
             latent.rope_dim,
         )
@@ -41,10 +42,10 @@ class LatentAttention(nn.Module):
         q_in = latent.q_rank or d
         if latent.q_rank:
             self.wq_down = Linear(d, q_in, initial("query", d, q_in))
-            self.q_norm = RMSNorm(q_in, config.norm_eps)
+            self.q_norm = RMSNorm(q_in, config.norm.eps)
         self.wq = Linear(q_in, q_width, initial("query", q_in, q_width))
         self.wkv_down = Linear(d, latent.kv_rank, initial("key", d, latent.kv_rank))
-        self.kv_norm = RMSNorm(latent.kv_rank, config.norm_eps)
+        self.kv_norm = RMSNorm(latent.kv_rank, config.norm.eps)
         self.wk_rope = Linear(d, self.rope_dim, initial("key", d, self.rope_dim))
         self.wk = Linear(latent.kv_rank, n * self.head_dim, initial("key", latent.kv_rank, n * self.head_dim))
         self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))

@@ -57,7 +57,7 @@ class TwoStreamAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        d, heads, self.head_dim = config.d_model, config.n_heads, config.head_width
+        d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
         self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
@@ -75,7 +75,7 @@ class TwoStreamAttention(nn.Module):
         drawn = initial("relative", 2, width)
         self.initial = dict.fromkeys((*biases, "segments"), drawn)
         self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
-        self.dropout = Dropout(config.attention_dropout, "attention")
+        self.dropout = Dropout(config.attention.dropout, "attention")
 
     def seen(self, content_BSD: Tensor, table_RD: Tensor) -> Seen:
         """What the queries of both streams look at; table: of relative positions."""

@@ -20,6 +20,6 @@ def narrower(initial: Initial, role: str, name: str, factor: float) -> Initial:
             return TruncatedNormal(std * factor)
         case _:
             raise UsageError(
-                f"model.mup does not go with model.init = {name!r}, which follows the width by itself: choose gpt2, "
-                "normal or bert"
+                f"model.mup does not go with model.init.name = {name!r}, which follows the width by itself: choose "
+                "gpt2, normal or bert"
             )

@@ -27,11 +27,11 @@ INITIALISATIONS: Registry[Callable[[ModelConfig, Stack], Initialiser]] = Registr
 
 def initialiser(config: ModelConfig, stack: Stack = "decoder") -> Initialiser:
     """The one that a config names, for one of its stacks."""
-    initial = INITIALISATIONS.get(config.init)(config, stack)
+    initial = INITIALISATIONS.get(config.init.name)(config, stack)
     if config.mup is None:
         return initial
     factor = (config.mup.base_width / config.d_model) ** 0.5
-    return lambda role, d_in, d_out: narrower(initial(role, d_in, d_out), role, config.init, factor)
+    return lambda role, d_in, d_out: narrower(initial(role, d_in, d_out), role, config.init.name, factor)
 
 
 def depth(config: ModelConfig, stack: Stack) -> int:

@@ -26,8 +26,8 @@ class Alibi(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.slopes: Tensor
-        self.register_buffer("slopes", torch.empty(config.n_heads), persistent=False)
-        self.initial = {"slopes": Values(alibi_slopes(config.n_heads))}
+        self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
+        self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
         """[1, N, T, S]."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.table import Table
@@ -16,7 +16,7 @@ class RelativeTable(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        rows = 2 * config.relative_distance
+        rows = 2 * expect(config.position, DisentangledPositionConfig, "model.position").max_distance
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.norm import NORMS
+from megatfm.layers.norm import make_norm
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.table import Table
 from megatfm.ops.sequence import SequenceLayout, Sight
@@ -34,14 +34,15 @@ class BucketTable(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        if config.relative_distance - 1 <= config.relative_buckets // 2 or config.relative_buckets < 2:
+        options = expect(config.position, DisentangledBucketsConfig, "model.position")
+        if options.max_distance - 1 <= options.buckets // 2 or options.buckets < 2:
             raise UsageError(
-                f"model.relative_distance = {config.relative_distance} leaves no ranges for model.relative_buckets = "
-                f"{config.relative_buckets}: choose a longer distance, e.g. {2 * config.relative_buckets}"
+                f"model.position.max_distance = {options.max_distance} leaves no ranges for "
+                f"model.position.buckets = {options.buckets}: choose a longer distance, e.g. {2 * options.buckets}"
             )
-        rows = 2 * config.relative_buckets
+        rows = 2 * options.buckets
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
-        self.norm = NORMS.get(config.norm)(config.d_model, config.norm_eps)
+        self.norm = make_norm(config)
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
         """[R, D]."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import LearnedPositionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
@@ -14,13 +14,12 @@ from megatfm.ops.sequence import SequenceLayout
 
 
 class LearnedPositions(nn.Module):
-    """Rows of a table; the first `position_offset` rows are never used (RoBERTa's padding and its neighbour)."""
+    """Rows of a table; the first `position.offset` rows are never used (RoBERTa's padding and its neighbour)."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        if config.max_positions is None:
-            raise UsageError("model.position = 'learned' needs model.max_positions, e.g. 1024")
-        self.limit, self.offset = config.max_positions, config.position_offset
+        options = expect(config.position, LearnedPositionConfig, "model.position")
+        self.limit, self.offset = options.max_positions, options.offset
         rows = self.limit + self.offset
         self.weight = nn.Parameter(torch.empty(rows, config.embedding_width))
         self.initial = {"weight": initial("position", rows, config.embedding_width)}
@@ -31,7 +30,7 @@ class LearnedPositions(nn.Module):
         length = layout.past + layout.positions.shape[1]
         if length > self.limit and layout.documents is None:
             raise UsageError(
-                f"a sequence of {length} tokens, but model.max_positions = {self.limit}: shorten it, or train with "
+                f"a sequence of {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or train "
                 "more positions"
             )
         return F.embedding(layout.positions + self.offset, self.weight)

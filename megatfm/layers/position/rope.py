@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, RopeScaling
-from megatfm.config.model_parts import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
+from megatfm.config import ModelConfig, RopeConfig, RopeScaling, expect
+from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.ops.rotary import frequencies, rotary_table, rotate
@@ -20,11 +20,8 @@ class Rope(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, width: int | None = None) -> None:
         super().__init__()
-        self.width, self.theta, self.scaling = (
-            width or config.head_width,
-            config.rope_theta,
-            config.rope_scaling,
-        )
+        options = expect(config.position, RopeConfig, "model.position")
+        self.width, self.theta, self.scaling = width or config.head_width, options.theta, options.scaling
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
         cos, sin = layout.once(("rope", self.width, self.theta), lambda: self._table(layout))

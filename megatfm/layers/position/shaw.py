@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, ScaledAttention, ShawConfig, expect
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
@@ -18,15 +18,17 @@ class ShawCore(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
         super().__init__()
-        self.sight, self.farthest = sight, config.relative_distance
-        self.scale = config.attention_scale or config.head_width**-0.5
-        self.softcap = config.attention_softcap
+        options = expect(config.attention, ScaledAttention, "model.attention")
+        self.sight = sight
+        self.farthest = expect(config.position, ShawConfig, "model.position").max_distance
+        self.scale = options.scale or config.head_width**-0.5
+        self.softcap = options.softcap
         rows = 2 * self.farthest + 1
         self.keys = nn.Parameter(torch.empty(rows, config.head_width))
         self.values = nn.Parameter(torch.empty(rows, config.head_width))
         self.initial = dict.fromkeys(("keys", "values"), initial("relative", rows, config.head_width))
         self.roles = dict.fromkeys(("keys", "values"), "embedding")
-        self.dropout = Dropout(config.attention_dropout, "attention")
+        self.dropout = Dropout(options.dropout, "attention")
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.ops.sequence import SequenceLayout, Sight
@@ -39,9 +39,10 @@ class RelativeBias(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        self.n_buckets, self.farthest = config.relative_buckets, config.relative_distance
-        self.weight = nn.Parameter(torch.empty(self.n_buckets, config.n_heads))
-        self.initial = {"weight": initial("relative", self.n_buckets, config.n_heads)}
+        options = expect(config.position, T5PositionConfig, "model.position")
+        self.n_buckets, self.farthest = options.buckets, options.max_distance
+        self.weight = nn.Parameter(torch.empty(self.n_buckets, config.attention.n_heads))
+        self.initial = {"weight": initial("relative", self.n_buckets, config.attention.n_heads)}
         self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
     def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
 from megatfm.layers.initialisation import Stack
-from megatfm.layers.norm import NORMS
 from megatfm.ops.sequence import SequenceLayout
 from megatfm.registry import Registry
 
@@ -37,8 +36,3 @@ class Branch(nn.Module):
 
     def forward(self, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
         return self.drop_path(self.dropout(y_BTD, layout), layout)
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """A norm of the model's kind, over the residual stream."""
-    return NORMS.get(config.norm)(config.d_model, config.norm_eps)

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Stack
-from megatfm.layers.residual.registry import RESIDUALS, Branch, make_norm
+from megatfm.layers.norm import make_norm
+from megatfm.layers.residual.registry import RESIDUALS, Branch
 from megatfm.ops.sequence import SequenceLayout
 
 

@@ -43,6 +43,6 @@ def test_cases_are_of_the_sizes_that_they_claim() -> None:
         config = module.config_of(preset, length, rows, tiny=False, compiled=True)
         counts[preset, length] = module.describe(config).parameters
         assert config.train.compile
-        assert config.model.dropout == config.model.attention_dropout == 0
+        assert config.model.dropout == config.model.attention.dropout == 0
     assert counts["gpt2-124m", 1024] == 124_439_808
     assert counts["gpt3-xl", 2048] == 1_315_723_264

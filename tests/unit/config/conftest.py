@@ -10,7 +10,11 @@ name = "a"
 [model]
 d_model = 8
 n_layers = 1
+
+[model.attention]
 n_heads = 2
+
+[model.ffn]
 d_ff = 16
 [data]
 train = "corpus/train"

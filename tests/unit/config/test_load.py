@@ -110,7 +110,7 @@ def test_optimizers_have_their_own_fields(load: Load) -> None:
     [
         (),
         ("optimizer.name=muon", "optimizer.lr=0.1", "run_dir=somewhere", 'resume.allow=["seed"]'),
-        ("model.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
+        ("model.attention.n_kv_heads=1", "log.profile=1:2", "data.validation={}", "name=1984-01-01"),
     ],
 )
 def test_the_resolved_config_gives_itself_again(

@@ -32,7 +32,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("train.steps=ten", "train.steps = 'ten': input should be a valid integer, "),
         ("train.steps=1.5", "train.steps = 1.5: input should be a valid integer, "),
         ("train.steps=true", "train: steps = true: this is a number: write one"),
-        ("model.n_kv_heads=true", "model: n_kv_heads = true: this is a number: write one"),
+        ("model.attention.n_kv_heads=true", "model.attention: n_kv_heads = true: this is a number: write one"),
         ("optimizer.eps=true", "optimizer: eps = true: this is a number: write one"),
         ("train.compile=perhaps", "train.compile = 'perhaps': input should be a valid boolean, "),
         ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
@@ -70,12 +70,12 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ),
         ("optimizer.name=schedule_free_adamw", "schedule.name = 'cosine': optimizer.name = 'schedule_free_adamw' aver"),
         # combinations
-        ("model.n_heads=3", "model: n_heads = 3 does not divide d_model = 8: choose n_heads = 2, or give head_dim"),
-        ("model.n_kv_heads=4", "model: n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_heads = 2"),
-        ("model.head_dim=3", "model: rope turns pairs of channels, so head_dim = 3 must be even: choose head_dim = 4"),
+        ("model.attention.n_heads=3", "model: attention.n_heads = 3 does not divide d_model = 8: choose n_heads = 2"),
+        ("model.attention.n_kv_heads=4", "model: attention.n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_he"),
+        ("model.attention.head_dim=3", "model: rope turns pairs of channels, so attention.head_dim = 3 must be even: "),
         ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
         ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
-        ("parallel.tp=4", "parallel.tp = 4 does not divide model.n_heads = 2: the nearest tp that fits is 2"),
+        ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
         ("parallel.cp=2", "parallel: cp = 2: this axis is not there yet: use cp = 1 with tp, pp or dp_shard"),
         ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it"),
         ('parallel.cuts=["head"]', "parallel: cuts are for pipeline stages, and pp = 1: leave them out"),
@@ -133,12 +133,15 @@ def test_a_generator_s_heads_that_the_ranks_cannot_share() -> None:
 
 
 def test_several_mistakes_show_the_first_and_their_number(load: Callable[..., Config]) -> None:
-    assert mistake(load, "train.steps=0", "train.seed=-1", "model.d_ff=0").endswith("(and 2 more)")
+    assert mistake(load, "train.steps=0", "train.seed=-1", "model.ffn.d_ff=0").endswith("(and 2 more)")
 
 
 def test_what_is_required_is_asked_for(file: Path) -> None:
-    file.write_text('name = "a"\n[model]\nd_model = 8\nn_layers = 1\nd_ff = 16\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"model\.n_heads: is required; for example 4 \(and 3 more\)$"):
+    model = "[model]\nd_model = 8\nn_layers = 1\n[model.attention]\n[model.ffn]\nd_ff = 16\n"
+    file.write_text(f'name = "a"\n{model}', encoding="utf-8")
+    with pytest.raises(
+        UsageError, match=r"model\.attention\.n_heads: is required; for example 4 \(and 3 more\)$"
+    ):
         load_config(file)
 
 

@@ -1,60 +1,136 @@
-"""Options of the model that a combination of parts would leave unread are refused, with the way out."""
+"""Options that a part of the model doesn't have are refused, and parts that don't go together, with the way out."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from megatfm.config import ModelConfig
+from megatfm.config import Config, ModelConfig, load_config
+from megatfm.config.moved import MOVED
+from megatfm.errors import UsageError
 
-LATENT = {"attention": "latent", "latent": {"kv_rank": 4, "rope_dim": 2}}
-XLNET = {"family": "xlnet", "attention": "two_stream", "position": "transformer_xl"}
-DEBERTA = {"family": "encoder", "attention": "disentangled", "position": "disentangled"}
+SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
+LATENT = {"attention.name": "latent", "attention.kv_rank": 4, "attention.rope_dim": 2}
+XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"}
+DEBERTA = {"family": "encoder", "attention.name": "disentangled", "position.name": "disentangled"}
 
 
-def refused(**options: object) -> str:
+def refused(options: dict[str, Any]) -> tuple[str, str]:
+    """Where, and why."""
     with pytest.raises(ValidationError) as caught:
-        ModelConfig.model_validate({"d_model": 8, "n_layers": 2, "n_heads": 2, "d_ff": 8, **options})
+        ModelConfig.of(SMALL | options)
     (error,) = caught.value.errors()
-    return str(error["msg"]).removeprefix("Value error, ")
+    return ".".join(map(str, error["loc"])), str(error["msg"]).removeprefix("Value error, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({**LATENT, "attention.qk_norm": True}, "attention.qk_norm"),
+        ({**LATENT, "attention.n_kv_heads": 1}, "attention.n_kv_heads"),
+        ({"attention.kv_rank": 4}, "attention.kv_rank"),
+        ({**DEBERTA, "attention.softcap": 2.0}, "attention.softcap"),
+        ({"position.offset": 2}, "position.offset"),
+        ({"position.name": "alibi", "position.theta": 5e5}, "position.theta"),
+        (
+            {"position.name": "none", "position.scaling": {"name": "linear", "factor": 2}},
+            "position.scaling",
+        ),
+        ({"position.name": "shaw", "position.buckets": 8}, "position.buckets"),
+        ({"position.max_distance": 8}, "position.max_distance"),
+        ({"init.name": "t5", "init.std": 0.02}, "init.std"),
+        ({**XLNET, "attention.bias": True}, "attention.bias"),
+    ],
+)
+def test_an_option_that_its_part_has_not(options: dict[str, Any], key: str) -> None:
+    assert refused(options) == (key, "Extra inputs are not permitted")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"attention.name": "latent", "attention.rope_dim": 2}, "attention.kv_rank"),
+        ({"position.name": "learned"}, "position.max_positions"),
+    ],
+)
+def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
+    assert refused(options) == (key, "Field required")
 
 
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        ({**LATENT, "qk_norm": True}, "choose attention = 'heads'"),
-        ({**LATENT, "n_kv_heads": 1}, "choose attention = 'heads'"),
-        ({**DEBERTA, "attention_softcap": 2.0}, "choose attention = 'heads' or attention = 'latent'"),
-        ({"position_offset": 2}, "choose position = 'learned'"),
-        ({"position": "alibi", "rope_theta": 5e5}, "choose position = 'rope'"),
-        ({"position": "none", "rope_scaling": {"name": "linear", "factor": 2}}, "choose position = 'rope'"),
-        ({"position": "shaw", "relative_buckets": 8}, "choose position = 't5'"),
-        (
-            {"relative_distance": 8},
-            "choose position = 't5' or position = 'shaw' or position = 'disentangled'",
-        ),
         ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
-        ({"family": "encoder_decoder", "n_segments": 2}, "choose family = 'decoder' or family = 'encoder'"),
-        ({"sentence_classes": 2}, "set family = 'encoder', or leave it out"),
-        ({"family": "encoder", "future_tokens": 1}, "set family = 'decoder', or leave it out"),
-        ({"attention": "latent"}, "attention = 'latent' needs model.latent: give it"),
-        ({"latent": LATENT["latent"]}, "leave it out, or set model.attention = 'latent'"),
-        ({"position": "learned"}, "position = 'learned' needs model.max_positions: give it"),
-        ({"init": "deepnorm"}, "belong together: set both, or neither"),
-        ({"norm_position": "deepnorm"}, "belong together: set both, or neither"),
+        ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'encoder'"),
+        ({"sentence_classes": 2}, "leave it out, or choose family = 'encoder'"),
+        ({"family": "encoder", "future_tokens": 1}, "leave it out, or choose family = 'decoder'"),
+        ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
+        ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or set model.family = 'electra'"),
+        ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
+        ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
         ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),
         (
             {"family": "xlnet"},
-            "'two_stream' and position = 'transformer_xl' belong together: set all three, or none",
+            "'two_stream' and position.name = 'transformer_xl' belong together: set all three, or",
         ),
-        ({"position": "transformer_xl"}, "belong together: set all three, or none"),
-        ({**XLNET, "n_segments": 2}, "has no meaning with family = 'xlnet'"),
-        ({**XLNET, "attention_bias": True}, "choose attention = 'heads'"),
-        ({"mup": {"base_width": 4}, "embedding_dim": 4}, "mup is for models of one width"),
+        ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
+        ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
+        ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
     ],
 )
-def test_an_option_without_its_part(options: dict[str, object], way_out: str) -> None:
-    assert way_out in refused(**options)
+def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) -> None:
+    assert way_out in refused(options)[1]
 
 
-def test_a_plugin_s_part_may_read_any_option() -> None:
-    base = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8}
-    assert ModelConfig.model_validate({**base, "position": "mine", "rope_theta": 5.0, "relative_buckets": 8})
+def test_a_plugin_s_section_passes_through() -> None:
+    config = ModelConfig.of(
+        SMALL | {"position.name": "mine", "position.theta": 5.0, "attention.name": "ours"}
+    )
+    assert config.position.model_extra == {"theta": 5.0}
+    assert config.attention.n_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "near"), [("attention", "haeds"), ("norm", "rms_nrom"), ("position", "ropes")]
+)
+def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"model\.{part}\.name = '{near}': unknown \(did you mean .* plugins$"
+    ):
+        load_config("quickstart", [f"model.{part}.name={near}"])
+
+
+def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> None:
+    """All of them at once, those that hold a part's name and those of MLA's table among them."""
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig.model_validate({**MOVED, "norm": "rms_norm", "init": "t5", "latent": {"kv_rank": 4}})
+    (error,) = caught.value.errors()
+    names = {"norm": "norm.name", "init": "init.name", "latent.kv_rank": "attention.kv_rank"}
+    for key, place in (MOVED | names).items():
+        assert f"{key} is model.{place} now" in error["msg"]
+    known = set(ModelConfig.model_fields)
+    assert not known & MOVED.keys()
+    assert {place.partition(".")[0] for place in MOVED.values()} <= known
+    with pytest.raises(
+        UsageError, match=r"model: keys that have moved into sections: d_ff is model\.ffn\.d_ff now$"
+    ):
+        load_config("quickstart", ["model.d_ff=64"])
+
+
+def test_a_changed_copy_is_checked_and_keeps_what_a_new_variant_has() -> None:
+    config = ModelConfig.of(SMALL | {"attention.n_kv_heads": 1, "attention.softcap": 5.0})
+    latent = config.changed(LATENT | {"ffn.d_ff": 16})
+    assert (latent.attention.n_heads, latent.attention.softcap, latent.ffn.d_ff) == (2, 5.0, 16)
+    assert latent.ffn.activation == config.ffn.activation
+    assert not hasattr(latent.attention, "n_kv_heads")
+    with pytest.raises(ValidationError, match=r"does not divide d_model"):
+        config.changed({"attention.n_heads": 3})
+
+
+def test_dotted_keys_and_tables_meet() -> None:
+    tables = Config.of(
+        load_config("quickstart").model_dump(),
+        **{"model.attention": {"n_heads": 4}, "model.attention.bias": True},
+    )
+    assert (tables.model.attention.n_heads, tables.model.attention.bias) == (4, True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import megatfm
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, ModelConfig, load_config
-from megatfm.config.model_parts import LinearScaling, Llama3Scaling, YarnScaling
+from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
@@ -172,7 +172,7 @@ def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: st
 )  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
     read = ARCHITECTURES.get("LlamaForCausalLM").read({**LLAMA, **keys})
-    assert (read.rope_theta, read.rope_scaling) == (theta, scaling)
+    assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
@@ -184,15 +184,20 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"norm_position": "sandwich"}, r"model\.norm_position = 'sandwich'"),
-        ({"position": "alibi"}, r"model\.position = 'alibi'"),
-        ({"attention_softcap": 50.0}, r"model\.attention_softcap = 50\.0"),
-        ({"qk_norm": True, "future_tokens": 1}, r"model\.qk_norm = True, model\.future_tokens = 1"),
-        ({"rope_scaling": {"name": "ntk", "factor": 2.0}}, "model.rope_scaling"),
+        ({"norm.placement": "sandwich"}, r"model\.norm\.placement = 'sandwich'"),
+        ({"position.name": "alibi"}, r"model\.position\.name = 'alibi'"),
+        ({"attention.softcap": 50.0}, r"model\.attention\.softcap = 50\.0"),
+        (
+            {"attention.qk_norm": True, "future_tokens": 1},
+            r"model\.future_tokens = 1, model\.attention\.qk_norm = True",
+        ),
+        ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
     ],
 )
 def test_what_they_lack_is_refused(changes: dict[str, Any], lacks: str) -> None:
-    config = ModelConfig(vocab_size=60, d_model=24, n_layers=2, n_heads=4, d_ff=40, **changes)
+    config = ModelConfig.of(
+        vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
+    )
     with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
         architecture_for(config)
 
@@ -204,12 +209,20 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
         (folder / name).write_bytes(content)
     tokenizer = tokenizers.load(folder)
     position = (
-        {"position": "t5", "attention_scale": 1.0, "head_scale": 24**-0.5} if family != "decoder" else {}
+        {"position.name": "t5", "attention.scale": 1.0, "head.scale": 24**-0.5} if family != "decoder" else {}
     )
-    model = ModelConfig(
-        family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, n_heads=4, d_ff=40,
-        activation="swiglu" if family == "decoder" else "relu", **position,
-    )  # fmt: skip
+    model = ModelConfig.of(
+        family=family,
+        vocab_size=tokenizer.vocab_size,
+        d_model=24,
+        n_layers=2,
+        **position,
+        **{
+            "attention.n_heads": 4,
+            "ffn.d_ff": 40,
+            "ffn.activation": "swiglu" if family == "decoder" else "relu",
+        },
+    )
     config = Config.model_validate({
         "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
         "objective": {"name": "causal" if family == "decoder" else "span_corruption"},

@@ -148,13 +148,30 @@ def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str
 
 
 OURS = {
-    "vocab_size": 60, "d_model": 24, "n_layers": 2, "n_heads": 4, "d_ff": 40, "norm": "layer_norm", "norm_eps": 1e-12,
-    "norm_position": "post", "embedding_norm": True, "activation": "gelu", "attention_bias": True, "ffn_bias": True,
-    "position": "learned", "max_positions": 32, "n_segments": 2, "head": "transform", "head_bias": True,
-}  # fmt: skip
-ELECTRA = ModelConfig(
-    **OURS, family="electra", embedding_dim=10, generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 1}
-)  # fmt: skip
+    "vocab_size": 60,
+    "d_model": 24,
+    "n_layers": 2,
+    "attention.n_heads": 4,
+    "ffn.d_ff": 40,
+    "norm.name": "layer_norm",
+    "norm.eps": 1e-12,
+    "norm.placement": "post",
+    "embedding.norm": True,
+    "ffn.activation": "gelu",
+    "attention.bias": True,
+    "ffn.bias": True,
+    "position.name": "learned",
+    "position.max_positions": 32,
+    "embedding.n_segments": 2,
+    "head.name": "transform",
+    "head.bias": True,
+}
+ELECTRA = ModelConfig.of(
+    **OURS,
+    family="electra",
+    generator={"d_model": 12, "n_heads": 2, "d_ff": 20, "n_layers": 1},
+    **{"embedding.dim": 10},
+)
 
 
 def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
@@ -205,12 +222,12 @@ def test_halves_that_are_no_pair(tmp_path: Path) -> None:
     with pytest.raises(MegatfmError, match=r"word_embeddings\.weight of the two halves differ"):
         megatfm.load(tmp_path / "pair")
     edit(tmp_path / "pair" / "generator", type_vocab_size=3)
-    with pytest.raises(UsageError, match=r"generator has model\.n_segments = 3"):
+    with pytest.raises(UsageError, match=r"generator has model\.embedding\.n_segments = 3"):
         megatfm.load(tmp_path / "pair")
 
 
 def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
-    config = ModelConfig(**OURS, family="encoder", boundary_head=True)
+    config = ModelConfig.of(**OURS, family="encoder", boundary_head=True)
     ours = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
     (said,) = [note for note in notes if "left out" in note]
@@ -227,17 +244,19 @@ def test_every_architecture_here_is_tried() -> None:
 
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
-    config = ModelConfig(**(OURS | {"norm_position": "pre"}), family="encoder")
+    config = ModelConfig.of(**(OURS | {"norm.placement": "pre"}), family="encoder")
     with pytest.raises(
-        UsageError, match=r"nearest, BertForMaskedLM, lacks model\.norm_position = 'pre', .*final_norm"
+        UsageError, match=r"nearest, BertForMaskedLM, lacks model\.norm\.placement = 'pre', .*norm\.final"
     ):
         architecture_for(config)
 
 
 def test_roberta_s_positions_need_its_padding_token() -> None:
-    config = ModelConfig(**(OURS | {"position_offset": 2}), family="encoder")
+    config = ModelConfig.of(**(OURS | {"position.offset": 2}), family="encoder")
     _, _, theirs = architecture_for(config)
     _check_padding(theirs, {"pad_token_id": 1})
-    _check_padding(architecture_for(ModelConfig(**OURS, family="encoder"))[2], {"pad_token_id": 3})
-    with pytest.raises(UsageError, match=r"count positions from 3, .* train with model\.position_offset = 4"):
+    _check_padding(architecture_for(ModelConfig.of(**OURS, family="encoder"))[2], {"pad_token_id": 3})
+    with pytest.raises(
+        UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"
+    ):
         _check_padding(theirs, {"pad_token_id": 3})

@@ -322,7 +322,9 @@ def forged(name: str, size: int, kind: bytes = tarfile.REGTYPE, **fields: bytes)
 
 def extended(record: bytes, then: bytes) -> bytes:
     """A header of POSIX.1-2001 with one record, and what it is about."""
-    return forged("x", len(record), tarfile.XHDTYPE) + record.ljust(-(-len(record) // 512) * 512, b"\0") + then
+    return (
+        forged("x", len(record), tarfile.XHDTYPE) + record.ljust(-(-len(record) // 512) * 512, b"\0") + then
+    )
 
 
 DATA = b"abc".ljust(512, b"\0")
@@ -352,7 +354,9 @@ def test_sizes_are_held_against_the_files(tmp_path: Path, case: str, packed: boo
 
 
 def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
-    (tmp_path / "a.warc").write_bytes(warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1))
+    (tmp_path / "a.warc").write_bytes(
+        warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1)
+    )
     with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 0"):
         list(reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
 

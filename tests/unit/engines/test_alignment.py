@@ -31,7 +31,9 @@ LAYOUTS = {
     "replicas": (2, ParallelConfig(dp_replicate=2, dp_shard=1)),
     "tp": (2, ParallelConfig(tp=2)),
 }
-ODD = MODEL.model_copy(update={"vocab_size": 97, "d_model": 20, "d_ff": 26, "n_heads": 2, "n_kv_heads": 1})
+ODD = MODEL.changed(
+    {"vocab_size": 97, "d_model": 20, "ffn.d_ff": 26, "attention.n_heads": 2, "attention.n_kv_heads": 1}
+)
 """Next to no piece of a buffer, and no half of a tensor, fills whole lines of 64 bytes."""
 
 

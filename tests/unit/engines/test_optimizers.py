@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, OptimizerSection] = {
 }
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
 # rounding chooses the rest of the basis, and no two layouts round alike: here all rotated sides are of full rank.
-SQUARE = MODEL.model_copy(update={"n_kv_heads": 4})
+SQUARE = MODEL.changed({"attention.n_kv_heads": 4})
 FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},

@@ -25,7 +25,14 @@ LAYOUTS = {
     },
 }
 HOW = ("full", "selective", "60 kB")
-LLAMA = ModelConfig(vocab_size=96, d_model=32, n_layers=4, n_heads=4, d_ff=48, tie_embeddings=False)
+LLAMA = ModelConfig(
+    vocab_size=96,
+    d_model=32,
+    n_layers=4,
+    attention={"n_heads": 4},
+    ffn={"d_ff": 48},
+    embedding={"tied": False},
+)
 TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 

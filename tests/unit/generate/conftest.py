@@ -13,7 +13,12 @@ from megatfm.models import Decoder, build
 from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 MODEL = ModelConfig(
-    vocab_size=400, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, tie_embeddings=False
+    vocab_size=400,
+    d_model=32,
+    n_layers=2,
+    attention={"n_heads": 4, "n_kv_heads": 2},
+    ffn={"d_ff": 48},
+    embedding={"tied": False},
 )
 
 
@@ -44,7 +49,7 @@ def run(tmp_path: Path, tokenizer_model: bytes) -> Path:
 
 
 def wide() -> ModelConfig:
-    return MODEL.model_copy(update={"vocab_size": 420, "tie_embeddings": True})
+    return MODEL.changed({"vocab_size": 420, "embedding.tied": True})
 
 
 def write_run(folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal") -> Path:

@@ -16,20 +16,20 @@ from tests.parity.oracle import Pair, pair
 
 VOCABULARY, STOP = 40, 3
 SMALL = {
-    "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "n_heads": 4, "d_ff": 40, "norm_eps": 1e-5,
-    "tie_embeddings": False,
+    "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.eps": 1e-5,
+    "embedding.tied": False,
 }  # fmt: skip
 GPT2 = {
-    **SMALL, "norm": "layer_norm", "activation": "gelu_tanh", "attention_bias": True, "ffn_bias": True,
-    "position": "learned", "max_positions": 64,
+    **SMALL, "norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "attention.bias": True, "ffn.bias": True,
+    "position.name": "learned", "position.max_positions": 64,
 }  # fmt: skip
 T5 = {
-    **SMALL, "family": "encoder_decoder", "activation": "relu", "attention_scale": 1.0,
-    "position": "t5",
+    **SMALL, "family": "encoder_decoder", "ffn.activation": "relu", "attention.scale": 1.0,
+    "position.name": "t5",
 }  # fmt: skip
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", {**SMALL, "n_kv_heads": 2, "rope_theta": 100.0}),
+    "llama": ("LlamaForCausalLM", {**SMALL, "attention.n_kv_heads": 2, "position.theta": 100.0}),
     "t5": ("T5ForConditionalGeneration", T5),
 }
 LENGTHS = (7, 3, 5, 1)
@@ -39,7 +39,7 @@ NEW = 14
 def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
-    both = pair(ModelConfig(**values), torch.float32, seed, among=[name])
+    both = pair(ModelConfig.of(**values), torch.float32, seed, among=[name])
     both.ours.eval()
     for head in (both.ours.head, both.theirs.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
@@ -114,7 +114,7 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
 @pytest.mark.parametrize("penalty", [wu(0.6), wu(0.0), power(1.0), power(-1.0)])
 def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
-    config = ModelConfig(**{**MODELS["llama"][1], "vocab_size": 5})
+    config = ModelConfig.of(**{**MODELS["llama"][1], "vocab_size": 5})
     ours = pair(config, torch.float64, 3).ours.eval()
     ours.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
@@ -151,7 +151,7 @@ def test_what_cannot_be_continued() -> None:
     with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
         generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
     with pytest.raises(
-        UsageError, match=r"64 tokens and 2 more, but model.max_positions = 64: ask for at most 1"
+        UsageError, match=r"64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1"
     ):
         generate(gpt2, Prompts([token.repeat(64)]), max_tokens=2)
     assert generate(gpt2, Prompts([token.repeat(64)]), max_tokens=1).shape == (1, 65)

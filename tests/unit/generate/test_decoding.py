@@ -14,18 +14,25 @@ from megatfm.models import build
 from megatfm.ops.initial import set_buffers
 from tests.parity.oracle import perturb
 
-SMALL = {"vocab_size": 30, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "tie_embeddings": False}
+SMALL = {
+    "vocab_size": 30,
+    "d_model": 16,
+    "n_layers": 2,
+    "attention.n_heads": 4,
+    "ffn.d_ff": 24,
+    "embedding.tied": False,
+}
 MODELS = {
-    "rope": {"n_kv_heads": 2},
-    "alibi": {"position": "alibi"},
-    "t5": {"position": "t5", "relative_buckets": 8, "relative_distance": 6},
-    "shaw": {"position": "shaw", "relative_distance": 3},
-    "sinusoidal": {"position": "sinusoidal", "norm_position": "post"},
-    "learned": {"position": "learned", "max_positions": 40},
-    "none": {"position": "none"},
-    "latent": {"attention": "latent", "latent": {"kv_rank": 6, "rope_dim": 4}},
+    "rope": {"attention.n_kv_heads": 2},
+    "alibi": {"position.name": "alibi"},
+    "t5": {"position.name": "t5", "position.buckets": 8, "position.max_distance": 6},
+    "shaw": {"position.name": "shaw", "position.max_distance": 3},
+    "sinusoidal": {"position.name": "sinusoidal", "norm.placement": "post"},
+    "learned": {"position.name": "learned", "position.max_positions": 40},
+    "none": {"position.name": "none"},
+    "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4},
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
-    "soft caps": {"attention_softcap": 2.0, "logit_softcap": 9.0},
+    "soft caps": {"attention.softcap": 2.0, "head.softcap": 9.0},
 }
 SIDES = ("decoder", "prefix", "encoder_decoder")
 LENGTHS = (6, 1, 4)
@@ -34,7 +41,7 @@ NEW = 7
 
 def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
     family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
-    model = build(ModelConfig(**(SMALL | MODELS[parts]), family=family)).double().eval()
+    model = build(ModelConfig.of(**(SMALL | MODELS[parts]), family=family)).double().eval()
     set_buffers(model)
     perturb(model, seed=1, scale=0.5)
     random = torch.Generator().manual_seed(2)

@@ -29,7 +29,7 @@ def test_the_cache_gives_the_logits_of_the_whole_prefix(model: Decoder, chunks: 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_and_without_cache_the_same_tokens(tied: bool, temperature: float) -> None:
-    model = random_model(MODEL.model_copy(update={"tie_embeddings": tied}))
+    model = random_model(MODEL.changed({"embedding.tied": tied}))
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     fast = generate(model, PROMPT, **options)
     assert fast.shape == (2, 35)

@@ -90,7 +90,9 @@ def test_a_weight_of_another_shape_is_named(run: Path) -> None:
         load(run)
 
 
-def test_weights_lie_as_fresh_ones_wherever_they_were_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_lie_as_fresh_ones_wherever_they_were_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit holds only so, see tests/alignment.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misaligned(tensor) for name, tensor in read(*args).items()}  # noqa: E731
@@ -106,4 +108,6 @@ def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
     loaded = load(run)
     with only_torchs_memory():
         for temperature in (0.0, 1.0):
-            generate(loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature)
+            generate(
+                loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature
+            )

@@ -106,8 +106,10 @@ def test_samples_and_beams_from_a_prompt(
 def test_no_more_than_the_positions_there_are(
     tmp_path: Path, tokenizer_model: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = MODEL.model_copy(update={"position": "learned", "max_positions": 12})
+    config = MODEL.changed({"position.name": "learned", "position.max_positions": 12})
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
     search(loaded, "import", 40, 2, 0.6)
-    assert f"at most {13 - length} tokens are made: model.max_positions = 12" in capsys.readouterr().err
+    assert (
+        f"at most {13 - length} tokens are made: model.position.max_positions = 12" in capsys.readouterr().err
+    )

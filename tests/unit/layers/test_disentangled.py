@@ -18,16 +18,22 @@ from megatfm.ops.sequence import SequenceLayout
 
 K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
-    family="encoder", vocab_size=23, d_model=D, n_layers=2, n_heads=N, d_ff=20, norm="layer_norm", norm_position="post",
-    activation="gelu", attention="disentangled", position="disentangled", relative_distance=K,
-)  # fmt: skip
+    family="encoder",
+    vocab_size=23,
+    d_model=D,
+    n_layers=2,
+    attention={"name": "disentangled", "n_heads": N},
+    ffn={"d_ff": 20, "activation": "gelu"},
+    norm={"name": "layer_norm", "placement": "post"},
+    position={"name": "disentangled", "max_distance": K},
+)
 
 
 BUCKETS, FARTHEST = 4, 7
-SHARED = CONFIG.model_copy(
-    update={
-        "attention": "disentangled_shared", "position": "disentangled_buckets", "relative_buckets": BUCKETS,
-        "relative_distance": FARTHEST,
+SHARED = CONFIG.changed(
+    {
+        "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": BUCKETS,
+        "position.max_distance": FARTHEST,
     }
 )  # fmt: skip
 
@@ -99,7 +105,7 @@ def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
 
 @pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
 def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
-    attention = moved(ATTENTIONS.get(config.attention)(config, initialiser(config), "full"))
+    attention = moved(ATTENTIONS.get(config.attention.name)(config, initialiser(config), "full"))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     table = torch.randn(
@@ -154,19 +160,24 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"position": "none"}, {"family": "decoder"}, {"position": "rope", "family": "decoder"}]
+    "change",
+    [{"position.name": "none"}, {"family": "decoder"}, {"position.name": "rope", "family": "decoder"}],
 )
 def test_it_needs_its_own_positions_and_sees_all(change: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"needs model\.position = 'disentangled' and family = 'encoder'"):
-        build(CONFIG.model_copy(update=change))
+    with pytest.raises(
+        UsageError, match=r"needs model\.position\.name = 'disentangled' and family = 'encoder'"
+    ):
+        build(CONFIG.changed(change))
 
 
-@pytest.mark.parametrize("change", [{"position": "disentangled"}, {"family": "decoder"}])
+@pytest.mark.parametrize("change", [{"position.name": "disentangled"}, {"family": "decoder"}])
 def test_the_shared_one_needs_buckets(change: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"needs model\.position = 'disentangled_buckets' and family ="):
-        build(SHARED.model_copy(update=change))
+    with pytest.raises(
+        UsageError, match=r"needs model\.position\.name = 'disentangled_buckets' and family ="
+    ):
+        build(SHARED.changed(change))
 
 
 def test_buckets_that_leave_no_room_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"relative_distance = 3 .*relative_buckets = 8"):
-        build(SHARED.model_copy(update={"relative_buckets": 8, "relative_distance": 3}))
+    with pytest.raises(UsageError, match=r"max_distance = 3 .*position.buckets = 8"):
+        build(SHARED.changed({"position.buckets": 8, "position.max_distance": 3}))

@@ -95,10 +95,19 @@ def test_drop_path_leaves_out_whole_rows_at_its_rate() -> None:
 
 
 CONFIG = ModelConfig(
-    family="encoder", vocab_size=31, d_model=16, n_layers=4, n_heads=4, d_ff=24, norm="layer_norm",
-    norm_position="post", embedding_norm=True, activation="gelu", position="learned", max_positions=11,
-    n_segments=2, dropout=0.2, attention_dropout=0.3, ffn_dropout=0.1, drop_path=0.4, init_std=0.3,
-)  # fmt: skip
+    family="encoder",
+    vocab_size=31,
+    d_model=16,
+    n_layers=4,
+    dropout=0.2,
+    drop_path=0.4,
+    attention={"n_heads": 4, "dropout": 0.3},
+    ffn={"d_ff": 24, "activation": "gelu", "dropout": 0.1},
+    norm={"name": "layer_norm", "placement": "post"},
+    embedding={"norm": True, "n_segments": 2},
+    position={"name": "learned", "max_positions": 11},
+    init={"std": 0.3},
+)
 
 
 def test_depths_rise_linearly_from_zero() -> None:

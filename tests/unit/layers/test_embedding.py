@@ -12,9 +12,18 @@ from megatfm.models import build
 from megatfm.ops.sequence import SequenceLayout
 
 SMALL = {
-    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 4, "n_heads": 3, "d_ff": 20,
-    "norm": "layer_norm", "norm_position": "post", "activation": "gelu", "position": "learned", "max_positions": 9,
-}  # fmt: skip
+    "family": "encoder",
+    "vocab_size": 23,
+    "d_model": 12,
+    "n_layers": 4,
+    "attention.n_heads": 3,
+    "ffn.d_ff": 20,
+    "norm.name": "layer_norm",
+    "norm.placement": "post",
+    "ffn.activation": "gelu",
+    "position.name": "learned",
+    "position.max_positions": 9,
+}
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
 SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
 LAYOUT = SequenceLayout(torch.arange(7).expand(2, 7))
@@ -37,10 +46,17 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("offset", [0, 2])
 def test_factorised_with_all_that_there_is(offset: int) -> None:
     """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
-    config = ModelConfig(
-        **SMALL, embedding_dim=5, embedding_norm=True, n_segments=3, embedding_scale=1.5,
-        position_offset=offset, norm_eps=1e-3,
-    )  # fmt: skip
+    config = ModelConfig.of(
+        **SMALL,
+        **{
+            "embedding.dim": 5,
+            "embedding.norm": True,
+            "embedding.n_segments": 3,
+            "embedding.scale": 1.5,
+            "position.offset": offset,
+            "norm.eps": 1e-3,
+        },
+    )
     embedding = moved(Embedding(config, "encoder"))
     named = dict(embedding.named_parameters())
     assert {name: tuple(p.shape) for name, p in named.items()} == {
@@ -56,7 +72,7 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
 
 
 def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
-    config = ModelConfig(**SMALL, embedding_dim=5, embedding_norm=True, dropout=0.5)
+    config = ModelConfig.of(**SMALL, dropout=0.5, **{"embedding.dim": 5, "embedding.norm": True})
     embedding = moved(Embedding(config, "encoder"))
     keys = torch.tensor([5, 6])
     layout = SequenceLayout(torch.arange(7).expand(2, 7), keys=keys)
@@ -70,7 +86,7 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
 
 
 def test_packed_documents_count_from_their_own_start() -> None:
-    embedding = moved(Embedding(ModelConfig(**SMALL), "encoder"))
+    embedding = moved(Embedding(ModelConfig.of(**SMALL), "encoder"))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
     layout = SequenceLayout(positions, torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2))
     second = embedding(TOKENS[:, 3:], SequenceLayout(torch.arange(4).expand(2, 4)))
@@ -78,15 +94,15 @@ def test_packed_documents_count_from_their_own_start() -> None:
 
 
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
-    embedding = Embedding(ModelConfig(**SMALL), "encoder")
-    with pytest.raises(UsageError, match=r"a sequence of 10 tokens, but model\.max_positions = 9"):
+    embedding = Embedding(ModelConfig.of(**SMALL), "encoder")
+    with pytest.raises(UsageError, match=r"a sequence of 10 tokens, but model\.position\.max_positions = 9"):
         embedding(torch.zeros(1, 10, dtype=torch.int64), SequenceLayout(torch.arange(10)[None]))
 
 
 def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
     """ALBERT's parameter sharing: the same as blocks of their own with equal weights, gradients added up."""
-    shared = moved(build(ModelConfig(**SMALL, distinct_layers=2)))
-    alone = build(ModelConfig(**SMALL)).double()
+    shared = moved(build(ModelConfig.of(**SMALL, distinct_layers=2)))
+    alone = build(ModelConfig.of(**SMALL)).double()
     assert len(shared.encoder.layers) == 2
     state = shared.state_dict()
     for depth in range(4):
@@ -112,8 +128,8 @@ def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:
 
 def test_tied_tables_get_both_gradients() -> None:
     """Of the lookup and of the output matrix."""
-    config = ModelConfig(**SMALL)
-    tied, apart = moved(build(config)), build(config.model_copy(update={"tie_embeddings": False})).double()
+    config = ModelConfig.of(**SMALL)
+    tied, apart = moved(build(config)), build(config.changed({"embedding.tied": False})).double()
     apart.load_state_dict(tied.state_dict())
     for model in (tied, apart):
         model(TOKENS, targets=TOKENS.roll(1, 1)).losses["masked"].backward()
@@ -143,15 +159,15 @@ def test_layer_norm_by_its_formula() -> None:
 
 def test_post_norm_ends_in_its_norm_and_a_stack_of_it_in_none() -> None:
     """N(x + S(x)), twice a block (Devlin et al. 2019); no norm after the last."""
-    config = ModelConfig(**(SMALL | {"n_layers": 1}))
+    config = ModelConfig.of(**(SMALL | {"n_layers": 1}))
     model = moved(build(config))
     block = model.encoder.layers["0"]
     x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     y = F.layer_norm(
-        x + block.attn(x, LAYOUT), (12,), *block.attn_residual.norm.parameters(), config.norm_eps
+        x + block.attn(x, LAYOUT), (12,), *block.attn_residual.norm.parameters(), config.norm.eps
     )
     wanted = F.layer_norm(
-        y + block.ffn(y, LAYOUT), (12,), *block.ffn_residual.norm.parameters(), config.norm_eps
+        y + block.ffn(y, LAYOUT), (12,), *block.ffn_residual.norm.parameters(), config.norm.eps
     )
     torch.testing.assert_close(block(x, LAYOUT), wanted, rtol=1e-12, atol=1e-12)
     assert model.encoder.norm is None

@@ -10,10 +10,21 @@ from megatfm.models import build
 
 T = 12
 SMALL = {
-    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 1, "n_heads": 3, "d_ff": 20,
-    "norm": "layer_norm", "norm_eps": 1e-3, "norm_position": "post", "activation": "gelu", "position": "learned",
-    "max_positions": T, "head": "transform", "head_bias": True,
-}  # fmt: skip
+    "family": "encoder",
+    "vocab_size": 23,
+    "d_model": 12,
+    "n_layers": 1,
+    "attention.n_heads": 3,
+    "ffn.d_ff": 20,
+    "norm.name": "layer_norm",
+    "norm.eps": 1e-3,
+    "norm.placement": "post",
+    "ffn.activation": "gelu",
+    "position.name": "learned",
+    "position.max_positions": T,
+    "head.name": "transform",
+    "head.bias": True,
+}
 
 
 def drawn(high: int, *shape: int, seed: int) -> Tensor:
@@ -22,7 +33,7 @@ def drawn(high: int, *shape: int, seed: int) -> Tensor:
 
 def made(**options: object) -> torch.nn.Module:
     """Float64, no parameter where it starts."""
-    model = build(ModelConfig(**(SMALL | options))).double()
+    model = build(ModelConfig.of(**(SMALL | options))).double()
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -52,7 +63,7 @@ def norm(x: Tensor, layer: torch.nn.Module) -> Tensor:
 @pytest.mark.parametrize("embedding_dim", [None, 7])
 def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
     """Only tokens with a target count; D to E, GELU, norm, the tied table and its bias (Devlin et al. 2019)."""
-    model = made(embedding_dim=embedding_dim)
+    model = made(**{"embedding.dim": embedding_dim})
     tokens, targets = (
         drawn(23, 2, T, seed=0),
         drawn(23, 2, T, seed=1).masked_fill(drawn(3, 2, T, seed=2) > 0, -100),
@@ -127,7 +138,7 @@ def test_spans_from_their_boundaries() -> None:
 
 
 def test_label_smoothing_is_for_training_only() -> None:
-    model = made(label_smoothing=0.1)
+    model = made(**{"head.label_smoothing": 0.1})
     tokens, targets = drawn(23, 1, T, seed=6), drawn(23, 1, T, seed=7)
     logits = model(tokens).logits[0]
     plain = F.cross_entropy(logits, targets[0], reduction="sum")

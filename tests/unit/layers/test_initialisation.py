@@ -10,13 +10,27 @@ from megatfm.models import build
 from megatfm.ops.initial import TruncatedNormal, draw, initialise
 
 SMALL = {
-    "family": "encoder", "vocab_size": 300, "d_model": 96, "n_layers": 2, "n_heads": 3, "d_ff": 200,
-    "norm": "layer_norm", "norm_position": "post", "embedding_norm": True, "activation": "gelu",
-    "attention_bias": True, "ffn_bias": True, "position": "learned", "max_positions": 64, "n_segments": 2,
-    "head": "transform", "head_bias": True, "sentence_classes": 2,
-}  # fmt: skip
+    "family": "encoder",
+    "vocab_size": 300,
+    "d_model": 96,
+    "n_layers": 2,
+    "attention.n_heads": 3,
+    "ffn.d_ff": 200,
+    "norm.name": "layer_norm",
+    "norm.placement": "post",
+    "embedding.norm": True,
+    "ffn.activation": "gelu",
+    "attention.bias": True,
+    "ffn.bias": True,
+    "position.name": "learned",
+    "position.max_positions": 64,
+    "embedding.n_segments": 2,
+    "head.name": "transform",
+    "head.bias": True,
+    "sentence_classes": 2,
+}
 ELECTRA = {
-    "family": "electra", "sentence_classes": 0, "embedding_dim": 64,
+    "family": "electra", "sentence_classes": 0, "embedding.dim": 64,
     "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96},
 }  # fmt: skip
 
@@ -39,7 +53,7 @@ def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
 def test_matrices_by_the_distribution_biases_0_norms_1(
     init: str, spread: float, options: dict[str, object]
 ) -> None:
-    model = build(ModelConfig(**(SMALL | options), init=init, init_std=0.05))
+    model = build(ModelConfig.of(**(SMALL | options), **{"init.name": init, "init.std": 0.05}))
     initialise(model, seed=1)
     kinds = set[str]()
     for name, parameter in model.named_parameters():
@@ -58,7 +72,7 @@ def test_matrices_by_the_distribution_biases_0_norms_1(
 
 
 def test_no_two_matrices_start_alike() -> None:
-    model = build(ModelConfig(**SMALL, init="bert"))
+    model = build(ModelConfig.of(**SMALL, **{"init.name": "bert"}))
     initialise(model, seed=1)
     matrices = [p.flatten()[:50] for p in model.parameters() if p.dim() == 2]
     same = [torch.equal(one, other) for i, one in enumerate(matrices) for other in matrices[:i]]

@@ -31,7 +31,7 @@ def test_swiglu() -> None:
 
 
 def test_gated_ffn() -> None:
-    config = ModelConfig(d_model=4, n_layers=1, n_heads=1, d_ff=6)
+    config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6})
     ffn = FFN(config, initialiser(config)).double()
     layout = SequenceLayout(torch.arange(3).expand(2, 3))
     for seed, parameter in enumerate(ffn.parameters()):

@@ -18,11 +18,10 @@ CONFIG = ModelConfig(
     vocab_size=31,
     d_model=16,
     n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    d_ff=24,
-    tie_embeddings=False,
-    init_std=0.1,
+    attention={"n_heads": 4, "n_kv_heads": 2},
+    ffn={"d_ff": 24},
+    embedding={"tied": False},
+    init={"std": 0.1},
 )
 
 
@@ -120,7 +119,7 @@ def test_left_out_positions_count_from_zero(model: Decoder) -> None:
 def test_every_parameter_says_how_it_starts() -> None:
     with torch.device("meta"):
         model = build(CONFIG)
-        tied = build(CONFIG.model_copy(update={"tie_embeddings": True}))
+        tied = build(CONFIG.changed({"embedding.tied": True}))
     initial = {
         f"{path}.{key}": value
         for path, module in model.named_modules()
@@ -161,7 +160,7 @@ def test_names_and_shapes() -> None:
 
 
 def test_head_dim_is_free_of_d_model() -> None:
-    config = CONFIG.model_copy(update={"head_dim": 6})
+    config = CONFIG.changed({"attention.head_dim": 6})
     model = build(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

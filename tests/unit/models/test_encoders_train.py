@@ -10,20 +10,27 @@ from megatfm.ops.initial import initialise
 from tests.golden.curves import SPECIAL, VOCABULARY, batch
 
 SMALL = {
-    "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.d_ff": 48,
-    "model.init_std": 0.2, "data.sequence_length": 32, "train.global_batch": 8, "train.micro_batch": 8,
-}  # fmt: skip
-LEARNED = {"model.max_positions": 32}
+    "model.vocab_size": VOCABULARY,
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 48,
+    "model.init.std": 0.2,
+    "data.sequence_length": 32,
+    "train.global_batch": 8,
+    "train.micro_batch": 8,
+}
+LEARNED = {"model.position.max_positions": 32}
 GENERATOR = {"model.generator.d_model": 16, "model.generator.n_heads": 2, "model.generator.d_ff": 24}
 PRESETS = {
     "bert-base": LEARNED,
     "roberta-base": LEARNED,
     "spanbert-base": LEARNED,
-    "albert-base": LEARNED | {"model.embedding_dim": 12},
-    "deberta-base": {"model.relative_distance": 9},
+    "albert-base": LEARNED | {"model.embedding.dim": 12},
+    "deberta-base": {"model.position.max_distance": 9},
     "deberta-v3-base": GENERATOR
-    | {"model.relative_distance": 9, "model.relative_buckets": 4, "model.generator.n_layers": 1},
-    "electra-small": LEARNED | GENERATOR | {"model.embedding_dim": 12},
+    | {"model.position.max_distance": 9, "model.position.buckets": 4, "model.generator.n_layers": 1},
+    "electra-small": LEARNED | GENERATOR | {"model.embedding.dim": 12},
 }
 
 

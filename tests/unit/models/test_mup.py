@@ -14,9 +14,15 @@ BASE, WIDTHS = 32, (32, 128, 512)
 def change_of_logits(width: int, mup: bool) -> float:
     """Root mean square of what four AdamW steps change."""
     config = ModelConfig(
-        vocab_size=50, d_model=width, n_layers=2, n_heads=width // 16, d_ff=2 * width, tie_embeddings=False,
-        init="normal", init_std=0.1, mup={"base_width": BASE} if mup else None,
-    )  # fmt: skip
+        vocab_size=50,
+        d_model=width,
+        n_layers=2,
+        mup={"base_width": BASE} if mup else None,
+        attention={"n_heads": width // 16},
+        ffn={"d_ff": 2 * width},
+        embedding={"tied": False},
+        init={"name": "normal", "std": 0.1},
+    )
     model = build(config).double()
     initialise(model, 1)
     scales = lr_scales(model, config)
@@ -48,7 +54,13 @@ def test_the_base_width_is_the_standard_parametrisation() -> None:
 
 def test_an_initialisation_that_follows_the_width_is_refused() -> None:
     config = ModelConfig(
-        vocab_size=50, d_model=64, n_layers=1, n_heads=4, d_ff=64, init="xavier", mup={"base_width": 32}
+        vocab_size=50,
+        d_model=64,
+        n_layers=1,
+        mup={"base_width": 32},
+        attention={"n_heads": 4},
+        ffn={"d_ff": 64},
+        init={"name": "xavier"},
     )
-    with pytest.raises(UsageError, match=r"model\.mup does not go with model\.init = 'xavier'"):
+    with pytest.raises(UsageError, match=r"model\.mup does not go with model\.init\.name = 'xavier'"):
         build(config)

@@ -35,14 +35,20 @@ FAMILIES = {
     "span_boundary": "encoder",
 }
 FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra", "permutation": "xlnet"}
-PARTS: dict[str, Any] = {"encoder": {"sentence_classes": 2, "boundary_head": True, "n_segments": 2}}
-PARTS["xlnet"] = {"attention": "two_stream", "position": "transformer_xl"}
+PARTS: dict[str, Any] = {"encoder": {"sentence_classes": 2, "boundary_head": True, "embedding.n_segments": 2}}
+PARTS["xlnet"] = {"attention.name": "two_stream", "position.name": "transformer_xl"}
 PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
 
 
 def model(family: str, **options: Any) -> ModelConfig:
-    options = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8, "vocab_size": VOCABULARY} | options
-    return ModelConfig(family=family, **(PARTS.get(family, {}) | options))
+    options = {
+        "d_model": 8,
+        "n_layers": 1,
+        "attention.n_heads": 2,
+        "ffn.d_ff": 8,
+        "vocab_size": VOCABULARY,
+    } | options
+    return ModelConfig.of(family=family, **(PARTS.get(family, {}) | options))
 
 
 def section(name: str, **options: Any) -> Any:

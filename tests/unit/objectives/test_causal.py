@@ -25,7 +25,9 @@ def test_every_token_is_predicted_once(document: list[int], dtype: type, build_o
 
 
 def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: Any) -> None:
-    model = build(ModelConfig(vocab_size=11, d_model=8, n_layers=1, n_heads=2, d_ff=8)).double()
+    model = build(
+        ModelConfig(vocab_size=11, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})
+    ).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     first, second = build_one(OBJECTIVE, np.array([7, 8])), build_one(OBJECTIVE, np.array([9]))

@@ -152,7 +152,13 @@ def lay_decoder(
 ) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str, list[str]]:
     with torch.device("meta"):
         model = build(
-            ModelConfig(vocab_size=vocabulary, d_model=8, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=12)
+            ModelConfig(
+                vocab_size=vocabulary,
+                d_model=8,
+                n_layers=1,
+                attention={"n_heads": 4, "n_kv_heads": 2},
+                ffn={"d_ff": 12},
+            )
         )
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
     layout = lay(model, DECODER, mesh, sequence_parallel=sequence_parallel)

@@ -10,14 +10,14 @@ from megatfm.config import ModelConfig, load_config
 from megatfm.models import build
 from megatfm.parallel.pipeline_cut import Pipeline, cost, cut, keep
 
-SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "n_heads": 2, "d_ff": 32}
+SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
 
 
 @pytest.fixture
 def make() -> Callable[..., nn.Module]:
     def make(**options: object) -> nn.Module:
         with torch.device("meta"):
-            return build(ModelConfig.model_validate({**SMALL, **options}))
+            return build(ModelConfig.of({**SMALL, **options}))
 
     return make
 
@@ -68,8 +68,9 @@ def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"n_kv_heads": 1}, {"family": "encoder", "distinct_layers": 2}, {"family": "encoder_decoder", "position": "t5"},
-    {"family": "electra", "embedding_dim": 8, "position": "learned", "max_positions": 8,
+    {"attention.n_kv_heads": 1}, {"family": "encoder", "distinct_layers": 2},
+    {"family": "encoder_decoder", "position.name": "t5"},
+    {"family": "electra", "embedding.dim": 8, "position.name": "learned", "position.max_positions": 8,
      "generator": {"d_model": 8, "n_heads": 2, "d_ff": 8}},
 ])  # fmt: skip
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

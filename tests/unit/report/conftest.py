@@ -14,12 +14,22 @@ name = "synthetic"
 family = "decoder"
 d_model = 256
 n_layers = 4
+
+[model.attention]
 n_heads = 4
+
+[model.ffn]
 d_ff = 768
-norm = "rms_norm"
 activation = "swiglu"
-position = "rope"
-tie_embeddings = false
+
+[model.norm]
+name = "rms_norm"
+
+[model.position]
+name = "rope"
+
+[model.embedding]
+tied = false
 
 [data]
 train = "{corpora}/train"

@@ -58,7 +58,13 @@ def config(folder: Path, **parallel: Any) -> Config:
     return Config.model_validate(
         {
             "name": "a",
-            "model": {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16, "init_std": 0.5},
+            "model": {
+                "d_model": 16,
+                "n_layers": 1,
+                "attention": {"n_heads": 2},
+                "ffn": {"d_ff": 16},
+                "init": {"std": 0.5},
+            },
             "data": {
                 "train": corpus,
                 "validation": {"all": corpus},

@@ -72,7 +72,9 @@ ONE, OTHER = {"cpu": "a", "threads": "1"}, {"cpu": "a", "threads": "2"}
 def test_differences_by_rank() -> None:
     same = {"kinds": [ONE], "of_rank": [0, 0]}
     assert machine.differences(same, same) == []
-    assert machine.differences(same, {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}) == [], "other ranks are another layout"
+    assert machine.differences(same, {"kinds": [ONE], "of_rank": [0, 0, 0, 0]}) == [], (
+        "other ranks are another layout"
+    )
     assert machine.differences(same, {"kinds": [OTHER], "of_rank": [0, 0]}) == ["threads: 1 → 2"]
     mixed = {"kinds": [ONE, OTHER], "of_rank": [0, 1]}
     assert machine.differences(same, mixed) == ["threads: 1 → 2 (on rank 1)"]
@@ -102,4 +104,11 @@ def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
     for found in workers.run(kinds_here, 3):
         assert found["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in found["kinds"]] == ["1", "2"]
-        assert found["kinds"][0].keys() >= {"cpu", "instruction sets", "kernels", "threads", "torch", "settings"}
+        assert found["kinds"][0].keys() >= {
+            "cpu",
+            "instruction sets",
+            "kernels",
+            "threads",
+            "torch",
+            "settings",
+        }

@@ -18,7 +18,7 @@ from tests.workers import Workers
 PATH = Path("runs/a/checkpoints/step-00000005")
 VALUES: dict[str, Any] = {
     "name": "a",
-    "model": {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16},
+    "model": {"d_model": 8, "n_layers": 1, "attention": {"n_heads": 2}, "ffn": {"d_ff": 16}},
     "data": {"train": "train", "tokenizer": "t.model", "sequence_length": 8},
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "train": {"steps": 10, "global_batch": 4, "micro_batch": 2},
@@ -70,7 +70,7 @@ CHANGES = {
     "seed": change(VALUES, "train.seed", 1),
     "schedule": change(VALUES, "train.steps", 20),
     "optimizer": change(VALUES, "optimizer.lr", 2e-3),
-    "model": change(VALUES, "model.d_ff", 32),
+    "model": change(VALUES, "model.ffn.d_ff", 32),
     "batch": change(VALUES, "train.global_batch", 8),
 }
 
@@ -122,7 +122,7 @@ def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> 
 
 
 def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
-    now = state(change(CHANGES["seed"], "model.d_ff", 32), tokenizer="u")
+    now = state(change(CHANGES["seed"], "model.ffn.d_ff", 32), tokenizer="u")
     with pytest.raises(
         UsageError, match=r'train\.seed: 0 → 1.*resume\.allow=\["model", "seed", "tokenizer"\]$'
     ):
@@ -233,7 +233,10 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
 
 
 def test_another_kind_of_machine_is_told_and_goes_on() -> None:
-    there = {"kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}], "of_rank": [0, 0]}
+    there = {
+        "kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}],
+        "of_rank": [0, 0],
+    }
     before, now = state(machines=there), state()
     assert resume.check(resume.Found(PATH, before), now, []) == []
     (line,) = resume.elsewhere(resume.Found(PATH, before), HERE)

@@ -25,9 +25,19 @@ def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 
     )
 
 
-LLAMA = ModelConfig(vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672)
+LLAMA = ModelConfig(
+    vocab_size=128256,
+    d_model=8192,
+    n_layers=80,
+    attention={"n_heads": 64, "n_kv_heads": 8},
+    ffn={"d_ff": 28672},
+)
 UNEVEN = ModelConfig(
-    vocab_size=50257, d_model=1600, n_layers=48, n_heads=24, n_kv_heads=6, head_dim=64, d_ff=6401
+    vocab_size=50257,
+    d_model=1600,
+    n_layers=48,
+    attention={"n_heads": 24, "n_kv_heads": 6, "head_dim": 64},
+    ffn={"d_ff": 6401},
 )
 
 
@@ -35,15 +45,15 @@ UNEVEN = ModelConfig(
 def test_shrinking_keeps_ratios_and_remainders(tp: int, dp_shard: int) -> None:
     small, words = shrink(config(LLAMA, ParallelConfig(tp=tp, dp_shard=dp_shard)))
     model, shards = small.model, tp * dp_shard
-    assert model.n_heads == 8 * model.kv_heads
-    assert model.kv_heads % tp == 0
-    assert model.d_model == model.n_heads * model.head_width
+    assert model.attention.n_heads == 8 * model.attention.kv_heads
+    assert model.attention.kv_heads % tp == 0
+    assert model.d_model == model.attention.n_heads * model.head_width
     assert model.vocab_size is not None
-    assert (model.vocab_size - 128256) % shards == (model.d_ff - 28672) % shards == 0
+    assert (model.vocab_size - 128256) % shards == (model.ffn.d_ff - 28672) % shards == 0
     assert small.data.sequence_length % tp == 0
-    assert model.tie_embeddings == LLAMA.tie_embeddings
+    assert model.embedding.tied == LLAMA.embedding.tied
     assert (
-        sum(np.prod(shape) for shape in [(model.vocab_size, model.d_model), (model.d_ff, model.d_model)])
+        sum(np.prod(shape) for shape in [(model.vocab_size, model.d_model), (model.ffn.d_ff, model.d_model)])
         < 1e6
     )
     assert "model.n_layers 80 → 2" in words
@@ -53,13 +63,13 @@ def test_shrinking_keeps_ratios_and_remainders(tp: int, dp_shard: int) -> None:
 def test_shrinking_keeps_what_does_not_divide() -> None:
     model = shrink(config(UNEVEN, ParallelConfig(dp_shard=4)))[0].model
     assert model.vocab_size is not None
-    assert (model.vocab_size % 4, model.d_ff % 4) == (50257 % 4, 6401 % 4)
-    assert model.head_dim == 8
-    assert model.n_heads // model.kv_heads == 4
+    assert (model.vocab_size % 4, model.ffn.d_ff % 4) == (50257 % 4, 6401 % 4)
+    assert model.attention.head_dim == 8
+    assert model.attention.n_heads // model.attention.kv_heads == 4
 
 
 def test_what_is_small_stays() -> None:
-    tiny = ModelConfig(vocab_size=40, d_model=12, n_layers=1, n_heads=2, d_ff=20)
+    tiny = ModelConfig(vocab_size=40, d_model=12, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 20})
     small, words = shrink(config(tiny, ParallelConfig(), sequence_length=16))
     assert small.model == tiny
     assert "parallel.dp_shard -1 → 2" in words

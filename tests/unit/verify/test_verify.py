@@ -16,7 +16,13 @@ from megatfm.verify.verify import Verdict, verify
 
 CONFIG = {
     "name": "small",
-    "model": {"vocab_size": 512, "d_model": 64, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "d_ff": 128},
+    "model": {
+        "vocab_size": 512,
+        "d_model": 64,
+        "n_layers": 6,
+        "attention": {"n_heads": 8, "n_kv_heads": 4},
+        "ffn": {"d_ff": 128},
+    },
     "data": {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 64},
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
@@ -119,7 +125,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
     tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(tmp_path, "parallel.tp=2", "model.tie_embeddings=false", "--all") == 0
+    assert run_command(tmp_path, "parallel.tp=2", "model.embedding.tied=false", "--all") == 0
     [verdict] = verdicts
     printed = capsys.readouterr().out
     assert "model.n_layers 6 → 2" in printed
@@ -154,7 +160,7 @@ def test_pipelines_are_the_same_and_send_what_they_should(
 ) -> None:
     assert (
         run_command(
-            tmp_path, "parallel.pp=2", "parallel.schedule=zbv", "parallel.tp=2", "model.tie_embeddings=true"
+            tmp_path, "parallel.pp=2", "parallel.schedule=zbv", "parallel.tp=2", "model.embedding.tied=true"
         )
         == 0
     )
@@ -188,7 +194,7 @@ def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, verdic
 
 
 def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant, verdicts, capsys) -> None:
-    layout = ["parallel.tp=2", "train.recompute=full", "model.tie_embeddings=false"]
+    layout = ["parallel.tp=2", "train.recompute=full", "model.embedding.tied=false"]
     assert run_command(tmp_path, plant("needless_sum"), *layout) == 1
     assert "rank 0, all_reduce over tp: " in capsys.readouterr().out
 
@@ -196,7 +202,7 @@ def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant,
 @pytest.mark.parametrize(
     ("fault", "overrides", "named"),
     [
-        ("tie_not_summed", ["parallel.pp=2", "model.tie_embeddings=true"], "embedding.tokens"),
+        ("tie_not_summed", ["parallel.pp=2", "model.embedding.tied=true"], "embedding.tokens"),
         ("norm_row_not_partial", ["parallel.tp=2"], "norm"),
         ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "decoder.layers."),
     ],
@@ -238,5 +244,5 @@ def test_a_dying_rank_is_named(tmp_path: Path, plant) -> None:
 
 
 def test_a_layout_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.d_ff = 61"):
-        run_command(tmp_path, "parallel.tp=2", "model.d_ff=61")
+    with pytest.raises(UsageError, match=r"parallel\.tp = 2 does not divide model\.ffn\.d_ff = 61"):
+        run_command(tmp_path, "parallel.tp=2", "model.ffn.d_ff=61")

@@ -14,13 +14,13 @@ from megatfm.layers.norm import NORMS
 from megatfm.models import build
 from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo, optimizer_groups, parameter_table
 
-SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 3, "n_heads": 4, "d_ff": 64}
+SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 3, "attention.n_heads": 4, "ffn.d_ff": 64}
 ADAMW = AdamWConfig(lr=1e-3)
 
 
 def model(**parts: Any) -> nn.Module:
     with torch.device("meta"):
-        return build(ModelConfig.model_validate({**SMALL, **parts}))
+        return build(ModelConfig.of({**SMALL, **parts}))
 
 
 def table(config: OptimizerSection = ADAMW, **parts: Any) -> dict[str, ParameterInfo]:
@@ -29,15 +29,15 @@ def table(config: OptimizerSection = ADAMW, **parts: Any) -> dict[str, Parameter
 
 BERT = {
     "family": "encoder",
-    "position": "learned",
-    "max_positions": 16,
-    "n_segments": 2,
-    "embedding_norm": True,
-    "norm": "layer_norm",
-    "attention_bias": True,
-    "ffn_bias": True,
-    "head": "transform",
-    "head_bias": True,
+    "position.name": "learned",
+    "position.max_positions": 16,
+    "embedding.n_segments": 2,
+    "embedding.norm": True,
+    "norm.name": "layer_norm",
+    "attention.bias": True,
+    "ffn.bias": True,
+    "head.name": "transform",
+    "head.bias": True,
     "sentence_classes": 2,
 }
 
@@ -146,7 +146,7 @@ def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
 
 def test_mup_s_rates_multiply_those_of_the_layers() -> None:
     config = AdamWConfig(lr=1e-3, layer_decay=0.5)
-    parts = {"attention_bias": True, "mup": {"base_width": 8}, "tie_embeddings": False}
+    parts = {"attention.bias": True, "mup": {"base_width": 8}, "embedding.tied": False}
     (group,) = optimizer_groups(config, model(**parts))
     plain = rates(**parts)
     for name, ratio in group.lr_ratios.items():

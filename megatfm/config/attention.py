@@ -1,0 +1,108 @@
+"""The `[model.attention]` section: one for each attention layer, its name says which."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+
+from megatfm.config.base import Rate, Section, by_name
+
+
+class AttentionSection(Section):
+    """What every attention layer has."""
+
+    name: str
+    n_heads: PositiveInt = Field(examples=[4])
+    """Number of query heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; left out, `d_model / n_heads`."""
+    dropout: Rate = 0.0
+    """Dropout of attention probabilities."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_heads
+
+
+class ScaledAttention(AttentionSection):
+    """Attention whose scores can be scaled and capped."""
+
+    scale: PositiveFloat | None = None
+    """Factor on the scores; left out, head_dim^-1/2."""
+    softcap: PositiveFloat | None = None
+    """Scores s become c tanh(s / c) with this c."""
+
+
+class HeadsAttentionConfig(ScaledAttention):
+    """Query heads that share key and value heads in groups: MHA, GQA and MQA (Ainslie et al. 2023)."""
+
+    name: Literal["heads"] = "heads"
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
+    qk_norm: bool = False
+    """RMSNorm on each head's queries and keys."""
+    bias: bool = False
+    """Biases in the projections."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_kv_heads or self.n_heads
+
+
+class LatentAttentionConfig(ScaledAttention):
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
+
+    name: Literal["latent"] = "latent"
+    kv_rank: PositiveInt = Field(examples=[512])
+    """Width of the latent from which keys and values are made."""
+    q_rank: PositiveInt | None = None
+    """Width of the queries' latent; left out, queries are projected directly."""
+    rope_dim: PositiveInt = Field(examples=[64])
+    """Channels of a head that carry the position, their keys shared by all heads."""
+    v_dim: PositiveInt | None = None
+    """Width of a head's values; left out, `head_dim`."""
+
+
+class DisentangledAttentionConfig(AttentionSection):
+    """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
+
+    name: Literal["disentangled"] = "disentangled"
+
+
+class DisentangledSharedAttentionConfig(AttentionSection):
+    """DeBERTa's attention from version 2 on; it reads `disentangled_buckets`."""
+
+    name: Literal["disentangled_shared"] = "disentangled_shared"
+
+
+class TwoStreamAttentionConfig(AttentionSection):
+    """XLNet's attention (Yang et al. 2019); it reads `transformer_xl`."""
+
+    name: Literal["two_stream"] = "two_stream"
+
+
+class PluginAttentionConfig(HeadsAttentionConfig):
+    """An attention layer that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_attention"])  # type: ignore[assignment]
+    """The name under which it is registered."""
+
+
+AttentionConfig = Annotated[
+    HeadsAttentionConfig
+    | LatentAttentionConfig
+    | DisentangledAttentionConfig
+    | DisentangledSharedAttentionConfig
+    | TwoStreamAttentionConfig
+    | PluginAttentionConfig,
+    by_name(
+        HeadsAttentionConfig,
+        LatentAttentionConfig,
+        DisentangledAttentionConfig,
+        DisentangledSharedAttentionConfig,
+        TwoStreamAttentionConfig,
+        other=PluginAttentionConfig,
+    ),
+]

@@ -1,0 +1,188 @@
+"""The `[model.position]` section: one for each position encoding, its name says which."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatfm.config.base import Section, by_name
+
+
+class PositionSection(Section):
+    """What every position encoding has."""
+
+    name: str
+
+    @property
+    def limit(self) -> int | None:
+        """How many positions there are; None: any number."""
+        return None
+
+
+class LinearScaling(Section):
+    """Positions divided by `factor` (Chen et al. 2023)."""
+
+    name: Literal["linear"] = "linear"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+
+
+class NtkScaling(Section):
+    """A larger base, so that the slowest channel is stretched by `factor` and the fastest not at all (bloc97 2023)."""
+
+    name: Literal["ntk"] = "ntk"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+
+
+class YarnScaling(Section):
+    """YaRN (Peng et al. 2023): slow channels are interpolated, fast ones kept, a ramp between, and scores scaled."""
+
+    name: Literal["yarn"] = "yarn"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """Longer by so much than the original context."""
+    original_length: PositiveInt = Field(examples=[4096])
+    """The context that the model was first trained on, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Channels that turn at least so often within the original context are kept."""
+    beta_slow: PositiveFloat = 1.0
+    """Channels that turn at most so often within it are interpolated."""
+    attention_factor: PositiveFloat | None = None
+    """Factor on rotated queries and keys; left out, 0.1 ln(factor) + 1."""
+
+
+class Llama3Scaling(Section):
+    """Llama 3.1's scaling (Grattafiori et al. 2024; the formula is in its released code)."""
+
+    name: Literal["llama3"] = "llama3"
+    factor: PositiveFloat = Field(examples=[8.0])
+    """By how much slow channels are slowed."""
+    original_length: PositiveInt = Field(default=8192, examples=[8192])
+    """The context that the model was first trained on, in tokens."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Channels with wavelengths below original_length / high_freq_factor are kept."""
+
+
+RopeScaling = Annotated[LinearScaling | NtkScaling | YarnScaling | Llama3Scaling, Field(discriminator="name")]
+
+
+class RopeConfig(PositionSection):
+    """Queries and keys turned by their positions (Su et al. 2021)."""
+
+    name: Literal["rope"] = "rope"
+    theta: PositiveFloat = 10_000.0
+    """Base of the rotary frequencies."""
+    scaling: RopeScaling | None = None
+    """How the rotary frequencies are changed for longer contexts."""
+
+
+class LearnedPositionConfig(PositionSection):
+    """A learned vector for each position, added to the embeddings."""
+
+    name: Literal["learned"] = "learned"
+    max_positions: PositiveInt = Field(examples=[1024])
+    """Rows that can be used."""
+    offset: NonNegativeInt = 0
+    """Rows before that of position 0 (RoBERTa: 2)."""
+
+    @property
+    def limit(self) -> int | None:
+        """How many positions there are."""
+        return self.max_positions
+
+
+class SinusoidalConfig(PositionSection):
+    """Sines and cosines added to the embeddings (Vaswani et al. 2017)."""
+
+    name: Literal["sinusoidal"] = "sinusoidal"
+
+
+class AlibiConfig(PositionSection):
+    """A slope for each head on the distance of query and key (Press et al. 2022)."""
+
+    name: Literal["alibi"] = "alibi"
+
+
+class NoPositionConfig(PositionSection):
+    """No position encoding."""
+
+    name: Literal["none"] = "none"
+
+
+class T5PositionConfig(PositionSection):
+    """A learned bias for each head and bucket of distances (Raffel et al. 2020)."""
+
+    name: Literal["t5"] = "t5"
+    buckets: PositiveInt = 32
+    """Buckets of relative positions."""
+    max_distance: PositiveInt = 128
+    """Distance from which all positions are taken as equally far."""
+
+
+class ShawConfig(PositionSection):
+    """Learned vectors of relative positions, added to keys and values (Shaw et al. 2018)."""
+
+    name: Literal["shaw"] = "shaw"
+    max_distance: PositiveInt = 128
+    """Distance from which all positions are taken as equally far."""
+
+
+class DisentangledPositionConfig(PositionSection):
+    """The table of relative positions that attention of that name reads (He et al. 2021)."""
+
+    name: Literal["disentangled"] = "disentangled"
+    max_distance: PositiveInt = 128
+    """Distance from which all positions are taken as equally far."""
+
+
+class DisentangledBucketsConfig(PositionSection):
+    """The same in buckets that grow with the distance; `disentangled_shared` reads it."""
+
+    name: Literal["disentangled_buckets"] = "disentangled_buckets"
+    buckets: PositiveInt = 32
+    """Buckets of relative positions, for each direction."""
+    max_distance: PositiveInt = 128
+    """Distance from which all positions are taken as equally far."""
+
+
+class TransformerXLPositionConfig(PositionSection):
+    """Sines and cosines of relative positions (Dai et al. 2019), which `two_stream` reads."""
+
+    name: Literal["transformer_xl"] = "transformer_xl"
+
+
+class PluginPositionConfig(PositionSection):
+    """A position encoding that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_position"])
+    """The name under which it is registered."""
+
+
+PositionConfig = Annotated[
+    RopeConfig
+    | LearnedPositionConfig
+    | SinusoidalConfig
+    | AlibiConfig
+    | NoPositionConfig
+    | T5PositionConfig
+    | ShawConfig
+    | DisentangledPositionConfig
+    | DisentangledBucketsConfig
+    | TransformerXLPositionConfig
+    | PluginPositionConfig,
+    by_name(
+        RopeConfig,
+        LearnedPositionConfig,
+        SinusoidalConfig,
+        AlibiConfig,
+        NoPositionConfig,
+        T5PositionConfig,
+        ShawConfig,
+        DisentangledPositionConfig,
+        DisentangledBucketsConfig,
+        TransformerXLPositionConfig,
+        other=PluginPositionConfig,
+    ),
+]
