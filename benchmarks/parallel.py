@@ -32,8 +32,8 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.data_parallel import DataParallel, Sharing
 from megatfm.engines.native import share
 from megatfm.engines.precision import PRECISIONS
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
-from megatfm.ops.sequence import SequenceLayout
 from megatfm.parallel.mesh import AXES, build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS

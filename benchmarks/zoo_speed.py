@@ -22,8 +22,8 @@ import transformers
 from torch import nn
 
 from megatfm.config import load_config
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 
 Step = Callable[[], torch.Tensor]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

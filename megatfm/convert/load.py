@@ -7,9 +7,9 @@ from torch import nn
 
 from megatfm.convert.convert import meta_shapes, ours_of
 from megatfm.convert.pair import open_folder
+from megatfm.layers.initialisation import set_buffers
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
-from megatfm.ops.initial import set_buffers
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:

@@ -28,7 +28,8 @@ class Loader(Iterator[list[Fields]]):
     """Yields, step by step, this data rank's micro-batches: arrays [micro_batch, …] by name, as `Rows` gives them.
 
     Besides the rows' fields there is "keys" [micro_batch], a number ≥ 0 for each row that only its position and the
-    seed decide, so that what is drawn from it depends on no rank, micro-batch or resume.
+    seed decide, so that what is drawn from it depends on no rank, micro-batch or resume. There is no "documents" where
+    every row of a micro-batch is one document from end to end.
 
     A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
     slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
@@ -136,9 +137,21 @@ class Loader(Iterator[list[Fields]]):
         size = self.micro_batch * parts
         whole = {**rows, "keys": keys}
         return [
-            {name: field[start : start + size] for name, field in whole.items()}
+            without_documents({name: field[start : start + size] for name, field in whole.items()})
             for start in range(0, n * parts, size)
         ]
+
+
+def without_documents(batch: Fields) -> Fields:
+    """A micro-batch; without document numbers where every row is one document from end to end.
+
+    Attention then needs no mask. Whoever shares the rows (ranks of tensor, pipeline and context parallelism) reads the
+    same micro-batch, and so does the same; it is decided here, where rows are still on the host.
+    """
+    numbers = [name for name in batch if name.endswith("documents")]
+    if any(batch[name].any() for name in numbers):
+        return batch
+    return {name: field for name, field in batch.items() if name not in numbers}
 
 
 def check_batch(global_batch: int, micro_batch: int, data_ranks: int) -> None:

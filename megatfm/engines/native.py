@@ -29,7 +29,8 @@ from megatfm.engines.replicated import Replicated
 from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
-from megatfm.ops.initial import draw, initials
+from megatfm.layers.initialisation import initials
+from megatfm.ops.initial import draw
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import Mesh

@@ -11,9 +11,9 @@ from torch import nn
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.initialisation import set_buffers
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
-from megatfm.ops.initial import set_buffers
 from megatfm.registry import import_plugins
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.init import find_checkpoint

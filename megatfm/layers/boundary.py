@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.head import CrossEntropy
+from megatfm.layers.head import MASKED_SHARE, CrossEntropy
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
@@ -23,6 +23,8 @@ LONGEST_SPAN = 64
 
 class BoundaryHead(nn.Module):
     """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
+
+    share = MASKED_SHARE
 
     def __init__(self, config: ModelConfig, tokens: Table) -> None:
         super().__init__()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops import dropout as keyed
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, D channels, N heads
 

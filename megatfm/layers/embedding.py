@@ -10,8 +10,8 @@ from megatfm.layers.initialisation import Stack, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.layers.table import Table
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, E embedding width, D model width
 

@@ -18,6 +18,11 @@ from megatfm.ops.initial import Constant
 # B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
 
 
+MASKED_SHARE = 0.15
+"""Of tokens that are masked, as objectives have it unless told otherwise: these alone go through a sparse head. A
+module's `share` of the tokens serves to estimate what it costs."""
+
+
 class CrossEntropy(nn.Module):
     """The summed loss of hidden vectors: the seam at which a vocabulary-parallel loss takes over."""
 
@@ -69,6 +74,7 @@ class Head(nn.Module):
             self.initial["bias"] = Constant(0.0)
         self.scale = config.head.scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.head.softcap, sparse
+        self.share = MASKED_SHARE if sparse else 1.0
         self.loss = CrossEntropy(LogitVariant(config.head.softcap, config.head.label_smoothing))
 
     def forward(
@@ -94,6 +100,8 @@ class SentenceHead(nn.Module):
 
     targets [B, T] hold the class at each sequence's first token and −100 elsewhere.
     """
+
+    share = 0.0
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

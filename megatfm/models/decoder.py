@@ -1,19 +1,21 @@
 """Decoder-only transformer, as GPT and Llama; with `prefix`, a prefix language model."""
 
-from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.attention import KVCache
 from megatfm.layers.block import Block
+from megatfm.layers.extra import Extra
 from megatfm.layers.head import Head
 from megatfm.layers.norm import make_norm
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
 from megatfm.models.steps import Pass, Step, Steps
-from megatfm.ops.sequence import SequenceLayout, targets_ahead
+from megatfm.ops.targets import targets_ahead
 
 # B batch, T tokens, D model width, V vocabulary
 
@@ -25,9 +27,24 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.decoder = Stack(config, "decoder", "causal")
+        self.decoder = Stack(config, "decoder")
         self.head = Head(config, self.decoder.embedding.tokens if config.embedding.tied else None)
         self.future = nn.ModuleDict({str(i): FutureHead(config) for i in range(1, config.future_tokens + 1)})
+        self.steps = Steps(
+            [
+                *self.decoder.steps("decoder", Reads(self.layout)),
+                Step("head", self._head, uses=("head",), reads=("hidden",)),
+                *(
+                    Step(
+                        f"future.{n}",
+                        partial(self._further, n),
+                        uses=(f"future.{n}", "head"),
+                        reads=("hidden",),
+                    )
+                    for n in self.future
+                ),
+            ]
+        )
 
     def forward(
         self,
@@ -51,39 +68,24 @@ class Decoder(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "prefix": prefix,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = self.steps().through(Pass(inputs, cache=cache))
-        return Output(batch.carry["hidden"], logits=batch.logits, losses=batch.losses or None)
+        batch = Pass(inputs, cache=cache)
+        for step in self.steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output()
 
-    def steps(self) -> Steps:
-        """What forward does."""
-        reads = Reads(lambda batch: batch["tokens"], self._layout, lambda batch: batch.get("segments"))
-
-        def further(name: str) -> Callable[[Pass], None]:
-            return lambda batch: self._further(name, batch)
-
-        return Steps(
-            [
-                *self.decoder.steps("decoder.", reads),
-                Step("head", self._head, ("head",), ("hidden",)),
-                *(
-                    Step(f"future.{name}", further(name), (f"future.{name}", "head"), ("hidden",))
-                    for name in self.future
-                ),
-            ]
-        )
+    def layout(self, batch: Pass) -> SequenceLayout:
+        """Where the tokens stand; one for all steps."""
+        return batch.once("layout", lambda: self._layout(batch))
 
     def _layout(self, batch: Pass) -> SequenceLayout:
-        def make() -> SequenceLayout:
-            return layout_of(
-                batch["tokens"],
-                batch.get("positions"),
-                batch.get("documents"),
-                prefix_BT=batch.get("prefix"),
-                keys_B=batch.get("keys"),
-                cache=batch.cache,
-            )
-
-        return batch.once("layout", make)
+        return layout_of(
+            batch["tokens"],
+            batch.get("positions"),
+            batch.get("documents"),
+            prefix_BT=batch.get("prefix"),
+            keys_B=batch.get("keys"),
+            cache=batch.cache,
+        )
 
     def _head(self, batch: Pass) -> None:
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
@@ -97,8 +99,9 @@ class Decoder(nn.Module):
         if targets is None:
             return
         ahead_BT = targets_ahead(targets, batch.get("documents"), int(name))
-        beyond = self._layout(batch).at_layer(self.config.n_layers + int(name))
-        hidden_BTD = self.future[name](batch.carry["hidden"], beyond)
+        beyond = self.layout(batch).at_layer(self.config.n_layers + int(name))
+        future = self.future[name]
+        hidden_BTD = batch.take(future, future(batch.carry["hidden"], beyond))
         batch.losses[f"future_{name}"] = self.head(hidden_BTD, ahead_BT)
 
 
@@ -107,9 +110,15 @@ class FutureHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"0": Block(config, "decoder", "causal")})
-        self.final_norm = make_norm(config) if config.norm.ends_stack else None
+        self.layers = nn.ModuleDict({"0": Block(config, "decoder")})
+        self.final_norm = (
+            make_norm(config) if config.norm.ends_stack else None
+        )
 
-    def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor:
-        x_BTD = self.layers["0"](hidden_BTD, layout)
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+    def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor | Extra:
+        made = self.layers["0"](hidden_BTD, layout)
+        x_BTD = made.y if isinstance(made, Extra) else made
+        y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        if not isinstance(made, Extra):
+            return y_BTD
+        return Extra(y_BTD, made.losses, {f"layers.0.{part}": counts for part, counts in made.counts.items()})

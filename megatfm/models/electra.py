@@ -1,7 +1,5 @@
 """ELECTRA (Clark et al. 2020): a small generator fills masked tokens in, a discriminator tells which were replaced."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,14 +10,14 @@ from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
-from megatfm.models.encoder import MASKED_SHARE, Encoder
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.models.encoder import Encoder
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
 from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.dropout import mix, token_keys, uniform
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
 
@@ -40,6 +38,22 @@ class Electra(nn.Module):
         self.generator = Encoder(
             smaller, embedding=Embedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
+        generate = Reads(self.generator_layout, writes="made")
+        discriminate = Reads(self.discriminator.layout, tokens="corrupted")
+        self.steps = Steps(
+            [
+                *self.generator.encoder.steps("generator.encoder", generate),
+                Step(
+                    "generator.head", self._generate, uses=("generator.head", "generator.head"), reads=("made",),
+                    writes={"corrupted": Field("tokens")},
+                ),
+                *self.discriminator.encoder.steps("discriminator.encoder", discriminate),
+                Step(
+                    "discriminator.verdict", self._judge,
+                    uses=("discriminator.dense", "discriminator.verdict"), reads=("hidden", "corrupted"),
+                ),
+            ]
+        )  # fmt: skip
 
     def forward(
         self,
@@ -64,41 +78,21 @@ class Electra(nn.Module):
         if original is None or keys is None:
             raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
         batch = Pass({"tokens": tokens, "original": original, "targets": targets, **where})
-        self.steps().through(batch)
-        return Output(batch.carry["hidden"], losses=batch.losses)
+        for step in self.steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output()
 
-    def steps(self) -> Steps:
-        """What training does."""
-        reads = Reads(
-            lambda batch: batch["tokens"], self._generator_layout, lambda batch: batch.get("segments")
-        )
-        return Steps(
-            [
-                *self.generator.encoder.steps("generator.encoder.", reads, writes="made"),
-                Step(
-                    "generator.head",
-                    self._generate,
-                    ("generator.head",),
-                    ("made",),
-                    {"corrupted": Field("tokens")},
-                    share=2 * MASKED_SHARE,
-                ),
-                *self.discriminator.steps(
-                    "discriminator.", "corrupted", lambda batch: batch.carry["corrupted"], self._replaced
-                ),
-            ]
-        )
+    def generator_layout(self, batch: Pass) -> SequenceLayout:
+        """Where the generator's tokens stand; one for all its steps."""
+        return batch.once("generator layout", lambda: self._generator_layout(batch))
 
     def _generator_layout(self, batch: Pass) -> SequenceLayout:
-        def make() -> SequenceLayout:
-            # Two stacks of the same depths: the generator's random keys are others.
-            return layout_of(
-                batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=~batch["keys"]
-            )
+        # Two stacks of the same depths: the generator's random keys are others.
+        return layout_of(
+            batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=~batch["keys"]
+        )
 
-        return batch.once("generator layout", make)
-
-    def _generate(self, batch: Pass) -> None:
+    def _generate(self, batch: Pass) -> Tensor:
         """The generator's loss, and what it puts in the place of masked tokens."""
         made, targets = batch.carry["made"], batch["targets"]
         batch.losses["generator"] = self.generator.head(made, targets)
@@ -109,14 +103,14 @@ class Electra(nn.Module):
             keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
             noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
-            batch.carry["corrupted"] = batch["original"].masked_scatter(
-                masked, (logits_MV.double() + noise_MV).argmax(-1)
-            )
+            return batch["original"].masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
-    def _replaced(self, batch: Pass) -> Tensor:
+    def _judge(self, batch: Pass) -> None:
+        """The discriminator's loss: which tokens are not the original's."""
         documents, original = batch.get("documents"), batch["original"]
         counted = torch.ones_like(original).bool() if documents is None else documents >= 0
-        return torch.where(counted, (batch.carry["corrupted"] != original).long(), IGNORE)
+        replaced = torch.where(counted, (batch.carry["corrupted"] != original).long(), IGNORE)
+        self.discriminator.judge(batch, replaced)
 
 
 @MODELS.register("discriminator")
@@ -126,11 +120,17 @@ class Discriminator(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Stack(config, "encoder", "full")
+        self.encoder = Stack(config, "encoder")
         initial, d = initialiser(config, "encoder"), config.d_model
         self.dense = Linear(d, d, initial("dense", d, d), bias=True)
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
+        self.steps = Steps(
+            [
+                *self.encoder.steps("encoder", Reads(self.layout)),
+                Step("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",)),
+            ]
+        )
 
     def forward(
         self,
@@ -147,46 +147,33 @@ class Discriminator(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments,
             "replaced": replaced, "keys": keys,
         }  # fmt: skip
-        batch = self.steps().through(Pass(inputs))
-        return Output(batch.carry["hidden"], logits=batch.logits, losses=batch.losses or None)
+        batch = Pass(inputs)
+        for step in self.steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output()
 
-    def steps(
-        self,
-        path: str = "",
-        carried: str | None = None,
-        tokens: Callable[[Pass], Tensor] = lambda batch: batch["tokens"],
-        replaced: Callable[[Pass], Tensor | None] = lambda batch: batch.get("replaced"),
-    ) -> Steps:
-        """What forward does. carried: the part of the carry that `tokens` and `replaced` read, if they do."""
-        more = () if carried is None else (carried,)
+    def layout(self, batch: Pass) -> SequenceLayout:
+        """Where the tokens stand; one for all steps."""
+        return batch.once("layout", lambda: self._layout(batch))
 
-        def layout(batch: Pass) -> SequenceLayout:
-            def make() -> SequenceLayout:
-                return layout_of(
-                    tokens(batch), batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
-                )
-
-            return batch.once("layout", make)
-
-        def judge(batch: Pass) -> None:
-            logits_BT = self.verdict(self.activation(self.dense(batch.carry["hidden"])))[..., 0]
-            truth = replaced(batch)
-            if truth is None:
-                batch.logits = logits_BT
-                return
-            logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
-            truth_BT = (truth == 1).to(logits_BT.dtype)
-            losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
-            batch.losses["discriminator"] = (losses_BT * (truth != IGNORE)).sum()
-
-        reads = Reads(tokens, layout, lambda batch: batch.get("segments"), carried=more)
-        uses = (f"{path}dense", f"{path}verdict")
-        return Steps(
-            [
-                *self.encoder.steps(f"{path}encoder.", reads),
-                Step(f"{path}verdict", judge, uses, ("hidden", *more)),
-            ]
+    def _layout(self, batch: Pass) -> SequenceLayout:
+        return layout_of(
+            batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
         )
+
+    def _judge(self, batch: Pass) -> None:
+        self.judge(batch, batch.get("replaced"))
+
+    def judge(self, batch: Pass, replaced_BT: Tensor | None) -> None:
+        """Logits [B, T], or, given replaced [B, T], their loss."""
+        logits_BT = self.verdict(self.activation(self.dense(batch.carry["hidden"])))[..., 0]
+        if replaced_BT is None:
+            batch.logits = logits_BT
+            return
+        logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
+        truth_BT = (replaced_BT == 1).to(logits_BT.dtype)
+        losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
+        batch.losses["discriminator"] = (losses_BT * (replaced_BT != IGNORE)).sum()
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:

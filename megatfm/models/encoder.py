@@ -6,16 +6,13 @@ from megatfm.config import ModelConfig
 from megatfm.layers.boundary import BoundaryHead
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head, SentenceHead
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
 from megatfm.models.steps import Pass, Step, Steps
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, D model width, V vocabulary, C classes
-
-MASKED_SHARE = 0.15
-"""Of tokens that are masked, as objectives have it unless told otherwise: these alone go through the head."""
 
 
 @MODELS.register("encoder")
@@ -25,11 +22,27 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Stack(config, "encoder", "full", embedding=embedding)
+        self.encoder = Stack(config, "encoder", embedding=embedding)
         tokens = self.encoder.embedding.tokens
         self.head = Head(config, tokens if config.embedding.tied else None, sparse=True)
         self.sentence = SentenceHead(config) if config.sentence_classes else None
         self.boundary = BoundaryHead(config, tokens) if config.boundary_head else None
+        self.steps = Steps(
+            [
+                *self.encoder.steps("encoder", Reads(self.layout)),
+                Step("head", self._head, uses=("head",), reads=("hidden",)),
+                *(
+                    [Step("sentence", self._sentence, uses=("sentence",), reads=("hidden",))]
+                    if self.sentence
+                    else []
+                ),
+                *(
+                    [Step("boundary", self._boundary, uses=("boundary",), reads=("hidden",))]
+                    if self.boundary
+                    else []
+                ),
+            ]
+        )
 
     def forward(
         self,
@@ -54,41 +67,19 @@ class Encoder(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "targets": targets,
             "sentence_targets": sentence_targets, "span_left": span_left, "span_right": span_right, "keys": keys,
         }  # fmt: skip
-        batch = self.steps().through(Pass(inputs))
-        return Output(
-            batch.carry["hidden"],
-            logits=batch.logits,
-            losses=batch.losses or None,
-            sentence_logits=batch.sentence_logits,
-        )
+        batch = Pass(inputs)
+        for step in self.steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output()
 
-    def steps(self) -> Steps:
-        """What forward does."""
-        reads = Reads(lambda batch: batch["tokens"], self._layout, lambda batch: batch.get("segments"))
-        return Steps(
-            [
-                *self.encoder.steps("encoder.", reads),
-                Step("head", self._head, ("head",), ("hidden",), share=MASKED_SHARE),
-                *(
-                    [Step("sentence", self._sentence, ("sentence",), ("hidden",), share=0.0)]
-                    if self.sentence
-                    else []
-                ),
-                *(
-                    [Step("boundary", self._boundary, ("boundary",), ("hidden",), share=MASKED_SHARE)]
-                    if self.boundary
-                    else []
-                ),
-            ]
-        )
+    def layout(self, batch: Pass) -> SequenceLayout:
+        """Where the tokens stand; one for all steps."""
+        return batch.once("layout", lambda: self._layout(batch))
 
     def _layout(self, batch: Pass) -> SequenceLayout:
-        def make() -> SequenceLayout:
-            return layout_of(
-                batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
-            )
-
-        return batch.once("layout", make)
+        return layout_of(
+            batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
+        )
 
     def _head(self, batch: Pass) -> None:
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")

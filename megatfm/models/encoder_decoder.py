@@ -6,11 +6,11 @@ from megatfm.config import ModelConfig
 from megatfm.layers.attention import KVCache
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
 from megatfm.models.steps import Pass, Step, Steps
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens of the decoder, S tokens of the encoder, D model width, V vocabulary
 
@@ -22,11 +22,21 @@ class EncoderDecoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Stack(config, "encoder", "full")
+        self.encoder = Stack(config, "encoder")
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
-        self.decoder = Stack(config, "decoder", "causal", cross=True, embedding=embedding)
+        self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.head = Head(config, embedding.tokens if config.embedding.tied else None)
+        encode = Reads(self.encoder_layout, "encoder_tokens", "encoder_tokens", writes="memory")
+        decode = Reads(self.layout, memory=self._memory, carried_memory=("memory",))
+        self.encoder_steps = Steps(self.encoder.steps("encoder", encode))
+        self.decoder_steps = Steps(
+            [
+                *self.decoder.steps("decoder", decode),
+                Step("head", self._head, uses=("head",), reads=("hidden",)),
+            ]
+        )
+        self.steps = Steps([*self.encoder_steps, *self.decoder_steps])
 
     def forward(
         self,
@@ -55,54 +65,44 @@ class EncoderDecoder(nn.Module):
             "encoder_tokens": encoder_tokens, "encoder_positions": encoder_positions,
             "encoder_documents": encoder_documents, "memory": memory,
         }  # fmt: skip
-        steps = self.steps() if memory is None else Steps(self._decode())
-        batch = steps.through(Pass(inputs, cache=cache))
-        return Output(batch.carry["hidden"], logits=batch.logits, losses=batch.losses or None)
+        batch = Pass(inputs, cache=cache)
+        for step in self.steps if memory is None else self.decoder_steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output()
 
-    def steps(self) -> Steps:
-        """What forward does, without a memory that is given."""
-        reads = Reads(lambda batch: batch["encoder_tokens"], self._encoder_layout)
-        encode = self.encoder.steps("encoder.", reads, writes="memory", tokens="encoder_tokens")
-        return Steps([*encode, *self._decode()])
+    def encoder_layout(self, batch: Pass) -> SequenceLayout:
+        """Where the encoder's tokens stand; one for all its steps."""
+        return batch.once("encoder layout", lambda: self._encoder_layout(batch))
 
-    def _decode(self) -> list[Step]:
-        reads = Reads(lambda batch: batch["tokens"], self._layout, memory=self._memory)
-        return [
-            *self.decoder.steps("decoder.", reads, memory=("memory",)),
-            Step("head", self._head, ("head",), ("hidden",)),
-        ]
+    def layout(self, batch: Pass) -> SequenceLayout:
+        """Where the decoder's tokens stand, and the memory's; one for all its steps."""
+        return batch.once("layout", lambda: self._layout(batch))
 
     def _encoder_layout(self, batch: Pass) -> SequenceLayout:
-        def make() -> SequenceLayout:
-            # The two stacks number their layers alike, so the encoder's random keys are others.
-            keys = batch.get("keys")
-            return layout_of(
-                batch["encoder_tokens"],
-                batch.get("encoder_positions"),
-                batch.get("encoder_documents"),
-                keys_B=None if keys is None else ~keys,
-            )
-
-        return batch.once("encoder layout", make)
+        # The two stacks number their layers alike, so the encoder's random keys are others.
+        keys = batch.get("keys")
+        return layout_of(
+            batch["encoder_tokens"],
+            batch.get("encoder_positions"),
+            batch.get("encoder_documents"),
+            keys_B=None if keys is None else ~keys,
+        )
 
     def _layout(self, batch: Pass) -> SequenceLayout:
-        def make() -> SequenceLayout:
-            given = batch.get("memory")
-            of_memory = layout_of(
-                batch["encoder_tokens"] if given is None else given[..., 0],
-                batch.get("encoder_positions"),
-                batch.get("encoder_documents"),
-            )
-            return layout_of(
-                batch["tokens"],
-                batch.get("positions"),
-                batch.get("documents"),
-                keys_B=batch.get("keys"),
-                cache=batch.cache,
-                memory=of_memory,
-            )
-
-        return batch.once("layout", make)
+        given = batch.get("memory")
+        of_memory = layout_of(
+            batch["encoder_tokens"] if given is None else given[..., 0],
+            batch.get("encoder_positions"),
+            batch.get("encoder_documents"),
+        )
+        return layout_of(
+            batch["tokens"],
+            batch.get("positions"),
+            batch.get("documents"),
+            keys_B=batch.get("keys"),
+            cache=batch.cache,
+            memory=of_memory,
+        )
 
     def _memory(self, batch: Pass) -> Tensor:
         given = batch.get("memory")
@@ -129,6 +129,5 @@ class EncoderDecoder(nn.Module):
         inputs = {
             "encoder_tokens": tokens, "encoder_positions": positions, "encoder_documents": documents, "keys": keys
         }  # fmt: skip
-        reads = Reads(lambda batch: batch["encoder_tokens"], self._encoder_layout)
-        batch = Steps(self.encoder.steps("encoder.", reads, writes="memory")).through(Pass(inputs))
+        batch = self.encoder_steps.start(inputs, {})
         return self._memory(batch)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,8 @@ from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
-from megatfm.models.steps import Field, Pass, Step, Steps
-from megatfm.ops.sequence import SequenceLayout, Sight
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.models.steps import Field, Pass, Step
 
 # B batch, T tokens, S tokens of the memory, D model width
 
@@ -27,7 +29,6 @@ class Stack(nn.Module):
         self,
         config: ModelConfig,
         kind: initialisation.Stack,
-        sight: Sight,
         *,
         cross: bool = False,
         embedding: Embedding | None = None,
@@ -37,92 +38,71 @@ class Stack(nn.Module):
         self.embedding = embedding or Embedding(config, kind)
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
-        self.layers = nn.ModuleDict(
-            {str(i): Block(config, kind, sight, cross=cross) for i in range(distinct)}
-        )
+        self.layers = nn.ModuleDict({str(i): Block(config, kind, cross=cross) for i in range(distinct)})
         self.order = [str(i * distinct // n_layers) for i in range(n_layers)]
         self.skip_rates = [config.drop_path * i / max(n_layers - 1, 1) for i in range(n_layers)]
         bias = POSITIONS.get(config.position.name).bias
         self.position = bias(config, initialiser(config, kind)) if bias else None
         self.norm = make_norm(config) if config.norm.ends_stack else None
-        self.sight: Sight = sight
+        self.causal = kind == "decoder"
 
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        layout: SequenceLayout,
-        *,
-        segments_BT: Tensor | None = None,
-        memory_BSD: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """[B, T, D]. memory: what cross-attention looks at; its layout is `layout.memory`."""
-        reads = Reads(lambda _: tokens_BT, lambda _: layout, lambda _: segments_BT, lambda _: memory_BSD)
-        return Steps(self.steps("", reads)).through(Pass({}, cache=cache)).carry["hidden"]
-
-    def steps(
-        self,
-        path: str,
-        reads: "Reads",
-        *,
-        writes: str = "hidden",
-        tokens: str = "tokens",
-        memory: Sequence[str] = (),
-    ) -> Iterator[Step]:
-        """Embedding, blocks and final norm, one after another. path: the stack's own, and a dot.
-
-        writes: the part of the carry that holds the hidden vectors; tokens: the input that is as long as they are;
-        memory: both the part of the carry and the module through which `reads` finds the memory.
-        """
-        made = {writes: Field(tokens, self.d_model)}
-
-        def embed(batch: Pass) -> None:
-            batch.carry[writes] = self.embedding(
-                reads.tokens(batch), reads.layout(batch), reads.segments(batch)
-            )
-
-        def through(depth: int, name: str, skip_rate: float) -> Callable[[Pass], None]:
-            def block(batch: Pass) -> None:
-                layout = reads.layout(batch)
-                bias = batch.once((path, "bias"), lambda: self._bias(layout))
-                past = batch.cache.layers[depth] if batch.cache else None
-                batch.carry[writes] = self.layers[name](
-                    batch.carry[writes], layout.at_layer(depth, skip_rate), bias, reads.memory(batch), past
-                )
-
-            return block
-
-        def finish(batch: Pass) -> None:
-            batch.carry[writes] = self.norm(batch.carry[writes])  # type: ignore[misc]
-
-        position = () if self.position is None else (f"{path}position",)
-        yield Step(f"{path}embedding", embed, (f"{path}embedding",), reads.carried, made, tokens)
-        for depth, (name, skip_rate) in enumerate(zip(self.order, self.skip_rates, strict=True)):
+    def steps(self, path: str, reads: "Reads") -> Iterator[Step]:
+        """Embedding, blocks and final norm, one after another. path: the stack's own."""
+        made = {reads.writes: Field(reads.length_of, self.d_model)}
+        carried = () if reads.tokens == reads.length_of else (reads.tokens,)
+        position = () if self.position is None else (f"{path}.position",)
+        yield Step(
+            f"{path}.embedding", self.embedding, partial(self._into_embedding, reads),
+            (f"{path}.embedding",), carried, made, reads.length_of,
+        )  # fmt: skip
+        for depth, name in enumerate(self.order):
             yield Step(
-                f"{path}layers.{depth}",
-                through(depth, name, skip_rate),
-                (f"{path}layers.{name}", *position, *memory),
-                (writes, *memory),
-                made,
-                tokens,
-            )
+                f"{path}.layers.{depth}", self.layers[name], partial(self._into_block, reads, depth),
+                (f"{path}.layers.{name}", *position, *reads.carried_memory),
+                (reads.writes, *reads.carried_memory), made, reads.length_of,
+            )  # fmt: skip
         if self.norm is not None:
-            yield Step(f"{path}norm", finish, (f"{path}norm",), (writes,), made, tokens)
+            yield Step(
+                f"{path}.norm", self.norm, partial(self._into_norm, reads),
+                (f"{path}.norm",), (reads.writes,), made, reads.length_of,
+            )  # fmt: skip
 
-    def _bias(self, layout: SequenceLayout) -> Tensor | None:
-        return None if self.position is None else self.position(layout, self.sight)
+    def _into_embedding(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
+        return reads.find_tokens(batch), reads.layout(batch), batch.get("segments")
+
+    def _into_block(self, reads: "Reads", depth: int, batch: Pass) -> Sequence[Any]:
+        layout = reads.layout(batch)
+        position, causal = self.position, self.causal
+        return (
+            batch.carry[reads.writes],
+            layout.at_layer(depth, self.skip_rates[depth]),
+            None if position is None else batch.once(position, lambda: position(layout, causal)),
+            None if reads.memory is None else reads.memory(batch),
+            None if batch.cache is None else batch.cache.layers[depth],
+        )
+
+    def _into_norm(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
+        return (batch.carry[reads.writes],)
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Where a stack finds its tokens, their layout and segments, and the memory. carried: parts of the carry among
-    them that the embedding reads."""
+    """Where a stack finds what it reads, and where it leaves the hidden vectors.
 
-    tokens: Callable[[Pass], Tensor]
+    layout, memory: methods of the model. tokens: an input, or the part of the carry that an earlier step made of it;
+    length_of: the input that is as long. writes: a part of the carry. carried_memory: the name of the memory's part of
+    the carry, which is that of the module that it goes through too.
+    """
+
     layout: Callable[[Pass], SequenceLayout]
-    segments: Callable[[Pass], Tensor | None] = lambda _: None
-    memory: Callable[[Pass], Tensor | None] = lambda _: None
-    carried: tuple[str, ...] = ()
+    tokens: str = "tokens"
+    length_of: str = "tokens"
+    writes: str = "hidden"
+    memory: Callable[[Pass], Tensor | None] | None = None
+    carried_memory: tuple[str, ...] = ()
+
+    def find_tokens(self, batch: Pass) -> Tensor:
+        return batch[self.tokens] if self.tokens == self.length_of else batch.carry[self.tokens]
 
 
 def layout_of(

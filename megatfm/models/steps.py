@@ -1,7 +1,8 @@
 """A model as a list of named steps over a carry.
 
-Every model's `forward` goes through the whole list. A pipeline stage is a slice of it, with the modules that the slice
-uses and no others; what steps read from the batch is there on every stage, and only the carry travels.
+The list is made once, with the model. Every model's `forward` is a loop over it, and a pipeline stage is a slice of it,
+with the modules that the slice uses and no others. What steps read from the batch is there on every stage; only the
+carry travels.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatfm.layers.attention import KVCache
+from megatfm.layers.extra import Extra, summed
+from megatfm.models.output import Output
 
 Made = TypeVar("Made")
 
@@ -54,6 +57,29 @@ class Pass:
         found: Made = self._made[key]
         return found
 
+    def keep(self, step: "Step", made: Any) -> None:
+        """Put what a step made where later steps find it: in its parts of the carry, one after another."""
+        if isinstance(made, Extra):
+            made = self.take(step.run, made)
+        for part, tensor in zip(step.writes, made if isinstance(made, tuple) else (made,), strict=False):
+            if tensor is not None:
+                self.carry[part] = tensor
+
+    def take(self, block: Any, made: Any) -> Any:
+        """A block's output; what it gave besides becomes terms of the loss and, in training, is told to its parts."""
+        if not isinstance(made, Extra):
+            return made
+        self.losses = summed(self.losses, made.losses)
+        if block.training:
+            for part, counts in made.counts.items():
+                block.get_submodule(part).observe(counts)
+        return made.y
+
+    def output(self, hidden: str = "hidden") -> Output:
+        """What the model returns. hidden: the part of the carry that holds the hidden vectors."""
+        losses = self.losses if self.losses and self.logits is None else None
+        return Output(self.carry[hidden], self.logits, losses, self.sentence_logits)
+
 
 @dataclass(frozen=True)
 class Field:
@@ -65,20 +91,27 @@ class Field:
     length: Callable[[Mapping[str, Tensor]], int] | None = None
 
 
+def the_pass(batch: Pass) -> tuple[Any, ...]:
+    """Inputs of a step that takes what it needs from the pass."""
+    return (batch,)
+
+
 @dataclass(frozen=True)
 class Step:
-    """One step. uses: paths of the modules that it runs. reads, writes: parts of the carry.
+    """One step: `batch.keep(step, step.run(*step.inputs(batch)))`.
 
-    tokens: the input over whose tokens it runs, and share: how many of these, to estimate its cost.
+    run: a module, or a method of the model that also says what becomes of losses and logits. inputs: what it is given.
+    uses: paths of the modules that it runs. reads, writes: parts of the carry. tokens: the input over whose tokens it
+    runs.
     """
 
     name: str
-    run: Callable[[Pass], None]
-    uses: Sequence[str]
+    run: Callable[..., Any]
+    inputs: Callable[[Pass], Sequence[Any]] = the_pass
+    uses: Sequence[str] = ()
     reads: Sequence[str] = ()
     writes: Mapping[str, Field] = field(default_factory=lambda: MappingProxyType({}))
     tokens: str = "tokens"
-    share: float = 1.0
 
 
 class Steps(Sequence[Step]):
@@ -96,15 +129,12 @@ class Steps(Sequence[Step]):
     def __iter__(self) -> Iterator[Step]:
         return iter(self._steps)
 
-    def through(self, batch: Pass) -> Pass:
-        """Take a batch through all steps."""
-        for step in self._steps:
-            step.run(batch)
-        return batch
-
     def start(self, inputs: Mapping[str, Tensor | None], carry: Mapping[str, Tensor]) -> Pass:
         """Take a batch through these steps alone, with what the steps before them left."""
-        return self.through(Pass(inputs, carry))
+        batch = Pass(inputs, carry)
+        for step in self._steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch
 
     def alive(self, index: int) -> dict[str, Field]:
         """The parts of the carry that steps from `index` on read and earlier ones have written."""

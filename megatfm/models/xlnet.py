@@ -3,33 +3,39 @@
 The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not here: a row is all that is seen.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.layers.attention.patterns import Full
 from megatfm.layers.attention.two_stream import Stream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import Embedding
-from megatfm.layers.ffn import FFN
+from megatfm.layers.extra import Extra, Extras
+from megatfm.layers.ffn import FFNS
 from megatfm.layers.head import Head
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import layout_of
 from megatfm.models.steps import Field, Pass, Step, Steps
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
 TOGETHER = 16
 """Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
+
+
 PREDICTED_SHARE = 1 / 6
 """Of tokens, as the paper has it: these alone have queries."""
 
@@ -44,6 +50,9 @@ class XLNet(nn.Module):
         self.encoder = TwoStreamStack(config)
         tokens = self.encoder.embedding.tokens
         self.head = Head(config, tokens if config.embedding.tied else None, sparse=True)
+        self.steps = Steps(
+            [*self.encoder.steps(), Step("head", self._head, uses=("head",), reads=("query",))]
+        )
 
     def forward(
         self,
@@ -70,15 +79,10 @@ class XLNet(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "order": order,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = self.steps().through(Pass(inputs))
-        hidden = batch.carry.get("query", batch.carry["content"])
-        return Output(hidden, logits=batch.logits, losses=batch.losses or None)
-
-    def steps(self) -> Steps:
-        """What forward does."""
-        return Steps(
-            [*self.encoder.steps(), Step("head", self._head, ("head",), ("query",), share=PREDICTED_SHARE)]
-        )
+        batch = Pass(inputs)
+        for step in self.steps:
+            batch.keep(step, step.run(*step.inputs(batch)))
+        return batch.output("query" if "query" in batch.carry else "content")
 
     def _head(self, batch: Pass) -> None:
         targets = batch.get("targets")
@@ -116,7 +120,9 @@ class TwoStreamStack(nn.Module):
         self.query = Query(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
-        self.layers = nn.ModuleDict({str(i): TwoStreamBlock(config) for i in range(distinct)})
+        self.layers = nn.ModuleDict(
+            {str(i): TwoStreamBlock(config, queries_only=i == distinct - 1) for i in range(distinct)}
+        )
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
         make_table = POSITIONS.get(config.position.name).bias
@@ -129,46 +135,44 @@ class TwoStreamStack(nn.Module):
         """The carry's "content" [B, T, D] and, where something is predicted, its "query" [B, Q, D]."""
         content = {"content": Field("tokens", self.d_model)}
         query = {"query": Field("tokens", self.d_model, _n_queries)}
-        last = len(self.order) - 1
-        yield Step("encoder.embedding", self._embed, ("encoder.embedding",), (), content)
-        yield Step("encoder.query", self._start, ("encoder.query", "encoder.query_dropout"), (), query)
+        yield Step(
+            "encoder.embedding", self.embedding, self._into_embedding, ("encoder.embedding",), writes=content
+        )
+        start = ("encoder.query", "encoder.query_dropout")
+        yield Step("encoder.query", self._start, uses=start, writes=query)
         for depth, name in enumerate(self.order):
             yield Step(
                 f"encoder.layers.{depth}",
-                self._through(depth),
+                self.layers[name],
+                partial(self._into_block, depth),
                 (f"encoder.layers.{name}", "encoder.position"),
                 ("content", "query"),
-                query if depth == last else content | query,
-                share=(depth < last) + PREDICTED_SHARE,
+                content | query,
             )
-        ends = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
-        yield Step("encoder.norm", self._finish, ends, ("query",), query)
+        finish = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
+        yield Step("encoder.norm", self._finish, uses=finish, reads=("query",), writes=query)
 
-    def _embed(self, batch: Pass) -> None:
-        batch.carry["content"] = self.embedding(batch["tokens"], streams(batch)[0].layout)
+    def _is_last(self, depth: int) -> bool:
+        return depth == len(self.order) - 1
+
+    def _into_embedding(self, batch: Pass) -> Sequence[Any]:
+        return batch["tokens"], streams(batch)[0].layout
 
     def _start(self, batch: Pass) -> None:
         query = streams(batch)[1]
         if query is not None:
             batch.carry["query"] = self.query_dropout(self.query(query.layout.positions), query.layout)
 
-    def _through(self, depth: int) -> Callable[[Pass], None]:
-        name, skip_rate, last = self.order[depth], self.skip_rates[depth], depth == len(self.order) - 1
-
-        def block(batch: Pass) -> None:
-            content, query = streams(batch)
-            table_RD = batch.once("relative positions", lambda: self.position(content.layout, "full"))
-            x_BTD, g_BQD = self.layers[name](
-                batch.carry["content"],
-                batch.carry.get("query"),
-                table_RD,
-                None if query is not None and last else content.at_layer(depth, skip_rate),
-                None if query is None else query.at_layer(depth, skip_rate),
-            )
-            made = {"content": x_BTD, "query": g_BQD}
-            batch.carry.update({part: tensor for part, tensor in made.items() if tensor is not None})
-
-        return block
+    def _into_block(self, depth: int, batch: Pass) -> Sequence[Any]:
+        content, query = streams(batch)
+        skip_rate = self.skip_rates[depth]
+        return (
+            batch.carry["content"],
+            batch.carry.get("query"),
+            batch.once("relative positions", lambda: self.position(content.layout, False)),
+            None if query is not None and self._is_last(depth) else content.at_layer(depth, skip_rate),
+            None if query is None else query.at_layer(depth, skip_rate),
+        )
 
     def _finish(self, batch: Pass) -> None:
         content, query = streams(batch)
@@ -178,15 +182,19 @@ class TwoStreamStack(nn.Module):
 
 
 class TwoStreamBlock(nn.Module):
-    """A transformer block that both streams go through with the same weights; both look at the content alone."""
+    """A transformer block that both streams go through with the same weights; both look at the content alone.
 
-    def __init__(self, config: ModelConfig) -> None:
+    queries_only: where something is predicted, the content stream has ended before.
+    """
+
+    def __init__(self, config: ModelConfig, *, queries_only: bool) -> None:
         super().__init__()
+        self.share = PREDICTED_SHARE + (not queries_only)
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
         self.ffn_residual = residual(config, "ffn residual", "encoder")
-        self.ffn = FFN(config, initial)
+        self.ffn = FFNS.get("dense")(config, initial)
 
     def forward(
         self,
@@ -195,8 +203,9 @@ class TwoStreamBlock(nn.Module):
         table_RD: Tensor,
         content: Stream | None,
         query: Stream | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None] | Extra:
         """The content and the query stream after the block, each where it goes through."""
+        extras = Extras()
         seen = self.attn.seen(self.attn_residual.before(x_BTD), table_RD)
 
         def through(y_BQD: Tensor | None, stream: Stream | None) -> Tensor | None:
@@ -204,10 +213,11 @@ class TwoStreamBlock(nn.Module):
                 return None
             z_BQD = self.attn(self.attn_residual.before(y_BQD), seen, stream)
             y_BQD = self.attn_residual.after(y_BQD, z_BQD, stream.layout)
-            z_BQD = self.ffn(self.ffn_residual.before(y_BQD), stream.layout)
+            z_BQD = extras.take("ffn", self.ffn(self.ffn_residual.before(y_BQD), stream.layout))
             return self.ffn_residual.after(y_BQD, z_BQD, stream.layout)
 
-        return through(x_BTD, content), through(g_BQD, query)
+        made = through(x_BTD, content), through(g_BQD, query)
+        return extras.beside(made)
 
 
 def streams(batch: Pass) -> tuple[Stream, Stream | None]:
@@ -223,7 +233,7 @@ def streams(batch: Pass) -> tuple[Stream, Stream | None]:
             order = torch.zeros_like(tokens) if order is None else order
             return _two_streams(layout, segments, order, places(tokens, targets))
         everywhere = layout.indices.expand_as(tokens)
-        return _stream(layout, everywhere, segments, segments, layout.mask("full")), None
+        return _stream(layout, everywhere, segments, segments, layout.mask(Full())), None
 
     return batch.once("streams", make)
 
@@ -231,7 +241,7 @@ def streams(batch: Pass) -> tuple[Stream, Stream | None]:
 def _two_streams(
     layout: SequenceLayout, segments_BT: Tensor, order_BT: Tensor, places_BQ: Tensor
 ) -> tuple[Stream, Stream]:
-    same_B1TS = layout.mask("full")
+    same_B1TS = layout.mask(Full())
     allowed_BTS = order_BT[:, None, :] <= order_BT[:, :, None]
     below_BQS = order_BT[:, None, :] < order_BT.gather(1, places_BQ)[:, :, None]
     allowed_B1TS, below_B1QS = allowed_BTS[:, None], below_BQS[:, None]

@@ -18,7 +18,6 @@ from megatfm.objectives.registry import (
     Tokens,
     make,
     reads_text,
-    run,
 )
 from megatfm.objectives.replaced_token import ReplacedToken
 from megatfm.objectives.segments import NextSentence, SentenceOrder
@@ -51,5 +50,4 @@ __all__ = [
     "Tokens",
     "make",
     "reads_text",
-    "run",
 ]

@@ -20,7 +20,7 @@ from megatfm.objectives.registry import (
 )
 from megatfm.objectives.two_sides import pair
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.sequence import targets_ahead
+from megatfm.ops.targets import targets_ahead
 
 
 class Causal(Objective):

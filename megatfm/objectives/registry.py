@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from megatfm.config import ModelConfig
 from megatfm.data import Field, Piece
 from megatfm.errors import UsageError
 from megatfm.keyed import PieceKey
+from megatfm.layers.extra import Term
+from megatfm.layers.terms import block_terms
 from megatfm.registry import Registry
 
 Batch = Mapping[str, Tensor]
@@ -138,14 +141,33 @@ class Objective(Protocol):
         """How many targets each term has in a micro-batch, from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:
-        """Run the model; the sum of each term."""
-        return run(model, batch)
+        """Give the model the whole batch; the sum of each term."""
+        inputs = {name: values for name, values in batch.items() if name != "tokens"}
+        return dict(model(batch["tokens"], **inputs).losses)
 
 
-def run(model: nn.Module, batch: Batch) -> Terms:
-    """Give a model the whole batch; the terms of its loss."""
-    inputs = {name: values for name, values in batch.items() if name != "tokens"}
-    return dict(model(batch["tokens"], **inputs).losses)
+class WithBlockTerms:
+    """An objective whose loss has, beside its own terms, those that the model's blocks add."""
+
+    def __init__(self, objective: Objective, terms: Mapping[str, Term]) -> None:
+        self._objective, self._terms = objective, terms
+        self.weights = {**objective.weights, **{name: term.weight for name, term in terms.items()}}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is unpickled there is no objective yet
+            raise AttributeError(name)
+        return getattr(self._objective, name)
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        """The objective's, and the places or rows of the micro-batch for each term of the blocks."""
+        places = [batch[f"{side}positions"] for side in self._objective.sides]
+        numbers = {"tokens": sum(side.numel() for side in places), "rows": len(places[0])}
+        added = {name: torch.tensor(numbers[term.per]) for name, term in self._terms.items()}
+        return self._objective.counts(batch) | added
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Terms:
+        """The objective's and the blocks' terms."""
+        return self._objective(model, batch)
 
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
@@ -181,7 +203,13 @@ def make(
             f"objective.name = {config.name!r} for an encoder-decoder fills two rows: set data.target_length, the "
             f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
         )
-    return objective
+    terms = block_terms(model)
+    if taken := terms.keys() & objective.weights.keys():
+        raise UsageError(
+            f"a part of the model adds a term {min(taken)!r} to the loss, and objective.name = {config.name!r} has one "
+            "of that name: give the part's another"
+        )
+    return cast(Objective, WithBlockTerms(objective, terms)) if terms else objective
 
 
 def longest(

@@ -59,7 +59,8 @@ class ReplacedToken(Objective):
         return fields | {"original": original}
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {
-            "generator": (batch["targets"] != IGNORE).sum(),
-            "discriminator": (batch["documents"] >= 0).sum(),
-        }
+        documents = batch.get("documents")
+        counted = (
+            batch["original"] if documents is None else documents
+        )  # where a row is one document, all are counted
+        return {"generator": (batch["targets"] != IGNORE).sum(), "discriminator": (counted >= 0).sum()}

@@ -4,13 +4,13 @@ Numbers are drawn by NumPy's Philox ziggurat on the CPU, in blocks of rows, so t
 that hold its rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm import keyed
 
@@ -72,30 +72,6 @@ def draw(
     rows = rows[first - blocks[0] * ROW_BLOCK :][: sizes[0]]
     columns = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
     return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *columns)]))
-
-
-@torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
-    for name, tensor, initial in initials(model):
-        shape = tuple(tensor.shape)
-        tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
-
-
-@torch.no_grad()
-def set_buffers(model: nn.Module) -> None:
-    """Set the buffers of a whole model. They are not stored with it: they follow from the config."""
-    for _, tensor, initial in initials(model):
-        if not isinstance(tensor, nn.Parameter):
-            shape = tuple(tensor.shape)
-            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
-
-
-def initials(model: nn.Module) -> Iterator[tuple[str, Tensor, Initial]]:
-    """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
-    for path, module in model.named_modules():
-        for key, initial in getattr(module, "initial", {}).items():
-            yield f"{path}.{key}", getattr(module, key), initial
 
 
 def _rows(

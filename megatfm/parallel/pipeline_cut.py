@@ -46,9 +46,6 @@ class Step(Protocol):
     @property
     def tokens(self) -> str: ...
 
-    @property
-    def share(self) -> float: ...
-
 
 class Steps(Protocol):
     """See `megatfm.models.steps.Steps`."""
@@ -134,13 +131,12 @@ def cut(
     but the first begin; left out, cuts are where the costs of stages are most equal. Raises UsageError for a model
     that isn't told in steps, and for more stages than it can be cut into.
     """
-    make_steps = getattr(model, "steps", None)
-    if make_steps is None:
+    steps: Steps | None = getattr(model, "steps", None)
+    if steps is None:
         raise UsageError(
             f"parallel.pp = {ranks}: this model family is not cut into pipeline stages: set parallel.pp = 1 and use "
             "parallel.dp_shard"
         )
-    steps: Steps = make_steps()
     rank_of = stage_ranks(schedule, ranks, virtual)
     costs = [cost(model, step, lengths) for step in steps]
     starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step))]
@@ -171,19 +167,22 @@ def cut(
 
 def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
     """Of a step, for all of its tokens: the parameters by which each is multiplied, tables not counted, and what
-    attention does besides: scores and sums over as many tokens as there are (two products of its width)."""
+    attention does besides: scores and sums over as many tokens as there are (two products of its width). A module's
+    `share` is that of the tokens that go through it."""
     length = lengths.get(step.tokens, 1)
     total = 0.0
     for path in step.uses:
-        for module in model.get_submodule(path).modules():
+        used, products = model.get_submodule(path), 0.0
+        for module in used.modules():
             roles = getattr(module, "roles", {})
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1 and key not in roles:
-                    total += parameter.numel()
+                    products += parameter.numel()
             out = getattr(module, "wo", None)  # attention's
             if isinstance(out, nn.Module):
-                total += 2 * length * out.get_parameter("weight").shape[1]
-    return total * step.share * length
+                products += 2 * length * out.get_parameter("weight").shape[1]
+        total += products * getattr(used, "share", 1.0)
+    return total * length
 
 
 def _trained(model: nn.Module, steps: Steps) -> list[frozenset[str]]:

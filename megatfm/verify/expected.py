@@ -11,8 +11,8 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 from megatfm.parallel import styles
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import PLANS, match

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from megatfm.config import Config
 from megatfm.layers.attention import Core
+from megatfm.layers.attention.patterns import Seen
 from megatfm.layers.head import CrossEntropy
+from megatfm.layers.initialisation import initialise, initials
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
 from megatfm.ops.attention import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.ops.initial import Normal, draw, initialise, initials
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.ops.initial import Normal, draw
 from megatfm.verify.batch import Arrays, objective_of
 
 
@@ -71,7 +73,7 @@ def _attention(
     core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, bias: Tensor | None = None
 ) -> Tensor:
     keys = core.dropout.head_keys(layout, q.shape[1])
-    return attention_reference(q, k, v, layout.mask(core.sight), bias, core.variant, keys)
+    return attention_reference(q, k, v, Seen(core.pattern, layout), bias, core.variant, keys)
 
 
 def _cross_entropy(

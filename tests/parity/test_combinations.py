@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 
 from .test_dense import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
 

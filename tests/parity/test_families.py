@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 from tests.parity.test_layouts import (
     ADAMW,
     LENGTH,

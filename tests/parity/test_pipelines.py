@@ -17,8 +17,8 @@ from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines import NativeEngine, Sharing
 from megatfm.engines.pipelined import StagePasses, Step
 from megatfm.errors import UsageError
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.pipeline_cut import cut, keep
 from megatfm.parallel.plan import lay

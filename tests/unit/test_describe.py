@@ -14,7 +14,7 @@ from megatfm.describe.flops import row
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.ops.attention import attention_reference
+from megatfm.ops.attention import KERNELS
 from megatfm.train.optimizers import optimizer_groups
 
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
@@ -84,7 +84,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
-    monkeypatch.setattr("megatfm.layers.attention.core.attention", attention_reference)
+    monkeypatch.setattr("megatfm.layers.attention.core.choose", lambda case: KERNELS[0])
     model = ModelConfig.of(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
     config = load_config("quickstart").model_copy(update={"model": model})

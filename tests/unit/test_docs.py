@@ -214,10 +214,10 @@ def test_adding_a_part_works_as_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, option: str, test: str, kind: str, count: int
 ) -> None:
     """Its own test passes, and a model of the quickstart has it and learns its parameters."""
+    from megatfm.layers.initialisation import initialise
     from megatfm.layers.norm import NORMS
     from megatfm.layers.position import POSITIONS
     from megatfm.models import build
-    from megatfm.ops.initial import initialise
     from megatfm.registry import import_plugins
 
     follow(f"add-a-{part}.md", tmp_path)

@@ -17,11 +17,17 @@ CORE = {
     "megatfm.tokenizers": {"megatfm.config"},
     "megatfm.data": {"megatfm.config"},
     "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
-    "megatfm.objectives": {"megatfm.data", "megatfm.ops", "megatfm.config"},
+    "megatfm.objectives": {"megatfm.data", "megatfm.layers", "megatfm.ops", "megatfm.config"},
     "megatfm.parallel": {"megatfm.ops", "megatfm.config"},
     "megatfm.checkpoint": {"megatfm.ops", "megatfm.config"},
     "megatfm.estimate": {"megatfm.parallel", "megatfm.layers", "megatfm.config"},
-    "megatfm.engines": {"megatfm.parallel", "megatfm.checkpoint", "megatfm.ops", "megatfm.config"},
+    "megatfm.engines": {
+        "megatfm.parallel",
+        "megatfm.checkpoint",
+        "megatfm.layers",
+        "megatfm.ops",
+        "megatfm.config",
+    },
 }
 TRAIN = {"megatfm.train": set(CORE)}
 # What is done with a finished or running model: builds it as training does, and knows none of the others here.

@@ -1,28 +1,33 @@
 """Attention between projected heads: the seam at which context parallelism takes over."""
 
+import logging
+
+import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, expect
+from megatfm.layers.attention.patterns import Pattern, Seen
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.ops.attention import Variant, attention
-from megatfm.ops.sequence import SequenceLayout, Sight
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.ops.attention import Case, Variant, choose
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
 
+log = logging.getLogger("megatfm")
+
 
 class Core(nn.Module):
-    """softmax(q kᵀ · scale + bias) v over what the layout lets each query see."""
+    """softmax(q kᵀ · scale + bias) v over what the pattern and the layout let each query see."""
 
     def __init__(
-        self, config: ModelConfig, initial: Initialiser, sight: Sight, *, scale: float | None = None
+        self, config: ModelConfig, initial: Initialiser, pattern: Pattern, *, scale: float | None = None
     ) -> None:
         super().__init__()
-        self.sight: Sight = sight
         options = expect(config.attention, ScaledAttention, "model.attention")
-        self.dropout = Dropout(options.dropout, "attention" if sight != "cross" else "cross")
+        self.pattern, self.shown = pattern, repr(pattern)
+        self.dropout = Dropout(options.dropout, "cross" if pattern.of_memory else "attention")
         self.variant = Variant(
-            causal=sight == "causal",
             scale=options.scale or scale,
             softcap=options.softcap,
             dropout=options.dropout,
@@ -37,5 +42,23 @@ class Core(nn.Module):
         bias: Tensor | None = None,
     ) -> Tensor:
         """[B, N, T, H]; bias broadcasts to [B, N, T, S]."""
-        keys = self.dropout.head_keys(layout, q_BNTH.shape[1])
-        return attention(q_BNTH, k_BKSH, v_BKSH, layout.mask(self.sight), bias, self.variant, keys)
+        n_heads = q_BNTH.shape[1]
+        keys = self.dropout.head_keys(layout, n_heads)
+        seen = Seen(self.pattern, layout, self.dropout.part * n_heads, n_heads)
+        case = Case.of(q_BNTH, k_BKSH, seen, self.variant, drops=keys is not None)
+        kernel = choose(case)
+        tell(kernel.name, self.shown, case.plain, case.device, case.dtype)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, keys)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too
+def tell(kernel: str, pattern: str, plain: str | None, device: str, dtype: torch.dtype) -> None:
+    """Log once which kernel serves which kind of attention."""
+    kind = (kernel, pattern, plain, device, dtype)
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        how = f"plainly {plain}" if plain else "by a mask"
+        log.info("attention %s, %s, on %s in %s: kernel %s", pattern, how, device, str(dtype)[6:], kernel)
+
+
+_TOLD: set[tuple[str, str, str | None, str, torch.dtype]] = set()

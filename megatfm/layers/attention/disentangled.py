@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from megatfm.config import DisentangledPositionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.attention import probabilities
-from megatfm.ops.sequence import SequenceLayout, Sight
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -24,9 +25,9 @@ class DisentangledAttention(nn.Module):
     Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
     """
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
-        if not isinstance(config.position, DisentangledPositionConfig) or sight != "full":
+        if not isinstance(config.position, DisentangledPositionConfig) or pattern.plain != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled' needs model.position.name = 'disentangled' and "
                 "family = 'encoder'"
@@ -39,7 +40,7 @@ class DisentangledAttention(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
         self.wk_position = Linear(d, width, initial("key", d, width))
-        self.core = DisentangledCore(config, lambda d: (d + farthest).clamp(0, 2 * farthest - 1))
+        self.core = DisentangledCore(config, pattern, lambda d: (d + farthest).clamp(0, 2 * farthest - 1))
 
     def forward(
         self,
@@ -63,9 +64,9 @@ class DisentangledAttention(nn.Module):
 class DisentangledCore(nn.Module):
     """The scores and what follows from them. rows: of the table, for distances query − key."""
 
-    def __init__(self, config: ModelConfig, rows: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.rows, self.scale = rows, (3 * config.head_width) ** -0.5
+        self.pattern, self.rows, self.scale = pattern, rows, (3 * config.head_width) ** -0.5
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def forward(
@@ -88,4 +89,4 @@ class DisentangledCore(nn.Module):
         scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
         scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
         keys = self.dropout.head_keys(layout, q_BNTH.shape[1])
-        return probabilities(scores_BNTS, layout.mask("full"), self.dropout.rate, keys) @ v_BNSH
+        return probabilities(scores_BNTS, layout.mask(self.pattern), self.dropout.rate, keys) @ v_BNSH

@@ -6,11 +6,12 @@ from megatfm.config import DisentangledBucketsConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.disentangled import DisentangledCore
+from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.position.disentangled_buckets import log_buckets
-from megatfm.ops.sequence import SequenceLayout, Sight
+from megatfm.layers.sequence import SequenceLayout
 
 # B batch, T tokens, D model width, N heads, H head width, R buckets of relative positions
 
@@ -19,9 +20,9 @@ from megatfm.ops.sequence import SequenceLayout, Sight
 class DisentangledSharedAttention(nn.Module):
     """The table of relative positions goes through the content's projections of queries and keys."""
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
-        if not isinstance(config.position, DisentangledBucketsConfig) or sight != "full":
+        if not isinstance(config.position, DisentangledBucketsConfig) or pattern.plain != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled_shared' needs model.position.name = "
                 "'disentangled_buckets' and family = 'encoder'"
@@ -32,7 +33,9 @@ class DisentangledSharedAttention(nn.Module):
         self.wk = Linear(d, width, initial("key", d, width), bias=True)
         self.wv = Linear(d, width, initial("value", d, width), bias=True)
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
-        self.core = DisentangledCore(config, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1))
+        self.core = DisentangledCore(
+            config, pattern, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1)
+        )
 
     def forward(
         self,

@@ -5,12 +5,13 @@ from torch import Tensor, nn
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import POSITIONS
-from megatfm.ops.sequence import SequenceLayout, Sight
+from megatfm.layers.sequence import SequenceLayout
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
@@ -19,14 +20,11 @@ from megatfm.ops.sequence import SequenceLayout, Sight
 class HeadsAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
-        self.head_dim, self.sight = config.head_width, sight
+        self.head_dim = config.head_width
         options = expect(config.attention, HeadsAttentionConfig, "model.attention")
-        d, width, kv_width = (
-            config.d_model,
-            *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
-        )
+        d, width, kv_width = (config.d_model, *(n * self.head_dim for n in (options.n_heads, options.kv_heads)))
         bias = options.bias
         self.wq = Linear(d, width, initial("query", d, width), bias=bias)
         self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
@@ -35,10 +33,10 @@ class HeadsAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
         position = POSITIONS.get(config.position.name)
-        turns = position.heads is not None and sight != "cross"
+        turns = position.heads is not None and not pattern.of_memory
         self.position = position.heads(config, initial) if turns and position.heads else None
-        core = position.core if position.core and sight != "cross" else Core
-        self.core = core(config, initial, sight)
+        core = position.core if position.core and not pattern.of_memory else Core
+        self.core = core(config, initial, pattern)
 
     def forward(
         self,
@@ -49,9 +47,9 @@ class HeadsAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """[B, T, D]. memory: what cross-attention looks at; self-attention has none."""
-        q_BNTH = self.q_norm(self._heads(self.wq, x_BTD))
+        q_BNTH = self.q_norm(self._heads(self.wq(x_BTD)))
         if memory_BSD is None:
-            k_BKSH, v_BKSH = self.k_norm(self._heads(self.wk, x_BTD)), self._heads(self.wv, x_BTD)
+            k_BKSH, v_BKSH = self.k_norm(self._heads(self.wk(x_BTD))), self._heads(self.wv(x_BTD))
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, layout)
             if cache is not None:
@@ -61,12 +59,12 @@ class HeadsAttention(nn.Module):
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, layout, bias)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def _heads(self, projection: nn.Module, x_BTD: Tensor) -> Tensor:
-        return projection(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _memory_heads(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is None or cache.memory is None:
-            heads = self.k_norm(self._heads(self.wk, memory_BSD)), self._heads(self.wv, memory_BSD)
+            heads = self.k_norm(self._heads(self.wk(memory_BSD))), self._heads(self.wv(memory_BSD))
             if cache is None:
                 return heads
             cache.memory = heads

@@ -7,12 +7,13 @@ from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import Rope
-from megatfm.ops.sequence import SequenceLayout, Sight
+from megatfm.layers.sequence import SequenceLayout
 
 # B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
 # C width of a latent
@@ -22,10 +23,10 @@ from megatfm.ops.sequence import SequenceLayout, Sight
 class LatentAttention(nn.Module):
     """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         latent = expect(config.attention, LatentAttentionConfig, "model.attention")
-        if config.position.name != "rope" or sight == "cross":
+        if config.position.name != "rope" or pattern.of_memory:
             raise UsageError(
                 "model.attention.name = 'latent' carries positions in its own rotary channels, in self-attention: it "
                 "needs model.position.name = 'rope' and a decoder or encoder, not "
@@ -51,7 +52,7 @@ class LatentAttention(nn.Module):
         self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
         self.position = Rope(config, initial, self.rope_dim)
-        self.core = Core(config, initial, sight, scale=(self.head_dim + self.rope_dim) ** -0.5)
+        self.core = Core(config, initial, pattern, scale=(self.head_dim + self.rope_dim) ** -0.5)
 
     def forward(
         self,

@@ -14,8 +14,8 @@ from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.attention import probabilities
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
 

@@ -10,6 +10,7 @@ from megatfm.layers.initialisation.registry import (
     depth,
     initialiser,
 )
+from megatfm.layers.initialisation.walk import initialise, initials, set_buffers
 
 __all__ = [
     "INITIALISATIONS",
@@ -20,8 +21,11 @@ __all__ = [
     "bert",
     "depth",
     "gpt2",
+    "initialise",
     "initialiser",
+    "initials",
     "normal",
+    "set_buffers",
     "t5",
     "xavier",
 ]

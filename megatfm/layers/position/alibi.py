@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.initial import Values
-from megatfm.ops.sequence import SequenceLayout, Sight
 
 # N heads, T queries, S keys
 
@@ -29,7 +29,7 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
         self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
 
-    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
         """[1, N, T, S]."""
         return -self.slopes[:, None, None] * layout.distances().abs()[None, None]
 

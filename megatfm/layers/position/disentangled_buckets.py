@@ -8,8 +8,8 @@ from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.layers.table import Table
-from megatfm.ops.sequence import SequenceLayout, Sight
 
 # R buckets of both directions, D model width
 
@@ -44,7 +44,7 @@ class BucketTable(nn.Module):
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)
 
-    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
         """[R, D]."""
         return self.norm(self.table.weight)
 

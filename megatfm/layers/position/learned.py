@@ -8,7 +8,7 @@ from megatfm.config import LearnedPositionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceLayout
 
 # B batch, T tokens, D embedding width
 

@@ -18,7 +18,7 @@ class Position:
 
     embedding: made once a stack, (layout) → [B or 1, T, D], added to the embeddings.
     heads: made in every self-attention, (q, k, layout) → (q, k).
-    bias: made once a stack and shared by its layers, (layout, sight) → [1, N, T, S], added to the scores.
+    bias: made once a stack and shared by its layers, (layout, causal) → [1, N, T, S], added to the scores.
     core: made in every self-attention in place of the plain core; see `layers.attention`.
     """
 

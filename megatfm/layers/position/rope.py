@@ -9,8 +9,8 @@ from megatfm.config import ModelConfig, RopeConfig, RopeScaling, expect
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.rotary import frequencies, rotary_table, rotate
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, N query heads, K key-value heads, T tokens, H head width
 

@@ -1,5 +1,7 @@
 """Relative positions in keys and values (Shaw et al. 2018)."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -7,8 +9,11 @@ from megatfm.config import ModelConfig, ScaledAttention, ShawConfig, expect
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.attention import probabilities
-from megatfm.ops.sequence import SequenceLayout, Sight
+
+if TYPE_CHECKING:  # patterns live with attention, which reads positions
+    from megatfm.layers.attention.patterns import Pattern
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, R clipped distances
 
@@ -16,10 +21,10 @@ from megatfm.ops.sequence import SequenceLayout, Sight
 class ShawCore(nn.Module):
     """Attention whose keys and values each get a vector for the clipped distance, shared by the heads."""
 
-    def __init__(self, config: ModelConfig, initial: Initialiser, sight: Sight) -> None:
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: "Pattern") -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")
-        self.sight = sight
+        self.pattern = pattern
         self.farthest = expect(config.position, ShawConfig, "model.position").max_distance
         self.scale = options.scale or config.head_width**-0.5
         self.softcap = options.softcap
@@ -46,8 +51,8 @@ class ShawCore(nn.Module):
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
-        mask_B1TS = layout.mask(self.sight)
-        if mask_B1TS is None and self.sight == "causal":
+        mask_B1TS = layout.mask(self.pattern)
+        if mask_B1TS is None and self.pattern.plain == "causal":
             mask_B1TS = (layout.distances() <= 0)[None, None]
         keys_BNT = self.dropout.head_keys(layout, q_BNTH.shape[1])
         probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, keys_BNT)

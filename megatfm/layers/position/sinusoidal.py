@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.rotary import frequencies
-from megatfm.ops.sequence import SequenceLayout
 
 # B batch, T tokens, D embedding width
 

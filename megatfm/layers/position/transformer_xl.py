@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.rotary import frequencies
-from megatfm.ops.sequence import SequenceLayout, Sight
 
 # R relative positions (all that a row of T tokens has, 2T − 1), D model width
 
@@ -19,7 +19,7 @@ class SinusoidTable(nn.Module):
         super().__init__()
         self.width = config.d_model
 
-    def forward(self, layout: SequenceLayout, sight: Sight) -> Tensor:
+    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
         """[R, D] in float64."""
         farthest, device = layout.positions.shape[1] - 1, layout.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)

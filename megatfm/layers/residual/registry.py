@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
 from megatfm.layers.initialisation import Stack
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.registry import Registry
 
 

@@ -6,7 +6,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Stack
 from megatfm.layers.norm import make_norm
 from megatfm.layers.residual.registry import RESIDUALS, Branch
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceLayout
 
 
 @RESIDUALS.register("sandwich")

@@ -39,6 +39,18 @@ def reference(rows: PackedRows, start: int, n: int) -> np.ndarray:
     return np.stack([rows.row(position)["tokens"] for position in range(start, start + n)])
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_rows_of_one_document_come_without_its_number(rows: PackedRows, micro_batch: int) -> None:
+    """Any other row brings a mask with it: documents that begin in it, and padding."""
+    found = [batch for step in steps(rows, 6, micro_batch=micro_batch, stop=45) for batch in step]
+    for number, batch in enumerate(found):
+        places = range(number * micro_batch, (number + 1) * micro_batch)
+        wanted = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
+        assert ("documents" in batch) == bool(wanted.any())
+        np.testing.assert_array_equal(batch.get("documents", np.zeros_like(wanted)), wanted)
+    assert 0 < sum("documents" in batch for batch in found) < len(found)
+
+
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_ranks_and_micro_batches_only_divide_the_order(
@@ -53,7 +65,7 @@ def test_ranks_and_micro_batches_only_divide_the_order(
         parts = [ranks[rank][t] for rank in range(data_ranks)]
         assert all(len(part) == 8 // data_ranks // micro_batch for part in parts)
         for batch in (batch for part in parts for batch in part):
-            assert set(batch) == {"tokens", "targets", "documents", "positions", "keys"}
+            assert batch.keys() | {"documents"} == {"tokens", "targets", "documents", "positions", "keys"}
             assert batch["keys"].shape == (micro_batch,)
             assert batch["keys"].dtype == np.int64
             assert all(

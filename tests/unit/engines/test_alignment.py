@@ -133,7 +133,7 @@ def test_drawn_weights_and_buffers_lie_in_torchs_memory(
     workers.run(initial_weights_lie_right, 1, ParallelConfig())
     name = "megatfm.ops.initial.draw"
     monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))
-    from megatfm.ops.initial import initialise
+    from megatfm.layers.initialisation import initialise
 
     model = build(ODD)
     initialise(model, 0)

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import recompute
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 from megatfm.parallel.blocks import blocks
 from tests.parity.test_families import MODELS, PassOn, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, global_batch, make_engine, microbatches

@@ -10,8 +10,8 @@ from megatfm.config import ModelConfig
 from megatfm.generate.beam import beam_search
 from megatfm.generate.decoding import Decoding, Prompts
 from megatfm.generate.generate import generate
+from megatfm.layers.initialisation import set_buffers
 from megatfm.models import build
-from megatfm.ops.initial import set_buffers
 from tests.parity.oracle import perturb
 
 SMALL = {

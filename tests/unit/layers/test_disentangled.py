@@ -11,10 +11,11 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
+from megatfm.layers.attention.patterns import Full
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.position.disentangled_buckets import log_buckets
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
-from megatfm.ops.sequence import SequenceLayout
 
 K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
@@ -105,7 +106,7 @@ def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
 
 @pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
 def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
-    attention = moved(ATTENTIONS.get(config.attention.name)(config, initialiser(config), "full"))
+    attention = moved(ATTENTIONS.get(config.attention.name)(config, initialiser(config), Full()))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     table = torch.randn(

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout, DropPath
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
-from megatfm.ops.sequence import SequenceLayout
 
 ROWS, T, D = 64, 50, 96
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import Embedding
+from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
-from megatfm.ops.sequence import SequenceLayout
 
 SMALL = {
     "family": "encoder",

@@ -8,7 +8,7 @@ from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.ffn import FFN
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import NORMS
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceLayout
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatfm.config import load_config
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import make
-from megatfm.ops.initial import initialise
 from tests.golden.curves import SPECIAL, VOCABULARY, batch
 
 SMALL = {

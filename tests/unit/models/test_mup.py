@@ -5,8 +5,8 @@ import torch
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build, lr_scales
-from megatfm.ops.initial import initialise
 
 BASE, WIDTHS = 32, (32, 128, 512)
 

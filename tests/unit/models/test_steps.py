@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.initial import initialise
 from megatfm.parallel.pipeline_cut import activation_shape
 from tests.parity.test_families import MODELS, batch_for
 
@@ -15,7 +15,7 @@ def test_steps_in_turn_are_forward(name: str) -> None:
     model = build(config).double().train()
     initialise(model, 7)
     batch = {key: value for key, value in batch_for(config).items() if key != "ahead"}
-    steps, carry, losses = model.steps(), {}, {}
+    steps, carry, losses = model.steps, {}, {}
     assert len({step.name for step in steps}) == len(steps)
     for i in range(len(steps)):
         assert carry.keys() == steps.alive(i).keys()
@@ -34,4 +34,4 @@ def test_steps_in_turn_are_forward(name: str) -> None:
 def test_a_missing_input_is_named() -> None:
     model = build(MODELS["t5"])
     with pytest.raises(TypeError, match="encoder_tokens"):
-        model.steps().start({"tokens": torch.zeros(1, 3, dtype=torch.int64)}, {})
+        model.steps.start({"tokens": torch.zeros(1, 3, dtype=torch.int64)}, {})

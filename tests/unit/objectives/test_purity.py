@@ -154,7 +154,13 @@ def test_no_rank_or_resume_changes_a_batch(
         return Loader(packed, global_batch=4, **options)
 
     def joined(step: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        return {name: np.concatenate([batch[name] for batch in step]) for name in step[0]}
+        sides = [name.removesuffix("tokens") for name in step[0] if name in ("tokens", "encoder_tokens")]
+        # Numbers of documents are left out where every row is one.
+        full = [
+            {f"{side}documents": np.zeros_like(batch[f"{side}tokens"]) for side in sides} | batch
+            for batch in step
+        ]
+        return {name: np.concatenate([batch[name] for batch in full]) for name in full[0]}
 
     with loader(micro_batch=4) as whole, loader(micro_batch=1, position=8) as resumed:
         steps = [joined(next(whole)) for _ in range(6)]

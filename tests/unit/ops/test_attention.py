@@ -4,20 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops import attention
-from megatfm.ops.attention import Variant
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.attention.patterns import Full, Seen
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.ops.attention import CAUSAL, Case, Variant, Visible, attention_reference, choose, kernels
 
 B, N, T, H = 2, 6, 11, 4
-CAUSAL = Variant(causal=True)
+EARLIER = Full(causal=True)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return attention.attention(q, k, v, mask, variant=CAUSAL)
-
-
-def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return attention.attention_reference(q, k, v, mask, variant=CAUSAL)
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, seen: Visible = CAUSAL) -> Tensor:
+    kernel = choose(Case.of(q, k, seen, Variant(), drops=False))
+    return kernel.run(q, k, v, seen, None, Variant(), None)
 
 
 def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,35 +37,35 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("function", [causal_attention, causal_attention_reference])
+@pytest.mark.parametrize("function", [chosen_attention, attention_reference])
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
 @pytest.mark.parametrize("past", [0, 4])
 def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
-    mask = SequenceLayout(positions, past=past).mask("causal")
-    assert (mask is None) == (past == 0)
-    torch.testing.assert_close(function(q, k, v, mask), one_query_at_a_time(q, k, v, past))
+    seen = Seen(EARLIER, SequenceLayout(positions, past=past))
+    assert (seen.plain == "causal") == (past == 0)
+    torch.testing.assert_close(function(q, k, v, seen), one_query_at_a_time(q, k, v, past))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
-    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).mask("causal")
+    seen = Seen(EARLIER, SequenceLayout(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = torch.autograd.grad(causal_attention(*inputs, mask), inputs, y)
-    wanted = torch.autograd.grad(causal_attention_reference(*inputs, mask), inputs, y)
+    ours = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
+    wanted = torch.autograd.grad(attention_reference(*inputs, seen), inputs, y)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("function", [causal_attention, causal_attention_reference])
+@pytest.mark.parametrize("function", [chosen_attention, attention_reference])
 def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
-    mask = SequenceLayout(torch.arange(T).expand(B, T), documents).mask("causal")
-    packed = function(q, k, v, mask)
+    seen = Seen(EARLIER, SequenceLayout(torch.arange(T).expand(B, T), documents))
+    packed = function(q, k, v, seen)
     for b in range(B):
         for document in documents[b].unique():
             at = documents[b] == document
@@ -78,10 +75,10 @@ def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: i
 
 def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in heads(2))
-    wanted = causal_attention_reference(q.double(), k.double(), v.double())
-    for limit in (attention.MATMUL_SCORES, 0):
-        monkeypatch.setattr(attention, "MATMUL_SCORES", limit)
-        result = causal_attention(q, k, v)
+    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL)
+    for limit in (kernels.MATMUL_SCORES, 0):
+        monkeypatch.setattr(kernels, "MATMUL_SCORES", limit)
+        result = chosen_attention(q, k, v)
         assert result.dtype == torch.bfloat16
         assert (result.double() - wanted).abs().max() < 0.05
 
@@ -90,4 +87,4 @@ def test_what_layers_share_is_made_once() -> None:
     made = []
     layout = SequenceLayout(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.once("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
-    assert layout.mask("causal") is layout.mask("causal")
+    assert layout.mask(EARLIER) is layout.mask(Full(causal=True))

@@ -29,7 +29,7 @@ def first_steps(pipeline: Pipeline) -> list[str]:
 def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
     """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
     model = make(tie_embeddings=True)
-    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps()}
+    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps}
     matrices = 4 * 16 * 16 + 3 * 16 * 32
     assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
     assert costs["decoder.layers.0"] == 10 * (matrices + 2 * 10 * 16)

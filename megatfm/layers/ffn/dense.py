@@ -5,11 +5,13 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.dropout import Dropout
+from megatfm.layers.ffn.registry import FFNS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.ops.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceLayout
 
 
+@FFNS.register("dense")
 class FFN(nn.Module):
     """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the activation is gated."""
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import Literal, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from megatfm.ops.dropout import mix
 
 Made = TypeVar("Made")
 
-Sight = Literal["causal", "full", "cross"]
-"""What a query may look at: earlier tokens (and its document's prefix), all tokens, or the memory's tokens; in each
-case only those of its own document."""
 
-NO_TARGET = -100
+class Pattern(Protocol):
+    """See `megatfm.layers.attention.patterns.Pattern`."""
+
+    def mask(self, layout: "SequenceLayout", first_head: int, n_heads: int) -> Tensor | None: ...
 
 
 class SequenceLayout:
@@ -68,61 +68,73 @@ class SequenceLayout:
             ),
         )
 
+    @property
+    def key_indices(self) -> Tensor:
+        """The places [S] of all tokens that queries may look at, cached ones too."""
+        return self.once(
+            "key indices",
+            lambda: torch.arange(self.past + self.positions.shape[1], device=self.positions.device),
+        )
+
+    @property
+    def opened(self) -> Tensor | None:
+        """Boolean [B, T], tokens that all of their document sees; None: none. It is over with the first pass."""
+        return None if self.prefix is None or self.past else self.prefix.bool()
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
 
-    def mask(self, sight: Sight) -> Tensor | None:
-        """Boolean [B or 1, 1, T, S], true where a query may look.
+    def mask(self, pattern: Pattern, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
+        """Boolean [B or 1, n or 1, T, S], true where a query may look; None where the pattern's `plain` says the same.
 
-        None where plain causal order, or for other sights nothing at all, says the same. One layout serves all
-        layers, so that each mask is made once. A padding token sees padding.
+        One layout serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
+        of patterns that differ by head.
         """
-        return self.once(("mask", sight), lambda: self._mask(sight))  # compile can't follow a cached_property
+        key = ("mask", pattern, first_head, n_heads)
+        return self.once(key, lambda: pattern.mask(self, first_head, n_heads))
 
     def distances(self) -> Tensor:
         """key − query in tokens, int64 [T, S]."""
-        return self.once("distances", self._distances)
+        return self.once("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
-    def _mask(self, sight: Sight) -> Tensor | None:
-        if sight == "cross":
-            memory = None if self.memory is None else self.memory.documents
-            return None if memory is None else _same(self._documents(), memory)
-        seen = self._seen_documents()
-        same_B1TS = None if seen is None else _same(self._documents(), seen)
-        if sight == "full" or (same_B1TS is None and self.prefix is None and not self.past):
-            return same_B1TS if sight == "full" else None
-        order = self.distances()[None, None] <= 0
-        if self.prefix is not None and not self.past:
-            order = order | self.prefix.bool()[:, None, None, :]
-        return order if same_B1TS is None else same_B1TS & order
+    def document_numbers(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
+        """The documents of queries [B, T] and of keys [B, S]; None where all see all."""
+        if of_memory:
+            keys = None if self.memory is None else self.memory.documents
+            return None if keys is None else (self._documents(), keys)
+        if self.documents is None and (not self.past or self.past_documents is None):
+            return None
+        return self._documents(), self._seen_documents()
+
+    def same_document(self, *, of_memory: bool = False) -> Tensor | None:
+        """Boolean [B, 1, T, S], true where query and key are in one document; None where all are."""
+        numbers = self.document_numbers(of_memory=of_memory)
+        return None if numbers is None else (numbers[0][:, :, None] == numbers[1][:, None, :])[:, None]
+
+    def document_places(self) -> tuple[Tensor, Tensor]:
+        """How many tokens of the same document come before each query [B, T] and each key [B, S]."""
+        return self.once("document places", self._document_places)
+
+    def _document_places(self) -> tuple[Tensor, Tensor]:
+        numbers = self.document_numbers()
+        if numbers is None:
+            return self.indices[None], self.key_indices[None]
+        keys_BS, places_S = numbers[1], self.key_indices
+        begins_BS = torch.ones_like(keys_BS, dtype=torch.bool)
+        begins_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
+        places_BS = places_S - (places_S * begins_BS).cummax(1).values
+        return places_BS[:, self.past :], places_BS
 
     def _documents(self) -> Tensor:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
-    def _seen_documents(self) -> Tensor | None:
-        if not self.past or (self.documents is None and self.past_documents is None):
-            return self.documents
+    def _seen_documents(self) -> Tensor:
+        if not self.past:
+            return self._documents()
         past = self.past_documents
         if past is None:
             past = self.positions.new_zeros(len(self.positions), self.past)
         return torch.cat([past, self._documents()], dim=1)
-
-    def _distances(self) -> Tensor:
-        seen = torch.arange(self.past + self.positions.shape[1], device=self.positions.device)
-        return seen[None, :] - self.indices[:, None]
-
-
-def targets_ahead(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
-    """The targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
-    ahead = torch.full_like(targets_BT, NO_TARGET)
-    ahead[:, :-n] = targets_BT[:, n:]
-    if documents_BT is not None:
-        ahead[:, :-n][documents_BT[:, n:] != documents_BT[:, :-n]] = NO_TARGET
-    return ahead
-
-
-def _same(queries_BT: Tensor, keys_BS: Tensor) -> Tensor:
-    return (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]

@@ -1,0 +1,157 @@
+"""What a query sees: the base of all patterns, and what kernels are given of one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.ops.attention import Plain
+
+# B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
+
+COUNTED = 2**22
+"""So many pairs are looked at together when they are counted."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The first and the last place of each block, int64 that broadcast to [B or 1, 1, Q, J]."""
+
+    first: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which tokens of its own document a query sees. Frozen: its fields are its options, and equal ones share a mask.
+
+    A new pattern says `sees`; one that leaves whole blocks out says `blocks` too, so that kernels skip those. Tokens of
+    a prefix are seen by all of their document, whatever the pattern.
+    """
+
+    @property
+    def plain(self) -> Plain | None:
+        """The word that kernels have for it, where there is one."""
+        return None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether key − query says it all: then places may be counted from anywhere."""
+        return False
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether heads see different tokens."""
+        return False
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether keys are a memory's tokens and not those of the queries' own row."""
+        return False
+
+    @property
+    def keeps(self) -> int | None:
+        """Of how many tokens before a new one a cache has to keep keys and values; None: of all."""
+        return None
+
+    @property
+    def across(self) -> str:
+        """The name of its way over ranks that share a row (context parallelism)."""
+        return "ring"
+
+    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        """Whether the query at place q of a document sees the key at its place k; boolean [B or 1, n or 1, T, S].
+
+        int64 that broadcast to that; heads [1, n, 1, 1]: their numbers. Places count from 0.
+        """
+        raise NotImplementedError
+
+    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
+        return (q.first <= q.last) & (k.first <= k.last)
+
+    def pairs(self, length: int, n_heads: int = 1) -> float:
+        """Pairs of query and key that are seen in a document of `length` tokens, on average over the heads."""
+        n_heads = n_heads if self.differs_by_head else 1
+        places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
+        seen = 0
+        for queries in places.split(max(1, COUNTED // (length * n_heads))):
+            found = self.sees(queries[:, None], places[None, :], heads)
+            seen += int(found.expand(1, n_heads, len(queries), length).sum())
+        return seen / n_heads
+
+    def is_plain(self, layout: SequenceLayout) -> bool:
+        """Whether `plain` says all of it for a layout."""
+        alone = layout.document_numbers(of_memory=self.of_memory) is None
+        return alone and (
+            self.plain == "all" or (self.plain == "causal" and layout.opened is None and not layout.past)
+        )
+
+    def mask(self, layout: SequenceLayout, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
+        """Boolean [B or 1, n or 1, T, S], true where a query looks; None where `plain` says the same.
+
+        `layout.mask(pattern)` makes it once for all layers.
+        """
+        if self.is_plain(layout):
+            return None
+        same_B1TS = layout.same_document(of_memory=self.of_memory)
+        if self.plain == "all":
+            return same_B1TS
+        q, k = self._places(layout)
+        seen = self.sees(q[:, None, :, None], k[:, None, None, :], _heads(first_head, n_heads, q.device))
+        if layout.opened is not None:
+            seen = seen | layout.opened[:, None, None, :]
+        return seen if same_B1TS is None else same_B1TS & seen
+
+    def table(self, layout: SequenceLayout, size: int, first_head: int = 0, n_heads: int = 1) -> Tensor:
+        """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block."""
+        q, k = self._places(layout)
+        heads = _heads(first_head, n_heads, q.device)
+        seen = self.blocks(_span(q, size, -1), _span(k, size, -2), heads)
+        if layout.opened is not None:
+            seen = seen | _span(layout.opened.long(), size, -2).last.bool()
+        numbers = layout.document_numbers(of_memory=self.of_memory)
+        if numbers is not None:
+            of_q, of_k = _span(numbers[0], size, -1), _span(numbers[1], size, -2)
+            seen = seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+        return seen
+
+    def _places(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+        """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
+        if self.of_memory and layout.memory is not None:
+            return layout.indices[None], layout.memory.indices[None]
+        if self.is_relative or layout.document_numbers() is None:
+            return layout.indices[None], layout.key_indices[None]
+        return layout.document_places()
+
+
+class Seen:
+    """A pattern over a layout, for heads from `first_head` on, as kernels ask for it (`ops.attention.Visible`)."""
+
+    def __init__(
+        self, pattern: Pattern, layout: SequenceLayout, first_head: int = 0, n_heads: int = 1
+    ) -> None:
+        self._pattern, self._layout = pattern, layout
+        self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
+
+    @property
+    def plain(self) -> Plain | None:
+        return self._pattern.plain if self._pattern.is_plain(self._layout) else None
+
+    def mask(self) -> Tensor | None:
+        return self._layout.mask(self._pattern, *self._heads)
+
+    def blocks(self, size: int) -> Tensor:
+        return self._pattern.table(self._layout, size, *self._heads)
+
+
+def _heads(first: int, n: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + n, device=device)[None, :, None, None]
+
+
+def _span(values: Tensor, size: int, dim: int) -> Span:
+    """The least and the greatest value [B or 1, L] of each block, with the other side's dim beside it."""
+    missing = -values.shape[1] % size
+    blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
+    return Span(blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim))

@@ -1,0 +1,61 @@
+"""What a block gives besides its output: terms of the loss, and counts for state that is updated once a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+
+class Extra(NamedTuple):
+    """What a sublayer may return instead of its output; a tuple, which FSDP2, recomputation and compile go through.
+
+    y: the output. losses: by term, their sums over the micro-batch, scalars. counts: what the sublayer's `observe` is
+    to be told in training, once a forward pass, outside of what is compiled or recomputed. Of a block, counts are by
+    the sublayer's name.
+    """
+
+    y: Any
+    losses: dict[str, Tensor]
+    counts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the loss that a part adds: weight · sum / count, with the count over the whole global batch.
+
+    per: what it is counted by: "tokens", all places of the rows, padding too; or "rows". The sums of several blocks
+    add up.
+    """
+
+    weight: float
+    per: Literal["tokens", "rows"]
+
+
+class Extras:
+    """Gathers what sublayers give besides their outputs."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, Tensor] = {}
+        self.counts: dict[str, dict[str, Tensor]] = {}
+
+    def take(self, name: str, made: Any) -> Any:
+        """The output of the sublayer `name`."""
+        if not isinstance(made, Extra):
+            return made
+        self.losses = summed(self.losses, made.losses)
+        if made.counts:
+            self.counts[name] = summed(self.counts.get(name, {}), made.counts)
+        return made.y
+
+    def beside(self, x: Any) -> Any:
+        """A block's output, with the rest beside it where there is any."""
+        return Extra(x, self.losses, self.counts) if self.losses or self.counts else x
+
+
+def summed(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both, the values of the same name added."""
+    both = dict(ones)
+    for name, value in others.items():
+        both[name] = both[name] + value if name in both else value
+    return both

@@ -1,0 +1,32 @@
+"""Initial values of whole models: every parameter and buffer as the `initial` of its module says."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.ops.initial import Initial, draw
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Set all parameters and buffers of a whole model; a tied parameter has one name, that of its first module."""
+    for name, tensor, initial in initials(model):
+        shape = tuple(tensor.shape)
+        tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
+
+
+@torch.no_grad()
+def set_buffers(model: nn.Module) -> None:
+    """Set the buffers of a whole model. They are not stored with it: they follow from the config."""
+    for _, tensor, initial in initials(model):
+        if not isinstance(tensor, nn.Parameter):
+            shape = tuple(tensor.shape)
+            tensor.copy_(draw(initial, 0, "", shape, (0,) * len(shape), shape))
+
+
+def initials(model: nn.Module) -> Iterator[tuple[str, Tensor, Initial]]:
+    """Name, tensor and initial value of every parameter and buffer, from the `initial` of the modules."""
+    for path, module in model.named_modules():
+        for key, initial in getattr(module, "initial", {}).items():
+            yield f"{path}.{key}", getattr(module, key), initial

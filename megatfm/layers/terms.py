@@ -1,0 +1,24 @@
+"""The terms of the loss that a model's blocks add."""
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention import ATTENTIONS
+from megatfm.layers.extra import Term
+from megatfm.layers.ffn import FFNS
+
+
+def block_terms(config: ModelConfig) -> dict[str, Term]:
+    """By name, what the parts of a config's blocks declare by `terms(config)`.
+
+    Raises UsageError where two declare one term differently.
+    """
+    found: dict[str, Term] = {}
+    for part in (ATTENTIONS.get(config.attention.name), FFNS.get("dense")):
+        declared = getattr(part, "terms", None)
+        for name, term in (declared(config) if declared else {}).items():
+            if found.setdefault(name, term) != term:
+                raise UsageError(
+                    f"two parts of the model add a term {name!r} to the loss, one as {found[name]}, one as {term}: "
+                    "give both the same weight, or one another name"
+                )
+    return found

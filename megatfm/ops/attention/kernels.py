@@ -1,0 +1,76 @@
+"""Which kernel computes attention: a table of what each can carry and where it is the fastest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatfm.ops.attention.fused import fused
+from megatfm.ops.attention.products import Variant, attention_reference
+from megatfm.ops.attention.visible import Plain, Visible
+
+MATMUL_SCORES = 2**26
+"""On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
+oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.md, 2026-11-21)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped."""
+
+    device: str
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    scores: int
+    plain: Plain | None
+    softcap: bool
+    drops: bool
+
+    @classmethod
+    def of(cls, q_BNTH: Tensor, k_BKSH: Tensor, seen: Visible, variant: Variant, *, drops: bool) -> Self:
+        """The case of queries and keys."""
+        queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
+        scores = q_BNTH.shape[0] * q_BNTH.shape[1] * queries * keys
+        softcap = variant.softcap is not None
+        return cls(q_BNTH.device.type, q_BNTH.dtype, queries, keys, scores, seen.plain, softcap, drops)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention. run: as `attention_reference`."""
+
+    name: str
+    run: Callable[..., Tensor]
+    carries: Callable[[Case], bool]
+    fastest: Callable[[Case], bool]
+
+
+def _anything(case: Case) -> bool:
+    return True
+
+
+def _small_on_one_dnn(case: Case) -> bool:
+    return case.device == "cpu" and case.dtype == torch.bfloat16 and case.scores <= MATMUL_SCORES
+
+
+def _plain_scores(case: Case) -> bool:
+    """No fused kernel has a soft cap, our dropout, or a causal order that ends at the last key."""
+    square = case.plain != "causal" or case.queries == case.keys
+    return square and not (case.softcap or case.drops)
+
+
+KERNELS = (
+    # name       function             what it carries  where it is the fastest
+    Kernel("products", attention_reference, _anything, _small_on_one_dnn),
+    Kernel("fused", fused, _plain_scores, _anything),
+)
+"""In the order of preference."""
+
+
+def choose(case: Case) -> Kernel:
+    """The first kernel that carries a case and is the fastest in it, else the first that carries it."""
+    able = [kernel for kernel in KERNELS if kernel.carries(case)]
+    return next((kernel for kernel in able if kernel.fastest(case)), able[0])

@@ -1,0 +1,64 @@
+"""Attention written out in matrix products (Vaswani et al. 2017; Ainslie et al. 2023): the reference."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatfm.ops.attention.visible import ALL, Visible
+from megatfm.ops.dropout import dropout
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What may differ from plain attention.
+
+    scale: of the scores; None: H^−1/2. softcap: scores s become c·tanh(s/c). dropout: rate of dropped probabilities,
+    which needs keys int64 [B, N, T].
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def attention_reference(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    seen: Visible = ALL,
+    bias_BNTS: Tensor | None = None,
+    variant: Variant = Variant(),
+    keys_BNT: Tensor | None = None,
+) -> Tensor:
+    """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
+
+    bias broadcasts to [B, N, T, S]; it is added after the soft cap. A query that sees no key gets the mean of v.
+    """
+    if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
+        k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
+    scale = q_BNTH.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    # Scaling the queries costs less than scaling the scores.
+    scores_BNTS = (q_BNTH * scale) @ k_BKSH.transpose(-1, -2)
+    if variant.softcap:
+        scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
+    if bias_BNTS is not None:
+        scores_BNTS = scores_BNTS + bias_BNTS.to(scores_BNTS.dtype)
+    mask = seen.mask()
+    if seen.plain == "causal":
+        queries, keys = scores_BNTS.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
+    return probabilities(scores_BNTS, mask, variant.dropout, keys_BNT) @ v_BKSV
+
+
+def probabilities(
+    scores_BNTS: Tensor, mask_B1TS: Tensor | None, rate: float = 0.0, keys_BNT: Tensor | None = None
+) -> Tensor:
+    """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten."""
+    if mask_B1TS is not None:
+        # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
+        scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, torch.finfo(scores_BNTS.dtype).min)
+    probabilities_BNTS = scores_BNTS.softmax(-1)
+    return probabilities_BNTS if keys_BNT is None else dropout(probabilities_BNTS, rate, keys_BNT)

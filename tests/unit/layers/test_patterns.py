@@ -1,0 +1,177 @@
+"""What a query sees: every form of a pattern against loops over queries and keys, document by document."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.layers.attention import core
+from megatfm.layers.attention.patterns import PATTERNS, Full, Memory, Pattern, Seen, Span
+from megatfm.layers.sequence import SequenceLayout
+from megatfm.models import build
+
+T = 13
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
+N = 2
+
+
+@dataclass(frozen=True)
+class Near(Pattern):
+    """The last `width` tokens."""
+
+    width: int
+
+    @property
+    def is_relative(self) -> bool:
+        return True
+
+    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return (k <= q) & (k > q - self.width)
+
+    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        return (k.first <= q.last) & (k.last > q.first - self.width)
+
+
+@dataclass(frozen=True)
+class Chunks(Pattern):
+    """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
+
+    size: int
+
+    @property
+    def differs_by_head(self) -> bool:
+        return True
+
+    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        size = self.size + heads
+        return (k <= q) & (k // size == q // size)
+
+    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        size = self.size + heads
+        return (k.first <= q.last) & (k.last // size >= q.first // size)
+
+
+ALL = [Full(), Full(causal=True), Near(3), Chunks(2)]
+
+
+def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
+    """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
+    seen = torch.zeros(2, T, T, dtype=torch.bool)
+    for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
+        of = torch.zeros(T).tolist() if documents is None else documents[b].tolist()
+        if of[q] == of[k]:
+            first = of.index(of[q])
+            pair = pattern.sees(torch.tensor(q - first), torch.tensor(k - first), torch.tensor(head))
+            seen[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
+    return seen
+
+
+def dense(pattern: Pattern, layout: SequenceLayout) -> Tensor:
+    """[B, N, T, T], whatever form the pattern gives it."""
+    seen = Seen(pattern, layout, 0, N)
+    mask = seen.mask()
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool)
+        mask = (mask.tril() if seen.plain == "causal" else mask)[None, None]
+    else:
+        assert seen.plain is None
+    return mask.expand(2, N, T, T)
+
+
+def layouts() -> Iterator[tuple[SequenceLayout, Tensor | None, Tensor | None]]:
+    positions = torch.arange(T).expand(2, T)
+    prefix = (torch.arange(T) < 2) | (torch.arange(T) == 6)
+    for documents in (None, DOCUMENTS):
+        yield SequenceLayout(positions, documents), documents, None
+        opened = prefix.expand(2, T)
+        yield SequenceLayout(positions, documents, prefix=opened), documents, opened
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+def test_masks_say_what_the_pattern_says(pattern: Pattern) -> None:
+    for layout, documents, prefix in layouts():
+        wanted = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
+        assert torch.equal(dense(pattern, layout), wanted)
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) -> None:
+    for layout, *_ in layouts():
+        table = Seen(pattern, layout, 0, N).blocks(size).expand(2, N, -(-T // size), -(-T // size))
+        spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
+        mask = dense(pattern, layout)
+        assert (spread | ~mask).all()
+        if size == 1 and layout.opened is None:
+            assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
+    past = 4
+    for documents in (None, DOCUMENTS):
+        whole = dense(pattern, SequenceLayout(torch.arange(T).expand(2, T), documents))
+        rest = SequenceLayout(
+            torch.arange(past, T).expand(2, -1),
+            None if documents is None else documents[:, past:],
+            past=past,
+            past_documents=None if documents is None else documents[:, :past],
+        )
+        seen = Seen(pattern, rest, 0, N)
+        mask = seen.mask()
+        if mask is None:
+            assert seen.plain == "all"
+            continue
+        assert torch.equal(mask.expand(2, N, T - past, T), whole[:, :, past:])
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+def test_pairs_are_counted(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatfm.layers.attention.patterns.pattern.COUNTED", 40)
+    wanted = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
+    assert pattern.pairs(T, N) == wanted
+
+
+def test_heads_of_a_part_are_those_of_the_whole() -> None:
+    layout = SequenceLayout(torch.arange(T).expand(2, T), DOCUMENTS)
+    whole, second = Seen(Chunks(2), layout, 0, 2).mask(), Seen(Chunks(2), layout, 1, 1).mask()
+    assert whole is not None
+    assert second is not None
+    assert torch.equal(whole[:, 1:], second)
+    assert not torch.equal(whole[:, :1], second)
+
+
+def test_a_memory_is_seen_by_document() -> None:
+    memory = SequenceLayout(torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 1], [2, 1, -1]]))
+    layout = SequenceLayout(torch.arange(T).expand(2, T), DOCUMENTS, memory=memory)
+    mask = layout.mask(Memory())
+    assert memory.documents is not None
+    assert mask is not None
+    assert torch.equal(mask[:, 0], DOCUMENTS[:, :, None] == memory.documents[:, None, :])
+    assert torch.equal(Seen(Memory(), layout).blocks(1)[:, 0], mask[:, 0])
+
+
+def test_the_kernel_of_a_kind_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "_TOLD", set())
+    model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.decoder.layers["1"].compile(fullgraph=True, backend="eager")
+    with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
+        for _ in range(2):
+            model(torch.arange(5)[None])
+        model.double()(torch.arange(5)[None])
+    assert [record.message for record in caplog.records if "attention" in record.message] == [
+        f"attention Full(causal=True), plainly causal, on cpu in {dtype}: kernel fused"
+        for dtype in ("float32", "float64")
+    ]
+
+
+def test_patterns_that_ship() -> None:
+    assert {"full"} <= set(PATTERNS.names())
