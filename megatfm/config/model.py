@@ -2,10 +2,10 @@
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig
-from megatfm.config.base import Rate, Section
+from megatfm.config.base import Rate, Section, nested
 from megatfm.config.model_parts import (
     EmbeddingConfig,
     FFNConfig,
@@ -19,6 +19,7 @@ from megatfm.config.model_parts import (
 )
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.config.position import PositionConfig, RopeConfig
+from megatfm.registry import did_you_mean
 
 
 class ModelConfig(Section):
@@ -46,6 +47,12 @@ class ModelConfig(Section):
     """SpanBERT's head, which predicts a span from the tokens around it."""
     future_tokens: NonNegativeInt = 0
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
+
+    blocks: tuple[str, ...] = ()
+    """Kinds of blocks, a cycle over depth, e.g. `["local", "local", "global"]`; left out, all are of one kind."""
+    block: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By kind, what its blocks have otherwise: `[model.block.local]` with keys of the sections `attention`, `ffn`,
+    `norm` and `position`, and `dropout`."""
 
     attention: AttentionConfig
     """The attention layer."""
@@ -140,6 +147,52 @@ class ModelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _kinds_fit(self) -> Self:
+        used = self.blocks[: max(self.n_layers, self.encoder_layers)]
+        for kind in self.blocks:
+            if kind not in self.block:
+                raise ValueError(
+                    f"blocks names the kind {kind!r}{did_you_mean(kind, self.block)}, which has no section: add "
+                    f"[model.block.{kind}], without keys if its blocks are as the other sections say"
+                )
+        for kind, keys in self.block.items():
+            if kind not in used:
+                raise ValueError(
+                    f"block.{kind} is a kind that no block of {self.n_layers} is of: name it in model.blocks, or leave "
+                    "the section out"
+                )
+            for key in nested(keys):
+                if key not in OF_BLOCKS:
+                    raise ValueError(
+                        f"block.{kind}.{key}: blocks of one model can differ in {', '.join(OF_BLOCKS)}: leave it out"
+                    )
+            try:
+                self.of_kind(kind)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function"))
+                raise ValueError(f"block.{kind}{place and '.'}{place}: {first['msg']}") from None
+        if self.blocks and self.distinct_layers:
+            raise ValueError(
+                "distinct_layers uses a block's weights in several layers, and blocks says that layers differ: leave "
+                "one of the two out"
+            )
+        return self
+
+    def kind(self, depth: int) -> str | None:
+        """Of the block at a depth from 0 on; None where all blocks are of one kind."""
+        return self.blocks[depth % len(self.blocks)] if self.blocks else None
+
+    def at(self, depth: int) -> "ModelConfig":
+        """The config of the block at a depth: this one, with what its kind has otherwise."""
+        kind = self.kind(depth)
+        return self if kind is None else self.of_kind(kind)
+
+    def of_kind(self, kind: str) -> "ModelConfig":
+        """The config of the blocks of a kind."""
+        return self.changed({**self.block[kind], "blocks": (), "block": {}})
+
     @property
     def head_width(self) -> int:
         """Width of a head."""
@@ -170,6 +223,9 @@ class ModelConfig(Section):
 def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
+
+OF_BLOCKS = ("attention", "ffn", "norm", "position", "dropout")
+"""What may differ from block to block."""
 
 KNOWN_FAMILIES = ("decoder", "encoder", "encoder_decoder", "xlnet", "electra", "discriminator")
 """A plugin's family may read what it likes."""

@@ -24,7 +24,15 @@ class DenseFFNConfig(Section):
     """Dropout of the inner activations."""
 
 
-FFNConfig = DenseFFNConfig
+class PluginFFNConfig(DenseFFNConfig):
+    """A feed-forward network that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
+    """The name under which it is registered."""
+
+
+FFNConfig = Annotated[DenseFFNConfig | PluginFFNConfig, by_name(DenseFFNConfig, other=PluginFFNConfig)]
 
 
 class NormSection(Section):

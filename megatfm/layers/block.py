@@ -15,19 +15,23 @@ from megatfm.layers.sequence import SequenceLayout
 
 
 class Block(nn.Module):
-    """Sublayers around a residual stream; in a decoder no token sees later ones; cross: it also attends to a memory."""
+    """Sublayers around a residual stream, as the config has them at this depth. cross: it also attends to a memory.
 
-    def __init__(self, config: ModelConfig, stack: Stack, *, cross: bool = False) -> None:
+    In a decoder no token sees later ones.
+    """
+
+    def __init__(self, config: ModelConfig, stack: Stack, depth: int = 0, *, cross: bool = False) -> None:
         super().__init__()
+        self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", stack)
-        pattern = PATTERNS.get("full")(config, stack == "decoder")
+        pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder")
         self.attn = ATTENTIONS.get(config.attention.name)(config, initial, pattern)
         if cross:
             self.cross_residual = residual(config, "cross residual", stack)
             self.cross = ATTENTIONS.get(config.attention.name)(config, initial, Memory())
         self.ffn_residual = residual(config, "ffn residual", stack)
-        self.ffn = FFNS.get("dense")(config, initial)
+        self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
     def forward(
         self,

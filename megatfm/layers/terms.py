@@ -13,9 +13,13 @@ def block_terms(config: ModelConfig) -> dict[str, Term]:
     Raises UsageError where two declare one term differently.
     """
     found: dict[str, Term] = {}
-    for part in (ATTENTIONS.get(config.attention.name), FFNS.get("dense")):
+    kinds = [config.of_kind(kind) for kind in dict.fromkeys(config.blocks)] or [config]
+    parts = [
+        (own, part) for own in kinds for part in (ATTENTIONS.get(own.attention.name), FFNS.get(own.ffn.name))
+    ]
+    for own, part in parts:
         declared = getattr(part, "terms", None)
-        for name, term in (declared(config) if declared else {}).items():
+        for name, term in (declared(own) if declared else {}).items():
             if found.setdefault(name, term) != term:
                 raise UsageError(
                     f"two parts of the model add a term {name!r} to the loss, one as {found[name]}, one as {term}: "

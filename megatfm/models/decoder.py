@@ -29,7 +29,9 @@ class Decoder(nn.Module):
         self.config = config
         self.decoder = Stack(config, "decoder")
         self.head = Head(config, self.decoder.embedding.tokens if config.embedding.tied else None)
-        self.future = nn.ModuleDict({str(i): FutureHead(config) for i in range(1, config.future_tokens + 1)})
+        self.future = nn.ModuleDict(
+            {str(i): FutureHead(config, config.n_layers + i - 1) for i in range(1, config.future_tokens + 1)}
+        )
         self.steps = Steps(
             [
                 *self.decoder.steps("decoder", Reads(self.layout)),
@@ -106,14 +108,15 @@ class Decoder(nn.Module):
 
 
 class FutureHead(nn.Module):
-    """A block and a norm before the shared output head, to predict a token further on (Gloeckle et al. 2024)."""
+    """A block and a norm before the shared output head, to predict a token further on (Gloeckle et al. 2024).
 
-    def __init__(self, config: ModelConfig) -> None:
+    depth: of the block, after those of the stack.
+    """
+
+    def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"0": Block(config, "decoder")})
-        self.final_norm = (
-            make_norm(config) if config.norm.ends_stack else None
-        )
+        self.layers = nn.ModuleDict({"0": Block(config, "decoder", depth)})
+        self.final_norm = make_norm(config) if config.norm.ends_stack else None
 
     def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor | Extra:
         made = self.layers["0"](hidden_BTD, layout)

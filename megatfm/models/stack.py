@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention import KVCache
 from megatfm.layers.block import Block
@@ -38,11 +39,12 @@ class Stack(nn.Module):
         self.embedding = embedding or Embedding(config, kind)
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
-        self.layers = nn.ModuleDict({str(i): Block(config, kind, cross=cross) for i in range(distinct)})
+        self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
         self.order = [str(i * distinct // n_layers) for i in range(n_layers)]
         self.skip_rates = [config.drop_path * i / max(n_layers - 1, 1) for i in range(n_layers)]
         bias = POSITIONS.get(config.position.name).bias
         self.position = bias(config, initialiser(config, kind)) if bias else None
+        self.biased = [_reads_bias(config, depth) for depth in range(n_layers)]
         self.norm = make_norm(config) if config.norm.ends_stack else None
         self.causal = kind == "decoder"
 
@@ -72,7 +74,7 @@ class Stack(nn.Module):
 
     def _into_block(self, reads: "Reads", depth: int, batch: Pass) -> Sequence[Any]:
         layout = reads.layout(batch)
-        position, causal = self.position, self.causal
+        position, causal = self.position if self.biased[depth] else None, self.causal
         return (
             batch.carry[reads.writes],
             layout.at_layer(depth, self.skip_rates[depth]),
@@ -83,6 +85,21 @@ class Stack(nn.Module):
 
     def _into_norm(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
         return (batch.carry[reads.writes],)
+
+
+def _reads_bias(config: ModelConfig, depth: int) -> bool:
+    """Whether the block at a depth reads what the stack's position encoding shares.
+
+    Raises UsageError for blocks that would need a stack's encoding of their own.
+    """
+    position = config.at(depth).position
+    made = POSITIONS.get(position.name)
+    if position != config.position and (made.embedding or made.bias):
+        raise UsageError(
+            f"model.block.{config.kind(depth)}.position: {position.name} is made once for all blocks of a stack: set "
+            "it as model.position, and position.name = 'none' for blocks without it"
+        )
+    return made.bias is not None
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class TwoStreamStack(nn.Module):
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.layers = nn.ModuleDict(
-            {str(i): TwoStreamBlock(config, queries_only=i == distinct - 1) for i in range(distinct)}
+            {str(i): TwoStreamBlock(config, i, queries_only=i == distinct - 1) for i in range(distinct)}
         )
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
@@ -187,14 +187,15 @@ class TwoStreamBlock(nn.Module):
     queries_only: where something is predicted, the content stream has ended before.
     """
 
-    def __init__(self, config: ModelConfig, *, queries_only: bool) -> None:
+    def __init__(self, config: ModelConfig, depth: int, *, queries_only: bool) -> None:
         super().__init__()
+        self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
         self.share = PREDICTED_SHARE + (not queries_only)
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
         self.ffn_residual = residual(config, "ffn residual", "encoder")
-        self.ffn = FFNS.get("dense")(config, initial)
+        self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
     def forward(
         self,

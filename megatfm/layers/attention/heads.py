@@ -24,7 +24,10 @@ class HeadsAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_width
         options = expect(config.attention, HeadsAttentionConfig, "model.attention")
-        d, width, kv_width = (config.d_model, *(n * self.head_dim for n in (options.n_heads, options.kv_heads)))
+        d, width, kv_width = (
+            config.d_model,
+            *(n * self.head_dim for n in (options.n_heads, options.kv_heads)),
+        )
         bias = options.bias
         self.wq = Linear(d, width, initial("query", d, width), bias=bias)
         self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)

@@ -22,9 +22,10 @@ class Rope(nn.Module):
         super().__init__()
         options = expect(config.position, RopeConfig, "model.position")
         self.width, self.theta, self.scaling = width or config.head_width, options.theta, options.scaling
+        self.key = f"rope {self.width} {self.theta} {self.scaling}"
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-        cos, sin = layout.once(("rope", self.width, self.theta), lambda: self._table(layout))
+        cos, sin = layout.once(self.key, lambda: self._table(layout))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
     def _table(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:

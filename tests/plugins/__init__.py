@@ -1,0 +1,1 @@
+"""Packages as their authors would write them: no file of megatfm knows them."""
