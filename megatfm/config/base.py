@@ -41,6 +41,7 @@ class Section(BaseModel):
         Under a new `name`, a section keeps the options that the new variant has as well.
         """
         values: dict[str, Any] = {key: getattr(self, key) for key in type(self).model_fields}
+        values |= self.model_extra or {}  # keys of a plugin's own
         for key, value in nested(keys).items():
             part = values.get(key)
             if isinstance(part, Section) and isinstance(value, Mapping):

@@ -14,9 +14,10 @@ def block_terms(config: ModelConfig) -> dict[str, Term]:
     """
     found: dict[str, Term] = {}
     kinds = [config.of_kind(kind) for kind in dict.fromkeys(config.blocks)] or [config]
-    parts = [
-        (own, part) for own in kinds for part in (ATTENTIONS.get(own.attention.name), FFNS.get(own.ffn.name))
-    ]
+    parts = [(own, FFNS.get(own.ffn.name)) for own in kinds]
+    # Some families have an attention of their own.
+    named = ATTENTIONS.names()
+    parts += [(own, ATTENTIONS.get(own.attention.name)) for own in kinds if own.attention.name in named]
     for own, part in parts:
         declared = getattr(part, "terms", None)
         for name, term in (declared(own) if declared else {}).items():

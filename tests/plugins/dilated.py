@@ -37,4 +37,4 @@ class Dilated(Pattern):
 def dilated(config, causal):
     """From `[model.attention.pattern]`."""
     options = config.attention.pattern
-    return Dilated(options.width, options.step, causal)
+    return Dilated(options.width, getattr(options, "step", 2), causal)

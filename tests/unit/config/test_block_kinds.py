@@ -30,6 +30,13 @@ def test_a_kind_may_take_another_variant_of_a_part() -> None:
     assert [config.at(depth).position.name for depth in range(3)] == ["none", "rope", "none"]
 
 
+def test_a_plugin_s_keys_can_differ_one_by_one() -> None:
+    far = {"blocks": ["far"], "block.far.attention.pattern.step": 3}
+    pattern = {"name": "of_a_plugin", "width": 5, "step": 1}
+    config = ModelConfig.of({**SMALL, "attention.pattern": pattern, **far}).at(0)
+    assert config.attention.pattern.model_dump() == pattern | {"step": 3}
+
+
 def test_without_kinds_all_blocks_are_the_model_s() -> None:
     config = ModelConfig.of(SMALL)
     assert config.at(3) is config

@@ -1,0 +1,66 @@
+"""Blocks with parts that no file of megatfm knows: on every layout the gradients of one device."""
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_families import SMALL, PassOn, batch_for
+from tests.plugins import dilated
+from tests.workers import Workers
+
+WINDOWS = ModelConfig.of(
+    {
+        **SMALL,
+        "attention.n_kv_heads": 2,
+        "attention.dropout": 0.1,
+        "attention.pattern": {"name": dilated.dilated.__name__, "width": 2, "step": 2},
+        "blocks": ["near", "far", "all"],
+        "block.near": {},
+        "block.far.attention.pattern": {"step": 3},
+        "block.far.position.name": "none",
+        "block.all.attention.pattern": "full",
+        "n_layers": 3,
+    }
+)
+MODELS = {
+    "windows of a decoder": WINDOWS,
+    "windows of an encoder": WINDOWS.changed({"family": "encoder", "head.bias": True}),
+}
+LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "tp2": ParallelConfig(tp=2),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "zero3": ParallelConfig(dp_shard=2),
+    },
+}
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+    config = MODELS[name]
+    batch, model = batch_for(config), build(config).double().train()
+    initialise(model, 7)
+    terms = PassOn([])(model, batch)
+    objective = PassOn(list(terms))
+    counts = objective.counts(batch)
+    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss.backward()
+    for layout, parallel in LAYOUTS[ranks].items():
+        make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
+        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
+        engine = make(config, parallel, *more)
+        stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+    return list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
