@@ -13,6 +13,7 @@ from typing import Any
 from megatfm import __version__, checkpoint
 from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
 from megatfm.config import Config
+from megatfm.config.moved import tell_where_keys_went
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.agree import told_by_rank_0
 from megatfm.train.machine import Machines, differences
@@ -119,6 +120,13 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
     optimizer in any case: its state is another.
     """
+    try:
+        tell_where_keys_went(found.state["config"]["model"])
+    except ValueError as error:
+        raise UsageError(
+            f"{found.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
+            f"or give the run another name, and start from these weights with train.init_from={found.path}"
+        ) from None
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
         for moving in ("data.position", "data.epoch", "data.seed"):  # the seed is a fact of its own

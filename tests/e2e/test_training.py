@@ -225,7 +225,7 @@ def test_what_a_run_leaves(workers, make_config, tmp_path):
         (["data.train=nowhere"], 1, ["nowhere", "megatfm prep"]),
         (["data.tokenizer=nowhere.model"], 1, ["nowhere.model"]),
         (["data.sequence_length=10000000"], 1, ["10000000"]),
-        (["model.norm.name=nrom"], 1, ["unknown norm 'nrom'", "rms_norm"]),
+        (["model.ffn.activation=swigul"], 1, ["unknown activation 'swigul'", "swiglu"]),
         (['plugins=["no_such_package"]'], 1, ["no_such_package", "PYTHONPATH"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -198,7 +198,7 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         around = torch.cat([hidden[first - 1], hidden[last + 1]]).expand(last - first + 1, -1)
         x = torch.cat([around, head.positions.weight[: last - first + 1]], -1)
         for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
-            x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm_eps)
+            x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm.eps)
         logits = x @ both.theirs.bert.embeddings.word_embeddings.weight.T + head.bias
         wanted = wanted + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()

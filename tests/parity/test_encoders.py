@@ -15,7 +15,7 @@ VOCABULARY, LENGTHS = 47, (13, 9, 11)
 PAD = 1
 """Never among the tokens that count: transformers gives a padding token's embedding no gradient."""
 
-BERT = {
+COMMON = {
     "family": "encoder",
     "vocab_size": VOCABULARY,
     "d_model": 24,
@@ -34,6 +34,7 @@ BERT = {
 }
 LEARNED = {"attention.bias": True, "position.name": "learned", "position.max_positions": 15}
 """BERT's attention and positions; all but DeBERTa have them."""
+BERT = COMMON | LEARNED
 DEBERTA = {"attention.name": "disentangled", "position.name": "disentangled"}
 DEBERTA_V3 = {
     **DEBERTA, "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": 6,
@@ -65,7 +66,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 def config_of(model: str) -> ModelConfig:
     options = MODELS[model][1]
-    return ModelConfig.of(BERT | ({} if "attention.name" in options else LEARNED) | options)
+    return ModelConfig.of((COMMON if "attention.name" in options else BERT) | options)
 
 
 def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:

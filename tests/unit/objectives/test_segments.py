@@ -122,5 +122,7 @@ def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: An
         UsageError, match=r"'next_sentence' needs a model with sentence_classes: set model\.sent.* = 2"
     ):
         make_objective("next_sentence", model_config=plain)
-    without = make_objective("sentence_order", model_config=make_model("encoder", n_segments=0))
+    without = make_objective(
+        "sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0})
+    )
     assert "segments" not in without.build(Piece(np.arange(200, 210)), PieceKey(0, 0, 0, 0))

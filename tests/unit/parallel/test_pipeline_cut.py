@@ -28,7 +28,7 @@ def first_steps(pipeline: Pipeline) -> list[str]:
 
 def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
     """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
-    model = make(tie_embeddings=True)
+    model = make(**{"embedding.tied": True})
     costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps}
     matrices = 4 * 16 * 16 + 3 * 16 * 32
     assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
@@ -46,7 +46,7 @@ def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
 
 
 def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
-    t5 = make(family="encoder_decoder", position="t5", n_encoder_layers=2)
+    t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
     pipeline = cut(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
         "encoder.layers.1", "decoder.layers.2", "head",
     ])  # fmt: skip

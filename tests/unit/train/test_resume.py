@@ -106,6 +106,14 @@ def test_the_diff_says_what_was_and_what_is() -> None:
     assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]
 
 
+def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> None:
+    before = change(state(), "config.model", {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16})
+    with pytest.raises(
+        UsageError, match=r"d_ff is model\.ffn\.d_ff now\): .* train\.init_from=.*step-00000005$"
+    ):
+        resume.check(resume.Found(PATH, before), state(), ["model"])
+
+
 @pytest.mark.parametrize(
     ("facts", "group"),
     [

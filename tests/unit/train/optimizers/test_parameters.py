@@ -54,7 +54,10 @@ def test_bert_s_norms_and_biases_do_not_decay() -> None:
 def test_embeddings_decay_only_if_asked() -> None:
     """Tables of tokens, positions, segments and distances; the projection of a factorised embedding is a matrix."""
     config = AdamWConfig(lr=1e-3, decay_embeddings=False)
-    bert, shaw = table(config, **BERT, embedding_dim=16), table(config, position="shaw", tie_embeddings=False)
+    bert, shaw = (
+        table(config, **BERT, **{"embedding.dim": 16}),
+        table(config, **{"position.name": "shaw", "embedding.tied": False}),
+    )
     assert {name for name, info in (bert | shaw).items() if info.role == "embedding"} == {
         "encoder.embedding.tokens.weight",
         "encoder.embedding.positions.weight",
@@ -69,7 +72,7 @@ def test_embeddings_decay_only_if_asked() -> None:
 
 def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
     """T5's biases are [buckets, heads]; a gain for each head or expert, and their biases, may come stacked as well."""
-    t5 = table(family="encoder_decoder", position="t5")
+    t5 = table(family="encoder_decoder", **{"position.name": "t5"})
     assert t5["encoder.position.weight"].shape == (32, 4)
     assert not t5["encoder.position.weight"].decays
 
@@ -96,11 +99,11 @@ def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
 
 
 def test_muon_moves_the_blocks_matrices_and_no_others() -> None:
-    groups = optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, position_offset=0))
+    groups = optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, **{"position.offset": 0}))
     moved = {name for group in groups if group.needs == "whole_tensor" for name in group.names}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")
     assert moved == {f"encoder.layers.{i}.{part}.weight" for i in range(3) for part in parts}
-    shaw = optimizer_groups(MuonConfig(lr=1e-3), model(position="shaw"))
+    shaw = optimizer_groups(MuonConfig(lr=1e-3), model(**{"position.name": "shaw"}))
     assert not any(name.endswith(("keys", "values")) for name in shaw[0].names), "rows of a table"
 
 
@@ -121,16 +124,15 @@ def test_each_block_has_a_lower_rate_than_the_one_above_it() -> None:
 
 
 def test_each_stack_counts_its_own_blocks() -> None:
-    t5 = rates(family="encoder_decoder", position="t5", n_encoder_layers=2)
+    t5 = rates(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
     assert t5["encoder.layers.1.attn.wq.weight"] == t5["decoder.layers.2.attn.wq.weight"] == 0.5
     assert t5["encoder.layers.0.attn.wq.weight"] == t5["decoder.layers.1.cross.wq.weight"] == 0.25
     assert t5["encoder.position.weight"] == t5["encoder.embedding.tokens.weight"] == 0.125
     assert t5["decoder.position.weight"] == 0.0625
     electra = rates(
         family="electra",
-        position="learned",
-        max_positions=16,
         generator={"d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1},
+        **{"position.name": "learned", "position.max_positions": 16},
     )
     assert electra["generator.encoder.layers.0.attn.wq.weight"] == 0.5
     assert electra["discriminator.encoder.layers.0.attn.wq.weight"] == 0.125
@@ -140,7 +142,7 @@ def test_each_stack_counts_its_own_blocks() -> None:
 def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
     spans = rates(**BERT, boundary_head=True)
     assert spans["boundary.positions.weight"] == spans["boundary.dense1.weight"] == 1.0
-    ahead = rates(position="shaw", future_tokens=1)
+    ahead = rates(future_tokens=1, **{"position.name": "shaw"})
     assert {scale for name, scale in ahead.items() if name.startswith("future.")} == {1.0}
 
 
