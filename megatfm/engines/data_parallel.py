@@ -42,8 +42,8 @@ class DataParallel(Protocol):
     """The blocks of the weights that the optimizer moves here, in the stored precision."""
     boxes: dict[str, Box]
     """Where they are in the global tensors."""
-    cut_axes: tuple[str, ...]
-    """Axes over which the blocks are different ones; over the others of the data axes they are copies."""
+    sharded: bool
+    """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
 
     def begin(self, last: bool) -> None:
         """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""

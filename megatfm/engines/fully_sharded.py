@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatfm.engines.data_parallel import Sharing, Stages, named_parameters
@@ -14,7 +14,7 @@ from megatfm.engines.precision import Precision
 from megatfm.ops.aligned import all_aligned
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
 
 
 class FullySharded:
@@ -32,10 +32,10 @@ class FullySharded:
     ) -> None:
         self._stages, self._sharing = stages, sharing
         self._left = False  # whether gradients are to be reduced after the last backward pass
-        self.cut_axes: tuple[str, ...] = ("dp_shard",)
+        self.sharded = True
         for stage in stages:
             stage.to(precision.stored)
-            _shard(stage, mesh, precision, keeps=sharing.zero == 2)
+            _shard(stage, layout, mesh, precision, keeps=sharing.zero == 2)
             stage.to_empty(device=device)
         self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
         self._parameters = dict(named_parameters(stages))
@@ -62,8 +62,8 @@ class FullySharded:
             stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
 
     def reduce(self) -> None:
-        """Nothing where it was done in the last backward pass, after which no other stage could have one; but what FSDP2
-        leaves anywhere in its buffers is then laid where memory begins."""
+        """Nothing where it was done in the last backward pass, after which no other stage could have one; but what
+        FSDP2 leaves anywhere in its buffers is then laid where memory begins."""
         for stage in self._stages if self._left else ():
             # All that is asked of a torch stage: which modules, and that no gradient is to be scaled.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
@@ -86,21 +86,51 @@ class FullySharded:
             module.reshard()  # what was gathered and kept would be the weights before these
 
 
-def _shard(stage: nn.Module, mesh: Mesh, precision: Precision, *, keeps: bool) -> None:
+def _shard(stage: nn.Module, layout: Layout, mesh: Mesh, precision: Precision, *, keeps: bool) -> None:
+    """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
+    (experts) each by itself."""
     policy = (
         MixedPrecisionPolicy(param_dtype=precision.computed, reduce_dtype=precision.stored)
         if precision.is_mixed
         else MixedPrecisionPolicy()
     )
+    placements = {p: layout[name] for name, p in named_parameters([stage])}
+
+    def dim(parameter: nn.Parameter) -> Shard | None:
+        return Shard(placements[parameter].data_dim)
+
+    reshard = False if keeps else None  # None: all but the root, whose weights are needed again at once
+    for module, data in _alone(stage, layout):
+        fully_shard(
+            module,
+            mesh=mesh.sharding(data),
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=dim,
+        )
     for module in (*blocks(stage), stage):
-        reshard = False if keeps else None  # None: all but the root, whose weights are needed again at once
-        fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            module,
+            mesh=mesh.sharding(DENSE),
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=dim,
+        )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global count, so gradients are to be summed, not averaged;
             # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _alone(stage: nn.Module, layout: Layout) -> list[tuple[nn.Module, DataAxes]]:
+    """The modules whose own parameters have data axes other than the model's."""
+    found = {}
+    for name, _ in named_parameters([stage]):
+        if (data := layout[name].data) != DENSE:
+            found[name.rpartition(".")[0]] = data
+    return [(stage.get_submodule(path), data) for path, data in found.items()]
 
 
 def _box(layout: Layout, name: str, parameter: nn.Parameter) -> Box:

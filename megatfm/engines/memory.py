@@ -20,7 +20,7 @@ from megatfm.engines.data_parallel import Sharing
 from megatfm.engines.interface import MOMENTS, MemoryNeeds
 from megatfm.engines.precision import Precision
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, orders
 
@@ -48,13 +48,13 @@ def memory_needed(
         gathered = whole * precision.computed.itemsize
     elif sharing.zero == 3:
         gathered = (whole - in_blocks + max(sizes, default=0)) * precision.computed.itemsize
-    if mesh.shards == 1 and not precision.is_mixed:
+    if mesh.size(SHARD) == 1 and not precision.is_mixed:
         gathered = 0  # the weights themselves
     return MemoryNeeds(
         gradients=trained * precision.stored.itemsize if sharing.zero < 2 or adds_up else local,
         moments=MOMENTS * local,
         gathered=gathered,
-        inputs=inputs_held(pipeline, mesh.stage_rank, microbatches, len(sizes)) * block_input,
+        inputs=inputs_held(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
     )
 
 

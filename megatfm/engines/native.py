@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatfm.checkpoint import Box as StoredBox
 from megatfm.engines.data_parallel import DataParallel, Sharing, Stages
+from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.interface import (
     Arrays,
@@ -33,12 +34,10 @@ from megatfm.layers.initialisation import initials
 from megatfm.ops.initial import draw
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
-OWNERS = ("dp_shard", "tp")
-"""Axes over which optimizers of whole tensors share these out."""
 
 
 class NativeEngine:
@@ -76,16 +75,18 @@ class NativeEngine:
         weights = {name: self.stored(name, block) for name, block in self.local.items()}
         self.state = TrainedState(weights, self.optimizers)
         self.ties = Ties(pipeline, mesh)
-        self.norms = LayerNorms(model, layout, mesh, compiled=compile_blocks)
+        self.distinct = DistinctBlocks(layout, mesh, sharded=self.data.sharded, counted=self.ties.counts_here)
+        self.norms = LayerNorms(model, layout, mesh, self.distinct, compiled=compile_blocks)
         self.passes: Passes = WholeModel(model)
         if pipeline:
             self.passes = StagePasses(
-                model, pipeline, mesh.group("pp"), dtype=PRECISIONS[precision].computed, device=device
+                model, pipeline, mesh.group(PIPELINE), dtype=PRECISIONS[precision].computed, device=device
             )
 
     @property
     def replicated_axes(self) -> Sequence[str]:
-        return [axis for axis in self.mesh.data_axes[::-1] if axis not in self.data.cut_axes]
+        data = {placement.data for placement in self.layout.values()}
+        return in_order(axis for axes in data for axis in (axes.copies if self.data.sharded else axes.all))
 
     def forward_backward(
         self, microbatches: Sequence[Arrays], objective: Objective, *, watch: bool = False
@@ -105,7 +106,7 @@ class NativeEngine:
         self.data.reduce()
         self._all_have_gradients()
         self.ties.sum(self.gradients())
-        self._sum_partial_gradients()
+        sum_partial(self.gradients(), self.layout, self.mesh)
         if self.loss_scale:
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
         return losses.result()
@@ -113,12 +114,11 @@ class NativeEngine:
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`. A step that is skipped, or whose norm is not finite, lowers float16's loss scale."""
         gradients = self.gradients()
-        norm = self._global_norm(gradients, skip)
+        norm = self.distinct.norm(gradients, spoiled=skip)
         if self.loss_scale:
             self.loss_scale.update(bool(torch.isfinite(norm)))
         if torch.isfinite(norm):
-            if clip and norm > clip:
-                torch._foreach_mul_(list(gradients.values()), float(clip / (norm + 1e-6)))
+            clip_gradients(gradients, norm, clip)
             for optimizer in self.optimizers:
                 optimizer.step(gradients, lr)
             self.data.weights_changed()
@@ -143,7 +143,7 @@ class NativeEngine:
 
     def layer_norms(self) -> dict[str, dict[str, float]]:
         """After `forward_backward`: see LayerNorms. A collective."""
-        return self.norms.measure(self.local, self.gradients(), self.ties.counts_here)
+        return self.norms.measure(self.local, self.gradients())
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -190,8 +190,8 @@ class NativeEngine:
 
     def process_groups(self) -> Mapping[str, str]:
         """Those of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
-        ties = {str(group.group_name): "pp" for group in self.ties.groups}
-        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes[::-1])
+        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes)
 
     def stored(self, name: str, block: Tensor) -> StoredBox:
         """A block shaped like the parameter `name`, as the checkpoint sees it."""
@@ -225,27 +225,6 @@ class NativeEngine:
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it"
             )
-
-    def _sum_partial_gradients(self) -> None:
-        partial = [g for name, g in self.gradients().items() if self.layout[name].partial_gradient]
-        if partial:
-            flat = torch.cat([gradient.reshape(-1) for gradient in partial])
-            self.mesh.sum(flat, ("tp",))
-            for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-    def _global_norm(self, gradients: Mapping[str, Tensor], skip: bool = False) -> Tensor:
-        """√Σ g² over all elements of the model, each counted once; NaN on all ranks if one skips."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for name, gradient in gradients.items():
-            if self.ties.counts_here(name):
-                squares[int(self.layout[name].dim is None)] += gradient.double().square().sum()
-        if skip:
-            squares.fill_(torch.nan)
-        self.mesh.sum(squares, (*self.data.cut_axes, "pp"))
-        cut, whole = squares[:1], squares[1:]
-        self.mesh.sum(cut, ("tp",))
-        return (cut + whole).sqrt()[0]
 
 
 def share(

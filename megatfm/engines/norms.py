@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatfm.engines.distinct import DistinctBlocks, over_ranks
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import AXES, PIPELINE, Mesh
 
 KINDS = ("weight", "gradient", "activation")
-WHOLE, CUT = 0, 1
 
 
 class LayerNorms:
@@ -21,12 +21,16 @@ class LayerNorms:
     (XLNet's content stream, which the last block doesn't go on with).
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, *, compiled: bool) -> None:
-        self._layout, self._mesh, self._watches = layout, mesh, False
+    def __init__(
+        self, model: nn.Module, layout: Layout, mesh: Mesh, distinct: DistinctBlocks, *, compiled: bool
+    ) -> None:
+        self._mesh, self._distinct, self._watches = mesh, distinct, False
+        # Activations differ over all axes, or are copies, which count with their number in squares and counts alike.
+        self._kinds = [*distinct.kinds, AXES]
         inside = set(blocks(model))
         here = [path for path, module in model.named_modules() if module in inside]
         # The layout has the names of the whole model, and each pipeline rank some of its blocks.
-        self._blocks = sorted({path for rank in mesh.gather_objects(here, ("pp",)) for path in rank})
+        self._blocks = sorted({path for rank in mesh.gather_objects(here, (PIPELINE,)) for path in rank})
         self._seen: dict[str, Tensor] = {}
         layer_of = {name: self._layer(name) for name in layout}
         self._layers = sorted(set(layer_of.values()))
@@ -40,27 +44,20 @@ class LayerNorms:
         self._watches, self._seen = watches, {}
 
     def measure(
-        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], counted: Callable[[str], bool]
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> dict[str, dict[str, float]]:
-        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients. A collective.
-
-        counted: whether a parameter is this pipeline rank's to count.
-        """
+        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients. A collective."""
         device = next(iter(weights.values())).device
-        # [layer, kind, whole or cut over tp, sum of squares and count]
-        sums = torch.zeros(len(self._layers), 3, 2, 2, dtype=torch.float64, device=device)
+        # [axes that cut it, layer, kind, sum of squares and count]
+        shape = len(self._kinds), len(self._layers), len(KINDS), 2
+        sums = torch.zeros(shape, dtype=torch.float64, device=device)
         for kind, tensors in enumerate((weights, gradients)):
             for name, tensor in tensors.items():
-                if counted(name):
-                    cell = sums[self._places[name], kind]
-                    _add(cell[WHOLE if self._layout[name].dim is None else CUT], tensor)
+                if self._distinct.counted(name):
+                    _add(sums[self._distinct.kind_of[name], self._places[name], kind], tensor)
         for path, seen in self._seen.items():
-            sums[self._layers.index(path), 2, CUT] = seen
-        # Copies count with their number, in squares and counts alike.
-        self._mesh.sum(sums, ("pp", "dp_replicate", "dp_shard"))
-        cut, whole = sums[:, :, CUT].contiguous(), sums[:, :, WHOLE]
-        self._mesh.sum(cut, ("tp",))
-        squares, counts = (cut + whole).unbind(-1)
+            sums[-1, self._layers.index(path), 2] = seen
+        squares, counts = over_ranks(sums, self._kinds, self._mesh).unbind(-1)
         found = (squares / counts).sqrt().tolist()
         self._seen = {}
         return {

@@ -16,15 +16,13 @@ from torch.distributed import Work
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
-from megatfm.engines.buckets import BUCKET_ELEMENTS, all_gather, deal, reduce_scatter
+from megatfm.engines.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
 from megatfm.engines.data_parallel import Stages, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.ops.aligned import aligned, all_aligned
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
-from megatfm.parallel.mesh import Mesh
-
-REPLICAS = ("dp_replicate", "dp_shard")
+from megatfm.parallel.mesh import DataAxes, Mesh
 
 
 class Replicated:
@@ -47,30 +45,43 @@ class Replicated:
                 _cast_inputs(stage, precision.computed)
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(named_parameters(stages))
-        self._cut = zero == 1 and mesh.size("dp_shard") > 1
-        self._rank, ranks = (mesh.rank("dp_shard"), mesh.size("dp_shard")) if self._cut else (0, 1)
-        self._buckets = list(
-            deal({name: p.shape for name, p in self._parameters.items()}, ranks, BUCKET_ELEMENTS)
-        )
+        self.sharded = zero == 1
+        self._buckets, self._over = self._dealt(layout)
         self._gradients: dict[str, Tensor] = {}
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
         self._without: set[str] = set()  # parameters that no pass of the step has reached
         if mesh.data_ranks > 1:
             self._watch()
-        self.cut_axes: tuple[str, ...] = ("dp_shard",) if zero == 1 else ()
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Box] = {}
-        for bucket in self._buckets:
+        for place, bucket in enumerate(self._buckets):
             for name, shape in bucket.shapes.items():
-                first, count = bucket.rows(name, self._rank)
+                first, count = bucket.rows(name, self._rank(place))
                 rows = self._parameters[name].detach()[first : first + count]
-                # Without a precision of its own, what the optimizer moves are the model's weights themselves, or rows of
-                # them that begin where memory does.
+                # Without a precision of its own, what the optimizer moves are the model's weights themselves, or rows
+                # of them that begin where memory does.
                 stored = rows.to(precision.stored)
-                self.local[name] = aligned(stored) if self._cut else stored
+                self.local[name] = aligned(stored) if bucket.ranks > 1 else stored
                 offsets = (first, *[0] * (len(shape) - 1))
                 self.boxes[name] = layout[name].inside(offsets, (count, *shape[1:]))
+
+    def _dealt(self, layout: Layout) -> tuple[list[Bucket], list[DataAxes]]:
+        """Buckets of parameters with the same data axes, and these axes."""
+        by_axes: dict[DataAxes, dict[str, torch.Size]] = {}
+        for name, parameter in self._parameters.items():
+            by_axes.setdefault(layout[name].data, {})[name] = parameter.shape
+        buckets, over = [], []
+        for data, shapes in by_axes.items():
+            ranks = self._mesh.size(data.shard) if self.sharded else 1
+            for bucket in deal(shapes, ranks, BUCKET_ELEMENTS):
+                buckets.append(bucket)
+                over.append(data)
+        return buckets, over
+
+    def _rank(self, place: int) -> int:
+        """Whose rows of a bucket are kept here."""
+        return self._mesh.rank(self._over[place].shard) if self._buckets[place].ranks > 1 else 0
 
     def begin(self, last: bool) -> None:
         """In the last pass, every bucket misses the gradients of all of its parameters."""
@@ -90,9 +101,10 @@ class Replicated:
             self._send_next()
         for place, (row, work) in self._flying.items():
             work.wait()
-            if self._cut:
-                self._mesh.sum(row, ("dp_replicate",))
-            self._gradients |= all_aligned(self._buckets[place].unpack_own(row, self._rank))
+            bucket, data = self._buckets[place], self._over[place]
+            if bucket.ranks > 1:
+                self._mesh.sum(row, data.copies)
+            self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(place)))
         for name in self._without:
             del self._gradients[name]
         self._flying, self._without = {}, set()
@@ -134,11 +146,12 @@ class Replicated:
         del gradients
         for parameter in parameters.values():  # at once, so that no two whole copies are held
             parameter.grad = None
-        if self._cut:
-            self._flying[place] = reduce_scatter(buffer, self._mesh.group("dp_shard"))
+        data = self._over[place]
+        if bucket.ranks > 1:
+            self._flying[place] = reduce_scatter(buffer, self._mesh.group(data.shard))
         else:
             row = buffer[0]
-            group = self._mesh.flat_group(REPLICAS)
+            group = self._mesh.flat_group(data.all)
             self._flying[place] = row, dist.all_reduce(row, group=group, async_op=True)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -151,14 +164,14 @@ class Replicated:
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        if self._cut:
-            for bucket in self._buckets:
+        for bucket, data in zip(self._buckets, self._over, strict=True):
+            if bucket.ranks > 1:
                 row = bucket.pack_own(self.local, next(iter(self._parameters.values())))
-                buffer = all_gather(row, bucket.ranks, self._mesh.group("dp_shard"))
+                buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
                 bucket.unpack(buffer, self._parameters)
-        elif self._precision.is_mixed:
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.local[name])
+            elif self._precision.is_mixed:
+                for name in bucket.shapes:
+                    self._parameters[name].copy_(self.local[name])
 
 
 def _materialise(stage: nn.Module, precision: Precision, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 
 
@@ -19,7 +19,7 @@ class Ties:
     """Of this rank with the other ranks of its pipeline; nothing where there is none."""
 
     def __init__(self, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self._rank, self._holders = mesh.rank("pp"), pipeline.holders if pipeline else {}
+        self._rank, self._holders = mesh.rank(PIPELINE), pipeline.holders if pipeline else {}
         self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, holders in sorted(self._holders.items()):
             if len(holders) > 1:
@@ -50,6 +50,6 @@ def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
     """These ranks of this rank's pipeline; called by all ranks, which make the groups of all pipelines together."""
     ranks = mesh.device_mesh.mesh.flatten(1)
     if len(holders) == len(ranks):
-        return mesh.group("pp")
+        return mesh.group(PIPELINE)
     group, _ = dist.new_subgroups_by_enumeration(ranks[list(holders)].T.tolist())
     return group

@@ -1,70 +1,91 @@
-"""The layout table: where each parameter's elements are, and over which axis its gradient is still to be summed.
+"""The layout table: where each parameter's elements are, and over which axes its gradient is still to be summed.
 
-Tensor-parallel shards are plain local tensors. FSDP2 cuts them once more, along dim 0 and over its own axes; what a
-rank holds in the end is always one box of the global tensor.
+What the axes of a model cut off are plain local tensors. The data axes may cut these once more (ZeRO); what a rank
+holds in the end is always one box of the global tensor.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatfm.errors import UsageError
+from megatfm.parallel.mesh import DENSE, DataAxes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block of a global tensor."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """One parameter under tensor parallelism.
+class Cut:
+    """A dim of a tensor, divided over the ranks of an axis. part: this rank's. uneven: the last may be smaller."""
 
-    shape: global. dim: the dim that is cut into `parts`, of which this rank holds `part`; None: whole on every rank.
-    uneven: the last part may be smaller than the others.
-    partial_gradient: each tensor-parallel rank has only its share of the gradient, to be summed after backward.
+    axis: str
+    dim: int
+    part: int
+    parts: int
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter or buffer is.
+
+    shape: global. cuts: by the axes of the model, each inside what those before it leave; none: whole on every rank.
+    sum_over: axes whose ranks have only their share of the gradient each, to be summed after the backward pass.
+    data: the axes over which ranks hold the same block and see other rows. data_dim: where ZeRO 2 and 3 cut it.
     """
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None = None
-    part: int = 0
-    parts: int = 1
-    partial_gradient: bool = False
-    uneven: bool = False
+    cuts: tuple[Cut, ...] = ()
+    sum_over: tuple[str, ...] = ()
+    data: DataAxes = DENSE
+    data_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.dim is None:
-            return
-        size = self.shape[self.dim]
-        if self.uneven and self._size * (self.parts - 1) >= size:
-            raise UsageError(
-                f"parallel.tp = {self.parts} leaves ranks without a part of {self.name} {list(self.shape)}: the "
-                f"nearest tp that fits is {next(t for t in range(self.parts, 0, -1) if -(-size // t) * (t - 1) < size)}"
-            )
-        if not self.uneven and size % self.parts:
-            raise UsageError(
-                f"parallel.tp = {self.parts} does not divide dim {self.dim} of {self.name} {list(self.shape)}: "
-                f"the next size that fits is {-(-size // self.parts) * self.parts}"
-            )
+        for i, cut in enumerate(self.cuts):
+            size = self._narrowed(i)[1][cut.dim]
+            each = -(-size // cut.parts)
+            outer = -(-self.shape[cut.dim] // size)
+            if cut.uneven and each * (cut.parts - 1) >= size:
+                fits = next(t for t in range(cut.parts, 0, -1) if -(-size // t) * (t - 1) < size)
+                raise UsageError(
+                    f"parallel.{cut.axis} = {cut.parts} leaves ranks without a part of {self.name} {list(self.shape)}: "
+                    f"the nearest {cut.axis} that fits is {fits}"
+                )
+            if not cut.uneven and size % cut.parts:
+                raise UsageError(
+                    f"parallel.{cut.axis} = {cut.parts} does not divide dim {cut.dim} of {self.name} "
+                    f"{list(self.shape)}: the next size that fits is {each * cut.parts * outer}"
+                )
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Those whose ranks hold different blocks, before the data axes cut them."""
+        return frozenset(cut.axis for cut in self.cuts)
+
+    def is_cut_like(self, other: "Placement") -> bool:
+        """Whether the same axes cut the same dims."""
+        return [(cut.axis, cut.dim) for cut in self.cuts] == [(cut.axis, cut.dim) for cut in other.cuts]
 
     @property
     def box(self) -> Box:
-        """What this tensor-parallel rank holds, before FSDP2 cuts it."""
-        if self.dim is None:
-            return (0,) * len(self.shape), self.shape
-        first = self._size * self.part
-        size = min(self._size, self.shape[self.dim] - first)
-        offsets = tuple(first if dim == self.dim else 0 for dim in range(len(self.shape)))
-        sizes = tuple(size if dim == self.dim else full for dim, full in enumerate(self.shape))
-        return offsets, sizes
-
-    @property
-    def _size(self) -> int:
-        """Of every part but perhaps the last."""
-        return -(-self.shape[self.dim] // self.parts) if self.dim is not None else 0
+        """What this rank holds, before the data axes cut it."""
+        return self._narrowed(len(self.cuts))
 
     def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
-        """The global box of a block of the tensor-parallel shard (FSDP2's part of it)."""
+        """The global box of a block of what this rank holds (ZeRO's part of it)."""
         own = self.box[0]
         return tuple(a + b for a, b in zip(own, offsets, strict=True)), sizes
+
+    def _narrowed(self, cuts: int) -> Box:
+        """What the first cuts leave."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for cut in self.cuts[:cuts]:
+            each = -(-sizes[cut.dim] // cut.parts)
+            first = each * cut.part
+            offsets[cut.dim] += first
+            sizes[cut.dim] = min(each, sizes[cut.dim] - first)
+        return tuple(offsets), tuple(sizes)
 
 
 class Layout(Mapping[str, Placement]):
@@ -75,7 +96,7 @@ class Layout(Mapping[str, Placement]):
     ) -> None:
         self._placements = dict(placements)
         self.buffers = dict(buffers or {})
-        """Those of the buffers, which are not trained and not stored."""
+        """Those of the buffers, which are not trained."""
         self.table = table
         """The plan as it was applied, for people."""
 

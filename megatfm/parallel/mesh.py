@@ -1,7 +1,7 @@
 """The device mesh: the ranks of a run on named axes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+AXES = (PIPELINE, REPLICATE, SHARD, TENSOR)
 """From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism; pipeline
 ranks, which talk least, are farthest apart."""
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The axes over which ranks hold the same block of a parameter and see other rows.
+
+    ZeRO cuts the block over `shard`; copies of what is left are on the ranks of `replicate`, if there is such an axis.
+    """
+
+    shard: str
+    replicate: str | None = None
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The axes that ZeRO leaves whole."""
+        return () if self.replicate is None else (self.replicate,)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.shard, *self.copies)
+
+
+DENSE = DataAxes(SHARD, REPLICATE)
+"""Of whatever every data rank computes with."""
+OWNERS = (SHARD, TENSOR)
+"""Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +63,32 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Over how many ranks a global batch is divided."""
-        return self.size("dp_replicate") * self.size("dp_shard")
+        return self.size(REPLICATE) * self.size(SHARD)
 
     @property
     def data_rank(self) -> int:
-        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
+        return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which a global batch is divided."""
-        return ("dp_shard", "dp_replicate")
+        return DENSE.all
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which the sums of a loss's terms are still to be added up."""
-        return (*self.data_axes, "pp")
+        return (*self.data_axes, PIPELINE)
 
     @property
-    def shards(self) -> int:
-        """Over how many ranks a ZeRO stage cuts."""
-        return self.size("dp_shard")
+    def in_summing_order(self) -> tuple[str, ...]:
+        """All axes, as what is summed over several goes through them one by one."""
+        return (*self.loss_axes, *(axis for axis in AXES if axis not in self.loss_axes))
 
-    @property
-    def stage_rank(self) -> int:
-        """This rank's place in its pipeline."""
-        return self.rank("pp")
-
-    @property
-    def fsdp_mesh(self) -> DeviceMesh:
+    def sharding(self, data: DataAxes) -> DeviceMesh:
         """The axes that FSDP2 may see: replicate × shard, or shard alone."""
-        return (
-            self.device_mesh["dp_replicate", "dp_shard"]
-            if self.size("dp_replicate") > 1
-            else self.device_mesh["dp_shard"]
-        )
+        if data.replicate is not None and self.size(data.replicate) > 1:
+            return self.device_mesh[data.replicate, data.shard]
+        return self.device_mesh[data.shard]
 
     def sum(self, tensor: Tensor, axes: Sequence[str]) -> None:
         """Sum a tensor in place over the ranks of some axes."""
@@ -78,16 +97,16 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks of several neighbouring axes as one group, made once; the axis's own where only one has several."""
+        """The ranks of several axes as one group, made once; the axis's own where only one has several."""
         long = [axis for axis in axes if self.size(axis) > 1]
         if len(long) <= 1:
             return self.group(long[0] if long else axes[0])
-        submesh = self.device_mesh[tuple(axes)]
-        return submesh._flatten("_".join(axes)).get_group()
+        ordered = in_order(axes)
+        return self.device_mesh[ordered]._flatten("_".join(ordered)).get_group()
 
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
         """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
-        names = {str(self.flat_group(axes).group_name): " × ".join(axes) for axes in several}
+        names = {str(self.flat_group(axes).group_name): " × ".join(in_order(axes)) for axes in several}
         # One of several axes may be the same group as the axis alone: then the axis names it.
         return names | {str(self.group(axis).group_name): axis for axis in AXES}
 
@@ -102,18 +121,24 @@ class Mesh:
         return spelled({axis: self.size(axis) for axis in AXES})
 
 
+def in_order(axes: Iterable[str]) -> tuple[str, ...]:
+    """Axes in the mesh's own order, the slowest first."""
+    wanted = set(axes)
+    return tuple(axis for axis in AXES if axis in wanted)
+
+
 def spelled(sizes: Mapping[str, int]) -> str:
     """A layout in words; a pipeline only where there is one."""
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "pp" or size > 1)
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != PIPELINE or size > 1)
 
 
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
     fixed = config.pp * config.dp_replicate * config.tp
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
-    sizes = {"pp": config.pp, "dp_replicate": config.dp_replicate, "dp_shard": shard, "tp": config.tp}
+    sizes = {PIPELINE: config.pp, REPLICATE: config.dp_replicate, SHARD: shard, TENSOR: config.tp}
     if math.prod(sizes.values()) != world_size:
-        wanted = spelled({k: size for k, size in sizes.items() if k != "dp_shard" or config.dp_shard != -1})
+        wanted = spelled({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(

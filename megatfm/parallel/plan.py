@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import Layout, Placement
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.layout import Cut, Layout, Placement
+from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import Ranks, Style
 from megatfm.registry import Registry
 
@@ -26,8 +26,8 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
     does not divide a dim.
     """
     styles = match(model, plan)
-    parts, part = mesh.size("tp"), mesh.rank("tp")
-    ranks = Ranks(mesh.group("tp"), sequence_parallel) if parts > 1 else None
+    parts = mesh.size(TENSOR)
+    ranks = Ranks(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
     local: dict[Tensor, tuple[Placement, Tensor]] = {}
     buffers: dict[str, Placement] = {}
     for path, planned in styles.items():
@@ -35,15 +35,15 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
         style = planned.fitted(module, parts)
         own: dict[str, Placement] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            own[key] = placement = _place(f"{path}.{key}", tensor, style, part, ranks)
+            own[key] = placement = _place(f"{path}.{key}", tensor, style, mesh, sequence_parallel)
             shard = torch.empty(placement.box[1], dtype=tensor.dtype, device=tensor.device)
             if not isinstance(tensor, nn.Parameter):
                 buffers[placement.name] = placement
-                module.register_buffer(key, shard, persistent=False)
+                module.register_buffer(key, shard, persistent=key not in module._non_persistent_buffers_set)
                 continue
             if tensor not in local:
                 local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
-            elif local[tensor][0].dim != placement.dim:
+            elif not local[tensor][0].is_cut_like(placement):
                 raise UsageError(
                     f"{placement.name} is tied to {local[tensor][0].name}, but their plan rows cut different dims: "
                     "give both the same cut, or untie them"
@@ -55,16 +55,16 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
     return Layout(placements, _table(plan, styles, placements, mesh), buffers)
 
 
-def _place(name: str, tensor: Tensor, style: Style, part: int, ranks: Ranks | None) -> Placement:
+def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
     """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole."""
-    shape = tuple(tensor.shape)
-    if ranks is None:
-        return Placement(name, shape)
+    shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
+    if parts == 1:
+        return style.place(Placement(name, shape), mesh)
     if style.dim is not None and -len(shape) <= style.dim < len(shape):
-        dim = style.dim % len(shape)
-        return Placement(name, shape, dim, part, ranks.group.size(), uneven=style.uneven)
-    partial = style.gradient == "partial" or (style.gradient == "sequence" and ranks.sequence_parallel)
-    return Placement(name, shape, partial_gradient=partial)
+        cut = Cut(TENSOR, style.dim % len(shape), mesh.rank(TENSOR), parts, style.uneven)
+        return style.place(Placement(name, shape, (cut,)), mesh)
+    partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
+    return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)
 
 
 def match(model: nn.Module, plan: Plan) -> dict[str, Style]:
@@ -104,9 +104,9 @@ def _table(plan: Plan, styles: dict[str, Style], placements: dict[str, Placement
         if not paths or not (own or style.shown):
             continue
         shapes = dict.fromkeys(
-            f"{list(p.shape)} → {list(p.box[1])}" if p.dim is not None else str(list(p.shape)) for p in own
+            f"{list(p.shape)} → {list(p.box[1])}" if p.cuts else str(list(p.shape)) for p in own
         )
-        partial = "tp" if any(p.partial_gradient for p in own) else ""
+        partial = ", ".join(dict.fromkeys(axis for p in own for axis in p.sum_over))
         lines.append(
             f"{shown:<28}{style.name:<24}{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}{partial}".rstrip()
         )

@@ -22,6 +22,7 @@ from megatfm.parallel.collectives import (
     sum_partial,
 )
 from megatfm.parallel.layout import Placement
+from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
 
 SEQUENCE_DIM = 1
@@ -63,10 +64,15 @@ class Ranks:
 
 
 Install = Callable[[nn.Module, Ranks, Own], None]
+Place = Callable[[Placement, Mesh], Placement]
 
 
 def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
     """Nothing travels."""
+
+
+def _as_it_is(placement: Placement, mesh: Mesh) -> Placement:
+    return placement
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Style:
     gradient: of whole tensors. "whole": every rank computes all of it; "sequence": from its part of the residual
     stream, so a partial one with sequence parallelism; "partial": always its own share, e.g. that of its heads.
     uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
+    place: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that has done.
     shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
     """
 
@@ -84,6 +91,7 @@ class Style:
     gradient: Literal["whole", "sequence", "partial"] = "whole"
     uneven: bool = False
     install: Install = _nothing
+    place: Place = _as_it_is
     shown: bool = False
     instead: "Style | None" = None
 

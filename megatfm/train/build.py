@@ -13,7 +13,7 @@ from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
 from megatfm.parallel.plans import PLANS
@@ -30,7 +30,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
     )
     pipeline = None
-    if mesh.size("pp") > 1:
+    if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)
         layout.table += f"\n{pipeline.table()}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
@@ -68,7 +68,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def cut_into_stages(config: Config, model: nn.Module, mesh: Mesh) -> Pipeline:
     """Cut the model, of which this rank keeps its own stages."""
     pipeline = cut_model(config, model)
-    keep(model, pipeline.mine(mesh.rank("pp")))
+    keep(model, pipeline.mine(mesh.rank(PIPELINE)))
     return pipeline
 
 

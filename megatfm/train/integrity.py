@@ -17,6 +17,9 @@ from megatfm.errors import MegatfmError
 
 SHOWN = 5
 
+Block = tuple[str, tuple[int, ...]]
+"""Name and offsets: other blocks of the same tensor are no copies."""
+
 
 def forward_backward(
     engine: Engine,
@@ -55,11 +58,11 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in copied):
         return
     ours = hashes(engine.state_dict())
-    theirs: list[dict[str, str]] = engine.mesh.gather_objects(ours, copied)
+    theirs: list[dict[Block, str]] = engine.mesh.gather_objects(ours, copied)
     differ = []
-    for name, mine in ours.items():
+    for (name, place), mine in ours.items():
         # Of what one rank keeps for all, as the state of a whole tensor, there may be no other copy.
-        votes = Counter(other[name] for other in theirs if name in other)
+        votes = Counter(other[name, place] for other in theirs if (name, place) in other)
         best, count = votes.most_common(1)[0]
         tie = list(votes.values()).count(count) > 1
         if len(votes) > 1 and (tie or mine != best):
@@ -67,10 +70,10 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     _end_if(differ, f"after step {step}, replicas of one parameter differ")
 
 
-def hashes(state: Mapping[str, Box | Tensor]) -> dict[str, str]:
+def hashes(state: Mapping[str, Box | Tensor]) -> dict[Block, str]:
     """BLAKE3 of this rank's block of everything in a state dict."""
-    blocks = {name: value.tensor if isinstance(value, Box) else value for name, value in state.items()}
-    return {name: blake3(_bytes(block)).hexdigest() for name, block in blocks.items()}
+    boxes = {name: Box.of(value) for name, value in state.items()}
+    return {(name, box.offsets): blake3(_bytes(box.tensor)).hexdigest() for name, box in boxes.items()}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -14,6 +14,7 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.parallel import styles
+from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import PLANS, match
 from megatfm.parallel.styles import Style
@@ -37,13 +38,13 @@ def unpredicted(config: Config) -> dict[str, str]:
         return {}
     if recompute.endswith("B"):
         return {
-            "tp": f"train.recompute = {recompute!r}: what blocks keep is measured while they run, so how many of them "
-            "repeat their gathers is not known beforehand"
+            TENSOR: f"train.recompute = {recompute!r}: what blocks keep is measured while they run, so how many of "
+            "them repeat their gathers is not known beforehand"
         }
     strange = [style.name for _, style in PLANS.get(config.model.family) if style not in KNOWN]
     if strange:
         return {
-            "tp": f"the style {strange[0]!r} comes from a plugin, and only its author knows what it sends"
+            TENSOR: f"the style {strange[0]!r} comes from a plugin, and only its author knows what it sends"
         }
     return {}
 
@@ -83,10 +84,10 @@ def _sizes(config: Config) -> dict[str, int]:
     parallel = config.parallel
     shard, replicas, tp = parallel.dp_shard, parallel.dp_replicate, parallel.tp
     return {
-        "pp": parallel.pp,
-        "dp_replicate": replicas,
-        "dp_shard": shard,
-        "tp": tp,
+        PIPELINE: parallel.pp,
+        REPLICATE: replicas,
+        SHARD: shard,
+        TENSOR: tp,
         REPLICAS: replicas * shard,
         WHOLE_TENSORS: shard * tp,
     }
@@ -106,20 +107,20 @@ def _activations(
         if style in ("enter", "enter, heads", "vocabulary head", "enter output"):
             whole = made if style == "enter output" else given
             if sequence:
-                ledger.all_gather("tp", whole // tp, times=gathers)
-                ledger.reduce_scatter("tp", whole, times=call.has_gradient)
+                ledger.all_gather(TENSOR, whole // tp, times=gathers)
+                ledger.reduce_scatter(TENSOR, whole, times=call.has_gradient)
             else:
-                ledger.all_reduce("tp", whole, times=call.has_gradient)
+                ledger.all_reduce(TENSOR, whole, times=call.has_gradient)
         elif style in ("row", "vocabulary embedding"):
             if sequence:
-                ledger.reduce_scatter("tp", made, times=sums)
-                ledger.all_gather("tp", made // tp, times=call.has_gradient)
+                ledger.reduce_scatter(TENSOR, made, times=sums)
+                ledger.all_gather(TENSOR, made // tp, times=call.has_gradient)
             else:
-                ledger.all_reduce("tp", made, times=sums)
+                ledger.all_reduce(TENSOR, made, times=sums)
         elif style == "whole input" and sequence:
-            ledger.all_gather("tp", given // tp)
+            ledger.all_gather(TENSOR, given // tp)
         elif style == "sequence, gathered" and sequence:
-            ledger.all_gather("tp", made // tp)
+            ledger.all_gather(TENSOR, made // tp)
         _vocabulary(ledger, config, model, fitted, call)
 
 
@@ -143,14 +144,14 @@ def _vocabulary(
     if call.path in fitted and fitted[call.path].name == "vocabulary head" and not call.is_scalar:
         assert vocabulary is not None
         widest = -(-vocabulary // tp)
-        ledger.all_gather("tp", call.made // vocabulary * widest * precision.computed.itemsize)
+        ledger.all_gather(TENSOR, call.made // vocabulary * widest * precision.computed.itemsize)
     if leaf == "loss" and head in fitted and fitted[head].name == "vocabulary head":
         seam = model.get_submodule(call.path)
         numbers = 5 if seam.variant.smoothing else 3  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
             rows = min(CHUNK, call.rows - start) * precision.stored.itemsize
-            ledger.all_reduce("tp", rows)
-            ledger.all_reduce("tp", numbers * rows)
+            ledger.all_reduce(TENSOR, rows)
+            ledger.all_reduce(TENSOR, numbers * rows)
 
 
 def _sends(
@@ -167,6 +168,6 @@ def _sends(
             for name, field in stage.takes.items() if before != stage.rank else ():
                 elements = torch.Size(activation_shape(field, inputs, pipeline.sequence_parts)).numel()
                 if before == pp:
-                    ledger.send("pp", elements * (8 if field.width is None else computed))
+                    ledger.send(PIPELINE, elements * (8 if field.width is None else computed))
                 if stage.rank == pp and name in stage.returns:
-                    ledger.send("pp", elements * computed)
+                    ledger.send(PIPELINE, elements * computed)

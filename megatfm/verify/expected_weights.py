@@ -12,6 +12,7 @@ from torch import nn
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders
 from megatfm.parallel.styles import Style
@@ -20,7 +21,7 @@ from megatfm.verify.batch import objective_of
 from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 
-REPLICAS, WHOLE_TENSORS = "dp_replicate × dp_shard", "dp_shard × tp"
+REPLICAS, WHOLE_TENSORS = f"{REPLICATE} × {SHARD}", f"{SHARD} × {TENSOR}"
 """Axes that are one group for some collectives."""
 
 Shape = tuple[int, ...]
@@ -103,17 +104,17 @@ def weights_and_gradients(
     else:
         _fully_sharded(ledger, config, held, microbatches)
     for ranks, tied in _ties(held).items():
-        ledger.all_reduce("pp", sum(held.own(name) for name in tied) * size, among=len(ranks))
+        ledger.all_reduce(PIPELINE, sum(held.own(name) for name in tied) * size, among=len(ranks))
     partial = sum(held.own(name) for name in held.shapes if held.is_partial(name))
-    ledger.all_reduce("tp", partial * size, times=partial > 0)
+    ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _whole_tensors(ledger, config, held)
-    _scalars(ledger, config)
+    _scalars(ledger, config, held)
 
 
 def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
     parallel = config.parallel
     both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
-    axis = REPLICAS if both else "dp_shard" if parallel.dp_shard > 1 else "dp_replicate"
+    axis = REPLICAS if both else SHARD if parallel.dp_shard > 1 else REPLICATE
     ledger.all_reduce(
         axis, sum(map(prod, held.shapes.values())) * PRECISIONS[config.train.precision].stored.itemsize
     )
@@ -122,9 +123,9 @@ def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
 def _sharded_optimizer(ledger: Ledger, config: Config, held: Held) -> None:
     precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
     everything = sum(map(held.padded, held.shapes))
-    ledger.reduce_scatter("dp_shard", everything * precision.stored.itemsize)
-    ledger.all_reduce("dp_replicate", everything // ranks * precision.stored.itemsize)
-    ledger.all_gather("dp_shard", everything // ranks * precision.computed.itemsize)
+    ledger.reduce_scatter(SHARD, everything * precision.stored.itemsize)
+    ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
+    ledger.all_gather(SHARD, everything // ranks * precision.computed.itemsize)
 
 
 def _fully_sharded(
@@ -146,12 +147,10 @@ def _fully_sharded(
         reductions = len(microbatches) if parallel.accumulate == "shards" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
-        ledger.all_gather(
-            "dp_shard", elements // parallel.dp_shard * precision.computed.itemsize, times=gathers
-        )
-        ledger.reduce_scatter("dp_shard", elements * precision.stored.itemsize, times=reductions)
+        ledger.all_gather(SHARD, elements // parallel.dp_shard * precision.computed.itemsize, times=gathers)
+        ledger.reduce_scatter(SHARD, elements * precision.stored.itemsize, times=reductions)
         shard = elements // parallel.dp_shard * precision.stored.itemsize
-        ledger.all_reduce("dp_replicate", shard, times=reductions)
+        ledger.all_reduce(REPLICATE, shard, times=reductions)
 
 
 def _groups(held: Held) -> dict[str, list[str]]:
@@ -195,7 +194,7 @@ def _whole_tensors(ledger: Ledger, config: Config, held: Held) -> None:
         Place(held.place.pp, shard, tp) for shard in range(parallel.dp_shard) for tp in range(parallel.tp)
     ]
     both = parallel.dp_shard > 1 and parallel.tp > 1
-    axis = WHOLE_TENSORS if both else "tp" if parallel.tp > 1 else "dp_shard"
+    axis = WHOLE_TENSORS if both else TENSOR if parallel.tp > 1 else SHARD
     me = ranks.index(held.place)
     for group in optimizer_groups(config.optimizer, held.model):
         names = [name for name in group.names if name in held.shapes]
@@ -220,12 +219,13 @@ def _sends(held: Held, name: str) -> bool:
     return first_of_tp and (held.parallel.zero > 0 or held.place.shard == 0)
 
 
-def _scalars(ledger: Ledger, config: Config) -> None:
-    """Once a step: each term's sum and count, and the gradient's norm, of what is cut and of what is whole over tp."""
+def _scalars(ledger: Ledger, config: Config, held: Held) -> None:
+    """Once a step: each term's sum and count, and the gradient's norm, of what is cut over tp and of what is not."""
     terms = len(objective_of(config).weights) * 8
-    for axis in ("dp_shard", "dp_replicate"):
+    for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
-    ledger.all_reduce("pp", terms)
-    ledger.all_reduce("dp_shard", 2 * 8, times=config.parallel.zero > 0)
-    ledger.all_reduce("pp", 2 * 8)
-    ledger.all_reduce("tp", 8)
+    ledger.all_reduce(PIPELINE, terms)
+    kinds = len({held.is_cut(name) for name, _ in held.model.named_parameters()})
+    ledger.all_reduce(SHARD, kinds * 8, times=config.parallel.zero > 0)
+    ledger.all_reduce(PIPELINE, kinds * 8)
+    ledger.all_reduce(TENSOR, 8)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatfm.config import Config, HeadsAttentionConfig, ModelConfig
 from megatfm.config.base import Section
 from megatfm.errors import UsageError
-from megatfm.parallel.mesh import axis_sizes
+from megatfm.parallel.mesh import SHARD, axis_sizes
 
 MAX_RANKS = 16
 """Processes that one machine is asked to start."""
@@ -32,7 +32,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             f"this layout has {world_size} processes, and verify starts them all on this machine, at most "
             f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
-    data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)["dp_shard"]
+    data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
     lengths = {
         key: length and _fit(length, LENGTH, parallel.tp)
         for key, length in config.data.model_dump(include={"sequence_length", "target_length"}).items()

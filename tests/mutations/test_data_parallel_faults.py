@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.engines import replicated
+from megatfm.engines import distinct, replicated
 from megatfm.engines.buckets import Bucket
 from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.replicated import Replicated
@@ -100,17 +100,13 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
 
 
 def the_norm_counts_copies(patch: Patch) -> None:
-    real = Mesh.sum
-    patch.setattr(
-        Mesh, "sum", lambda self, t, axes: real(self, t, ("dp_shard",) if axes == ("pp",) else axes)
-    )
+    real = distinct._axes
+    patch.setattr(distinct, "_axes", lambda placement, sharded: real(placement, True))
 
 
 def the_norm_is_of_the_own_shard(patch: Patch) -> None:
-    real = Mesh.sum
-    patch.setattr(
-        Mesh, "sum", lambda self, t, axes: real(self, t, () if axes == ("dp_shard", "pp") else axes)
-    )
+    real = distinct._axes
+    patch.setattr(distinct, "_axes", lambda placement, sharded: real(placement, False))
 
 
 def one_key_for_all_rows(patch: Patch) -> None:

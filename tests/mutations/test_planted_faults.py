@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines import NativeEngine, native
 from megatfm.engines.losses import LossSums
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
@@ -37,7 +37,7 @@ def patch_backward(patch: Patch, function: type[torch.autograd.Function], backwa
 
 
 def forget_partial_gradients(patch: Patch) -> None:
-    patch.setattr(NativeEngine, "_sum_partial_gradients", lambda self: None)
+    patch.setattr(native, "sum_partial", lambda *_: None)
 
 
 def sum_what_is_whole_already(patch: Patch) -> None:
@@ -47,7 +47,7 @@ def sum_what_is_whole_already(patch: Patch) -> None:
     def forward_backward(self: NativeEngine, *args: Any) -> Any:
         stats = summed(self, *args)
         for name, gradient in self.gradients().items():
-            if self.layout[name].dim is None:
+            if not self.layout[name].cuts:
                 real(self.mesh, gradient, ("tp",))
         return stats
 
@@ -100,7 +100,7 @@ def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
     assert real is not None
 
     def box(self: Placement) -> Box:
-        if self.dim is None or ".wk." not in self.name:
+        if not self.cuts or ".wk." not in self.name:
             return real(self)
         offsets, sizes = real(self)
         return ((offsets[0] + sizes[0]) % self.shape[0], *offsets[1:]), sizes

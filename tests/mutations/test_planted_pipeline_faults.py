@@ -127,7 +127,7 @@ def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[s
             found.add("loss")
         found |= set(errors(engine, model))
         norm = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None]).norm()
-        if float(engine._global_norm(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
+        if float(engine.distinct.norm(engine.gradients())) != pytest.approx(float(norm), rel=1e-9):
             found.add("norm")
         return found
 

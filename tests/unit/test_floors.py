@@ -147,3 +147,47 @@ def test_every_import_goes_down() -> None:
 )
 def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> None:
     assert bool(faults(line, module)) == is_fault
+
+
+AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
+NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/config/", "megatfm/presets/")
+
+
+def literal_axes(source: str) -> list[int]:
+    """Lines in which an axis of the mesh is written out, other than as a key: those are of [parallel] in a config."""
+    tree = ast.parse(source)
+    keys = {key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in AXES and node not in keys
+    ]
+
+
+def test_only_the_mesh_names_its_axes() -> None:
+    """What is cut over which axes, or summed, is read from the layout table: a new axis is no search for literals."""
+    files = [
+        path
+        for path in sorted((ROOT / "megatfm").rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line in literal_axes(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize(
+    ("line", "is_fault"),
+    [
+        ('mesh.sum(x, ("tp",))', True),
+        ('mesh.size("dp_shard")', True),
+        ('sizes["dp_shard"]', True),
+        ('parallel.model_copy(update={"tp": 1, "dp_shard": 1})', False),
+        ("mesh.sum(x, placement.sum_over)", False),
+    ],
+)
+def test_a_planted_axis_is_found(line: str, is_fault: bool) -> None:
+    assert bool(literal_axes(line)) == is_fault

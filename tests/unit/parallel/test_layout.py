@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.layout import Placement
+from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import axis_sizes, build_mesh
 from megatfm.parallel.plan import Plan, lay, match
 from megatfm.parallel.plans import DECODER
@@ -19,12 +19,17 @@ from tests.workers import Workers
 # --------------------------------------------------------------------------------------------------- placements
 
 
+def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool = False) -> Placement:
+    """A tensor that only tensor parallelism cuts."""
+    return Placement("w", shape, (Cut("tp", dim, part, parts, uneven),))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_parts_make_up_the_tensor(dim: int) -> None:
     whole = torch.arange(6 * 12).view(6, 12)
     seen = torch.zeros_like(whole)
     for part in range(3):
-        offsets, sizes = Placement("w", (6, 12), dim, part, 3).box
+        offsets, sizes = cut((6, 12), dim, part, 3).box
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
@@ -37,30 +42,30 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
 def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
     assert Placement("w", (6, 12)).box == ((0, 0), (6, 12))
     assert Placement("b", ()).box == ((), ())
-    second_column = Placement("w", (6, 12), dim=1, part=1, parts=2)
+    second_column = cut((6, 12), 1, 1, 2)
     assert second_column.inside((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
-    last_row = Placement("w", (6, 12), dim=0, part=2, parts=3)
+    last_row = cut((6, 12), 0, 2, 3)
     assert last_row.inside((1, 0), (1, 12)) == ((5, 0), (1, 12))
 
 
 def test_a_dim_that_does_not_divide() -> None:
     with pytest.raises(
         UsageError,
-        match=r"^parallel\.tp = 4 does not divide dim 0 of head\.weight \[31, 16\]: the next size that fits is 32$",
+        match=r"^parallel\.tp = 4 does not divide dim 0 of w \[31, 16\]: the next size that fits is 32$",
     ):
-        Placement("head.weight", (31, 16), dim=0, part=0, parts=4)
+        cut((31, 16), 0, 0, 4)
     with pytest.raises(UsageError, match=r"the next size that fits is 4$"):
-        Placement("head.weight", (1, 16), dim=0, part=0, parts=4)
+        cut((1, 16), 0, 0, 4)
 
 
 def test_parts_of_unlike_size() -> None:
-    rows = [Placement("w", (10, 2), 0, part, 4, uneven=True).box for part in range(4)]
+    rows = [cut((10, 2), 0, part, 4, uneven=True).box for part in range(4)]
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
         UsageError,
         match=r"^parallel\.tp = 4 leaves ranks without a part of w \[9, 2\]: the nearest tp that fits is 3",
     ):
-        Placement("w", (9, 2), 0, 3, 4, uneven=True)
+        cut((9, 2), 0, 3, 4, uneven=True)
 
 
 # -------------------------------------------------------------------------------------------------------- plans
@@ -171,15 +176,16 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
     for rank, (layout, shapes, table, paths) in enumerate(ranks):
         assert shapes == {name: placement.box[1] for name, placement in layout.items()}
-        cut = {name: (p.dim, p.part) for name, p in layout.items() if p.dim is not None}
-        assert cut == {
+        cuts = {name: p.cuts for name, p in layout.items() if p.cuts}
+        found = {name: (cut.dim, cut.part) for name, (cut,) in cuts.items() if cut.axis == "tp"}
+        assert found == {
             "decoder.embedding.tokens.weight": (0, rank),
             **{f"decoder.layers.0.attn.{w}.weight": (0, rank) for w in ("wq", "wk", "wv")},
             "decoder.layers.0.attn.wo.weight": (1, rank),
             **{f"decoder.layers.0.ffn.{w}.weight": (0, rank) for w in ("w_gate", "w_up")},
             "decoder.layers.0.ffn.w_down.weight": (1, rank),
         }
-        partial = {name for name, placement in layout.items() if placement.partial_gradient}
+        partial = {name for name, placement in layout.items() if placement.sum_over == ("tp",)}
         norms = {
             "decoder.norm.weight",
             *(f"decoder.layers.0.{s}_residual.norm.weight" for s in ("attn", "ffn")),

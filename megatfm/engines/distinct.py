@@ -1,0 +1,77 @@
+"""Sums over all elements of a model, each counted once, whatever axes cut a parameter and whoever holds copies."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatfm.parallel.layout import Layout, Placement
+from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
+
+
+class DistinctBlocks:
+    """Sorts parameters by the axes over which ranks hold different blocks: sums are added up over these alone.
+
+    sharded: whether each parameter's data axes cut it as well (ZeRO 1 to 3). counted: whether a parameter, which
+    several pipeline ranks may hold, is this rank's to count.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        sharded: bool,
+        counted: Callable[[str], bool],
+    ) -> None:
+        self._mesh, self._device, self.counted = mesh, device, counted
+        axes = {name: _axes(placement, sharded) for name, placement in layout.items()}
+        # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
+        self.kinds = sorted(set(axes.values()))
+        self.kind_of = {name: self.kinds.index(own) for name, own in axes.items()}
+
+    def norm(self, tensors: Mapping[str, Tensor], spoiled: bool = False) -> Tensor:
+        """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
+        squares = torch.zeros(len(self.kinds), dtype=torch.float64, device=self._device)
+        for name, tensor in tensors.items():
+            if self.counted(name):
+                squares[self.kind_of[name]] += tensor.double().square().sum()
+        if spoiled:
+            squares.fill_(torch.nan)
+        return over_ranks(squares, self.kinds, self._mesh).sqrt()
+
+
+def over_ranks(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tensor:
+    """[kinds, …] → [...]: each kind added up over its axes, and then all kinds. A collective."""
+    for axis in mesh.in_summing_order:
+        own = [i for i, axes in enumerate(kinds) if axis in axes]
+        if own and mesh.size(axis) > 1:
+            part = sums[own]
+            mesh.sum(part, (axis,))
+            sums[own] = part
+    return sums.sum(0)
+
+
+def sum_partial(gradients: Mapping[str, Tensor], layout: Layout, mesh: Mesh) -> None:
+    """Complete, in place, the gradients of which each rank has a share: one collective for each set of axes."""
+    partial: dict[tuple[str, ...], list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        if axes := layout[name].sum_over:
+            partial.setdefault(axes, []).append(gradient)
+    for axes, own in sorted(partial.items()):
+        flat = torch.cat([gradient.reshape(-1) for gradient in own])
+        mesh.sum(flat, axes)
+        for gradient, total in zip(own, flat.split([g.numel() for g in own]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def clip_gradients(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
+    """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are)."""
+    if largest and norm > largest:
+        torch._foreach_mul_(list(gradients.values()), float(largest / (norm + 1e-6)))
+
+
+def _axes(placement: Placement, sharded: bool) -> tuple[str, ...]:
+    data = (placement.data.shard,) if sharded else ()
+    return in_order({PIPELINE, *placement.axes, *data})
