@@ -75,7 +75,9 @@ class NativeEngine:
         weights = {name: self.stored(name, block) for name, block in self.local.items()}
         self.state = TrainedState(weights, self.optimizers)
         self.ties = Ties(pipeline, mesh)
-        self.distinct = DistinctBlocks(layout, mesh, sharded=self.data.sharded, counted=self.ties.counts_here)
+        self.distinct = DistinctBlocks(
+            layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
+        )
         self.norms = LayerNorms(model, layout, mesh, self.distinct, compiled=compile_blocks)
         self.passes: Passes = WholeModel(model)
         if pipeline:
