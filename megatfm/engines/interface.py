@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
@@ -102,6 +102,29 @@ class OptimizerGroup:
         return groups
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A module with state that no gradient moves, such as a router's bias that evens out its experts' load.
+
+    While micro-batches are trained on, `observe` adds counts up. Once a step, after the optimizer, the engine sums
+    `observed` over all ranks, gives it to `update` on each of them, and calls `forget`; a step that is skipped only
+    forgets. The state itself lies in buffers with `persistent=True`, which checkpoints hold as model.NAME.
+    """
+
+    @property
+    def observed(self) -> Mapping[str, Tensor]:
+        """What was counted since the last step; the same names on all ranks."""
+
+    def observe(self, counts: Mapping[str, Tensor]) -> None:
+        """Add the counts of a micro-batch."""
+
+    def update(self, observed: Mapping[str, Tensor]) -> None:
+        """Change the state by what was observed over the global batch; the same on all ranks."""
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+
+
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Bytes that a step takes of this rank at least, besides the weights that it holds already."""
@@ -180,13 +203,14 @@ class Engine(Protocol):
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
 
     def zero_grad(self) -> None:
-        """Forget what `forward_backward` has left."""
+        """Forget what `forward_backward` has left: gradients, and what stateful modules observed."""
 
     def layer_norms(self) -> dict[str, dict[str, float]]:
         """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x²."""
 
     def weights(self) -> Mapping[str, Box]:
-        """This rank's blocks of the weights, as the optimizer moves them: to be filled in place."""
+        """This rank's blocks of the weights, as the optimizer moves them, and of the state of modules: to be filled in
+        place."""
 
     def weights_changed(self) -> None:
         """To be called after `weights` were set from outside: whoever has copies of them looks again."""

@@ -20,6 +20,7 @@ from megatfm.engines.interface import (
 from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.losses import LossSums, to_device
 from megatfm.engines.memory import memory_needed
+from megatfm.engines.module_state import ModuleState
 from megatfm.engines.norms import LayerNorms
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.passes import Passes, WholeModel
@@ -73,8 +74,9 @@ class NativeEngine:
         self._initialise(seed)
         self.optimizers = [self._optimizer(group) for group in optimizers]
         weights = {name: self.stored(name, block) for name, block in self.local.items()}
-        self.state = TrainedState(weights, self.optimizers)
         self.ties = Ties(pipeline, mesh)
+        self.module_state = ModuleState(model, layout, mesh, self.ties)
+        self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers)
         self.distinct = DistinctBlocks(
             layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
         )
@@ -87,8 +89,10 @@ class NativeEngine:
 
     @property
     def replicated_axes(self) -> Sequence[str]:
-        data = {placement.data for placement in self.layout.values()}
-        return in_order(axis for axes in data for axis in (axes.copies if self.data.sharded else axes.all))
+        weights = {placement.data for placement in self.layout.values()}
+        state = {placement.data for placement in self.layout.state.values()}
+        copied = {axis for data in weights for axis in (data.copies if self.data.sharded else data.all)}
+        return in_order(copied | {axis for data in state for axis in data.all})
 
     def forward_backward(
         self, microbatches: Sequence[Arrays], objective: Objective, *, watch: bool = False
@@ -123,6 +127,7 @@ class NativeEngine:
             clip_gradients(gradients, norm, clip)
             for optimizer in self.optimizers:
                 optimizer.step(gradients, lr)
+            self.module_state.update()
             self.data.weights_changed()
         self.zero_grad()
         return float(norm)
@@ -148,11 +153,12 @@ class NativeEngine:
         return self.norms.measure(self.local, self.gradients())
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and what modules observed."""
         self.data.zero_grad()
+        self.module_state.forget()
 
     def weights(self) -> Mapping[str, StoredBox]:
-        """This rank's blocks, in the stored precision."""
+        """This rank's blocks, in the stored precision, and the state of modules."""
         return self.state.weights
 
     def weights_changed(self) -> None:

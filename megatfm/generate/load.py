@@ -11,7 +11,7 @@ from torch import nn
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import set_buffers
+from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
 from megatfm.registry import import_plugins
@@ -71,20 +71,22 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
     model = build(config.model)
     set_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
-    parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    if stored.keys() != parameters.keys():
-        name = min(stored.keys() ^ parameters.keys())
+    tensors = {f"model.{name}": tensor for name, tensor in stored_tensors(model).items()}
+    if stored.keys() != tensors.keys():
+        name = min(stored.keys() ^ tensors.keys())
         raise MegatfmError(
             f"{source}: {name} is {'not ' * (name not in stored)}in the checkpoint, but {'not ' * (name in stored)}"
             "in the model that its config describes: open it with the version and plugins that wrote it"
         )
-    for name, parameter in parameters.items():
-        if stored[name].shape != parameter.shape:
+    for name, tensor in tensors.items():
+        if stored[name].shape != tensor.shape:
             raise MegatfmError(
-                f"{source}: {name} is {list(stored[name].shape)}, but {list(parameter.shape)} in the model that its "
+                f"{source}: {name} is {list(stored[name].shape)}, but {list(tensor.shape)} in the model that its "
                 "config describes: open it with the version and plugins that wrote it"
             )
-        parameter.data = aligned(stored.pop(name).float())  # in place, so that tied modules keep sharing it
+        tensor.data = aligned(
+            stored.pop(name).to(tensor.dtype)
+        )  # in place, so that tied modules keep sharing it
     return model.eval().to(device)
 
 

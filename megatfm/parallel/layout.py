@@ -4,7 +4,7 @@ What the axes of a model cut off are plain local tensors. The data axes may cut 
 holds in the end is always one box of the global tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatfm.errors import UsageError
@@ -92,11 +92,17 @@ class Layout(Mapping[str, Placement]):
     """The placements of all parameters of a model, by their global names."""
 
     def __init__(
-        self, placements: Mapping[str, Placement], table: str, buffers: Mapping[str, Placement] | None = None
+        self,
+        placements: Mapping[str, Placement],
+        table: str,
+        buffers: Mapping[str, Placement] | None = None,
+        state: Iterable[str] = (),
     ) -> None:
         self._placements = dict(placements)
         self.buffers = dict(buffers or {})
         """Those of the buffers, which are not trained."""
+        self.state = {name: self.buffers[name] for name in state}
+        """Of these the ones that a checkpoint holds: state of modules, which doesn't follow from the config."""
         self.table = table
         """The plan as it was applied, for people."""
 

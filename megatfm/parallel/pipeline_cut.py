@@ -5,7 +5,7 @@ a parameter that stages of several ranks use is held by each of these, under its
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,8 @@ class Pipeline:
     holders: Mapping[str, tuple[int, ...]]
     sequence_parts: int = 1
     """Ranks that share a sequence between blocks."""
+    module_holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """On which pipeline ranks each module with buffers is."""
 
     @property
     def rank_of(self) -> list[int]:
@@ -162,7 +164,15 @@ def cut(
                 sum(costs[first:last]),
             )
         )
-    return Pipeline(schedule, ranks, virtual, stages, _holders(model, stages), sequence_parts)
+    return Pipeline(
+        schedule,
+        ranks,
+        virtual,
+        stages,
+        _holders(model, stages),
+        sequence_parts,
+        _module_holders(model, stages),
+    )
 
 
 def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
@@ -257,6 +267,18 @@ def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, 
     if unused := [name for name, ranks in found.items() if not ranks]:
         raise UsageError(f"{unused[0]} is used by no step of the model, so no pipeline stage would hold it")
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+
+def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    used = {stage.rank: set[nn.Module]() for stage in stages}
+    for stage in stages:
+        for path in {path for step in stage.steps for path in step.uses}:
+            used[stage.rank].update(model.get_submodule(path).modules())
+    return {
+        path: tuple(sorted(rank for rank, modules in used.items() if module in modules))
+        for path, module in model.named_modules()
+        if next(module.buffers(recurse=False), None) is not None
+    }
 
 
 def _used(model: nn.Module, stages: Sequence[Stage]) -> set[nn.Parameter]:

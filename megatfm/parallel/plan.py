@@ -30,6 +30,7 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
     ranks = Ranks(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
     local: dict[Tensor, tuple[Placement, Tensor]] = {}
     buffers: dict[str, Placement] = {}
+    state: list[str] = []
     for path, planned in styles.items():
         module = model.get_submodule(path)
         style = planned.fitted(module, parts)
@@ -39,7 +40,9 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
             shard = torch.empty(placement.box[1], dtype=tensor.dtype, device=tensor.device)
             if not isinstance(tensor, nn.Parameter):
                 buffers[placement.name] = placement
-                module.register_buffer(key, shard, persistent=key not in module._non_persistent_buffers_set)
+                if is_stored := key not in module._non_persistent_buffers_set:
+                    state.append(placement.name)
+                module.register_buffer(key, shard, persistent=is_stored)
                 continue
             if tensor not in local:
                 local[tensor] = placement, nn.Parameter(shard, requires_grad=tensor.requires_grad)
@@ -52,7 +55,7 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
         if ranks:
             style.install(module, ranks, own)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return Layout(placements, _table(plan, styles, placements, mesh), buffers)
+    return Layout(placements, _table(plan, styles, placements, mesh), buffers, state)
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:

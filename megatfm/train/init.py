@@ -77,7 +77,8 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
         for name, (_, shape) in checkpoint.names(source).items()
         if name.startswith("model.")
     }
-    takeover = what_fits({name: p.shape for name, p in engine.layout.items()}, stored, only, source)
+    wanted = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
+    takeover = what_fits(wanted, stored, only, source)
     weights = {f"model.{name}": box for name, box in engine.weights().items() if name in takeover.taken}
     checkpoint.load(source, weights, cast=True)
     engine.weights_changed()

@@ -10,7 +10,7 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.interface import PRECISIONS
+from megatfm.engines.interface import PRECISIONS, Stateful
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline
@@ -71,9 +71,14 @@ class Held:
 
     def is_partial(self, name: str) -> bool:
         """Whether each tensor-parallel rank has only its share of the gradient."""
-        gradient = self._style(name).gradient
-        sums = gradient == "partial" or (gradient == "sequence" and self.parallel.sequence_parallel)
-        return self.parallel.tp > 1 and sums and not self.is_cut(name)
+        return self.sums(self._style(name)) and not self.is_cut(name)
+
+    def sums(self, style: Style) -> bool:
+        """Whether what a tensor-parallel rank computes in a module is its share only."""
+        partial = style.gradient == "partial"
+        return self.parallel.tp > 1 and (
+            partial or (style.gradient == "sequence" and self.parallel.sequence_parallel)
+        )
 
     def own(self, name: str, place: Place | None = None) -> int:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
@@ -109,6 +114,7 @@ def weights_and_gradients(
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _whole_tensors(ledger, config, held)
     _scalars(ledger, config, held)
+    _module_state(ledger, held)
 
 
 def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
@@ -229,3 +235,17 @@ def _scalars(ledger: Ledger, config: Config, held: Held) -> None:
     ledger.all_reduce(SHARD, kinds * 8, times=config.parallel.zero > 0)
     ledger.all_reduce(PIPELINE, kinds * 8)
     ledger.all_reduce(TENSOR, 8)
+
+
+def _module_state(ledger: Ledger, held: Held) -> None:
+    """Once a step: what stateful modules observed, those together that are summed over the same ranks."""
+    elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
+    for path, module in held.model.named_modules():
+        ranks = held.pipeline.module_holders.get(path, ()) if held.pipeline else (held.place.pp,)
+        if isinstance(module, Stateful) and held.place.pp in ranks:
+            key = held.sums(held.fitted[path]), ranks
+            elements[key] += sum(count.numel() for count in module.observed.values())
+    for (is_partial, ranks), count in elements.items():
+        for axis in (SHARD, REPLICATE, *([TENSOR] if is_partial else [])):
+            ledger.all_reduce(axis, count * 8)
+        ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, among=len(ranks))

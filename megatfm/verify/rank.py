@@ -87,7 +87,7 @@ def run_rank(connection: Connection, place: Place, config: Config, batch: Arrays
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-    weights = engine.weights()
+    weights = {name: box for name, box in engine.weights().items() if name in engine.layout}
     for name, box in weights.items():
         sizes = tuple(box.tensor.shape)
         box.tensor.add_(perturbation(config.train.seed, name, box.global_shape, box.offsets, sizes))

@@ -10,7 +10,7 @@ from megatfm.layers.initialisation.registry import (
     depth,
     initialiser,
 )
-from megatfm.layers.initialisation.walk import initialise, initials, set_buffers
+from megatfm.layers.initialisation.walk import initialise, initials, set_buffers, stored_tensors
 
 __all__ = [
     "INITIALISATIONS",
@@ -26,6 +26,7 @@ __all__ = [
     "initials",
     "normal",
     "set_buffers",
+    "stored_tensors",
     "t5",
     "xavier",
 ]

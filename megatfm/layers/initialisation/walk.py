@@ -16,9 +16,18 @@ def initialise(model: nn.Module, seed: int) -> None:
         tensor.copy_(draw(initial, seed, name, shape, (0,) * tensor.dim(), shape))
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What is stored of a model, by name: parameters, a tied one once, and buffers that were made persistent."""
+    stored = model.state_dict(keep_vars=True).items()
+    return {
+        **dict(model.named_parameters()),
+        **{name: tensor for name, tensor in stored if not isinstance(tensor, nn.Parameter)},
+    }
+
+
 @torch.no_grad()
 def set_buffers(model: nn.Module) -> None:
-    """Set the buffers of a whole model. They are not stored with it: they follow from the config."""
+    """Set the buffers of a whole model, as they begin; most are not stored with it, but follow from the config."""
     for _, tensor, initial in initials(model):
         if not isinstance(tensor, nn.Parameter):
             shape = tuple(tensor.shape)

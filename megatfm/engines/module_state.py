@@ -1,0 +1,71 @@
+"""What modules keep that is no gradient's: counted while micro-batches pass, updated once a step over all ranks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.checkpoint import Box
+from megatfm.engines.interface import Stateful
+from megatfm.engines.ties import Ties
+from megatfm.parallel.layout import Layout
+from megatfm.parallel.mesh import Mesh, in_order
+
+
+class ModuleState:
+    """The stateful modules of this rank's stages (see `interface.Stateful`), and all buffers that are stored.
+
+    What a module observed is summed over the data axes, over those where its buffers' plan row says that ranks have a
+    share each, and over the pipeline ranks that hold it.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, ties: Ties) -> None:
+        self._mesh, self._ties = mesh, ties
+        self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
+        for path, module in model.named_modules():
+            axes = _axes(path, module, layout, mesh)
+            if isinstance(module, Stateful):
+                self._modules[path] = module, axes
+        buffers = dict(model.named_buffers())
+        self.boxes = {
+            name: Box(buffers[name], placement.shape, placement.box[0])
+            for name, placement in layout.state.items()
+            if name in buffers
+        }
+
+    def forget(self) -> None:
+        """Nothing was observed since the last step."""
+        for module, _ in self._modules.values():
+            module.forget()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let each module take what all ranks observed into its state. A collective, where there is such a module."""
+        for key, own in self._by_group():
+            sums = [
+                (module, name, value) for module in own for name, value in sorted(module.observed.items())
+            ]
+            # In float64 whole numbers add up to the same in any order.
+            flat = torch.cat([value.double().reshape(-1) for _, _, value in sums])
+            axes, holders = key
+            self._mesh.sum(flat, axes)
+            self._ties.sum_over(holders, flat)
+            totals: dict[Stateful, dict[str, Tensor]] = {module: {} for module in own}
+            pieces = flat.split([value.numel() for _, _, value in sums])
+            for (module, name, value), total in zip(sums, pieces, strict=True):
+                totals[module][name] = total.view_as(value).to(value.dtype)
+            for module, total in totals.items():
+                module.update(total)
+
+    def _by_group(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[Stateful]]]:
+        """(axes, pipeline ranks) → the modules that are summed over these, in the same order on all ranks."""
+        groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Stateful]] = {}
+        for path, (module, axes) in self._modules.items():
+            groups.setdefault((axes, self._ties.holders_of_module(path)), []).append(module)
+        yield from sorted(groups.items(), key=lambda item: item[0])
+
+
+def _axes(path: str, module: nn.Module, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    own = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
+    data = {axis for placement in own for axis in placement.data.all} or set(mesh.data_axes)
+    return in_order({*data, *(axis for placement in own for axis in placement.sum_over)})

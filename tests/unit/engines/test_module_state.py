@@ -1,0 +1,212 @@
+"""State that no gradient moves: counted over micro-batches and all ranks, updated once a step, stored and compared."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm import checkpoint
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config.objective import CausalObjective
+from megatfm.engines import NativeEngine
+from megatfm.engines.interface import Stateful
+from megatfm.errors import MegatfmError
+from megatfm.layers.norm import NORMS
+from megatfm.ops.initial import Constant
+from megatfm.train.integrity import compare_replicas
+from megatfm.verify.batch import random_batch
+from megatfm.verify.expected import expected_flows
+from megatfm.verify.rank import Answer
+from megatfm.verify.verify import traffic_misses
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MODEL,
+    block,
+    global_batch,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.parity.test_pipelines import make_engine as make_stages
+from tests.parity.test_traffic import config_of, steps
+from tests.workers import Workers
+
+
+@NORMS.register("drifting")
+class DriftingNorm(nn.Module):
+    """RMSNorm, and a shift that grows with all tokens and all positive numbers that were ever trained on."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.observed = eps, dict[str, Tensor]()
+        self.weight = nn.Parameter(torch.empty(d_model))
+        self.register_buffer("drift", torch.empty(2))
+        self.initial = {"weight": Constant(1.0), "drift": Constant(0.25)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            tokens = torch.tensor(x.shape[0] * x.shape[1])
+            self.observe({"tokens": tokens, "positive": (x.detach() > 0).sum()})
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps) + self.drift.sum()
+
+    def observe(self, counts: Mapping[str, Tensor]) -> None:
+        for name, count in counts.items():
+            self.observed[name] = self.observed.get(name, 0) + count
+
+    def update(self, observed: Mapping[str, Tensor]) -> None:
+        self.drift += 1e-3 * torch.stack([observed["tokens"], observed["positive"] / 7])
+
+    def forget(self) -> None:
+        self.observed = {}
+
+
+DRIFTING = MODEL.model_copy(update={"norm": "drifting"})
+DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
+SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
+LAYOUTS = {
+    1: [ParallelConfig()],
+    2: [
+        ParallelConfig(dp_shard=2, zero=0),
+        ParallelConfig(dp_shard=2, zero=1),
+        ParallelConfig(dp_shard=2),
+        ParallelConfig(tp=2),
+        ParallelConfig(tp=2, sequence_parallel=False),
+    ],
+    4: [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)],
+}
+LR = 1e-2
+STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, schedule="zbv")]
+
+
+def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+    """One device after three steps, of which the second is skipped; its state by name."""
+    model = one_device(config)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    options = {"betas": ADAMW.betas, "eps": ADAMW.eps, "weight_decay": ADAMW.weight_decay}
+    optimizer = torch.optim.AdamW([{"params": decayed}, others], lr=LR, **options)  # type: ignore[arg-type]
+    for step in range(3):
+        one_device_gradients(model.train(), global_batch(seed=step))
+        modules = [module for module in model.modules() if isinstance(module, Stateful)]
+        if step != 1:
+            optimizer.step()
+            with torch.no_grad():
+                for module in modules:
+                    module.update(module.observed)
+        for module in modules:
+            module.forget()
+    return model, {name: value for name, value in model.named_buffers() if name.endswith("drift")}
+
+
+def take_steps(engine: NativeEngine) -> None:
+    """The same steps, the last one computed twice, as a replay does."""
+    for step in range(3):
+        batches = microbatches(engine, global_batch(seed=step))
+        engine.forward_backward(batches, CAUSAL)
+        if step == 2:
+            engine.zero_grad()
+            engine.forward_backward(batches, CAUSAL)
+        engine.evaluate(batches, CAUSAL)
+        engine.step(LR, clip=0.0, skip=step == 1)
+
+
+def compare(
+    config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig], folder: Path
+) -> None:
+    model, state = reference_steps(config)
+    weights = dict(model.named_parameters())
+    assert state
+    assert all(float(value.min()) > 0.25 for value in state.values())
+    for number, parallel in enumerate(layouts):
+        engine = make(config, parallel, ADAMW)
+        take_steps(engine)
+        held = engine.weights()
+        drifts = {name: box.tensor for name, box in held.items() if name in state}
+        assert drifts
+        for name, drift in drifts.items():
+            torch.testing.assert_close(drift, state[name], rtol=1e-12, atol=0.0, msg=f"{parallel}: {name}")
+        for name, box in held.items():
+            if name in weights:
+                expected = block(engine, name, weights[name].detach())
+                torch.testing.assert_close(box.tensor, expected, rtol=1e-7, atol=1e-9)
+        stored = engine.state_dict()
+        assert {f"model.{name}" for name in drifts} <= stored.keys()
+        checkpoint.save(folder / str(number), 3, stored, {})
+        again = make(config, parallel, ADAMW)
+        path = folder / str(number) / "step-00000003"
+        room = again.empty_state_dict(checkpoint.names(path))
+        checkpoint.load(path, room)
+        again.load_state_dict(room)
+        for name, drift in drifts.items():
+            assert torch.equal(again.weights()[name].tensor, drift)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: Path, ranks: int) -> None:
+    workers.run(compare, ranks, DRIFTING, make_engine, LAYOUTS[ranks], tmp_path)
+
+
+@pytest.mark.parametrize("config", [DEEPER, SHARED], ids=["own", "shared"])
+def test_stages_that_share_a_module_count_together(
+    workers: Workers, tmp_path: Path, config: ModelConfig
+) -> None:
+    workers.run(compare, 2, config, make_stages, STAGES, tmp_path)
+
+
+def flipped(parallel: ParallelConfig) -> str:
+    engine = make_engine(DRIFTING, parallel, ADAMW)
+    compare_replicas(engine, step=1, every=1)
+    if dist.get_rank() == 1:
+        engine.weights()["decoder.norm.drift"].tensor[0] += 1e-9
+    try:
+        compare_replicas(engine, step=2, every=1)
+    except MegatfmError as error:
+        return str(error)
+    return "nothing was found"
+
+
+def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers: Workers) -> None:
+    """Every data rank holds the same state under any ZeRO stage."""
+    for said in workers.run(flipped, 3, ParallelConfig(dp_shard=3)):
+        assert "rank 1 on " in said
+        assert "model.decoder.norm.drift" in said
+
+
+COUNTED = {
+    2: {
+        "zero0": config_of(DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0)),
+        "tp2": config_of(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1)),
+        "pp2, shared": config_of(SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1)),
+    },
+    4: {"hsdp": config_of(DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2))},
+}
+
+
+def answers(ranks: int) -> list[Answer]:
+    return steps(list(COUNTED[ranks].values()))
+
+
+@pytest.mark.parametrize("ranks", COUNTED)
+def test_what_is_sent_for_it_is_what_verify_expects(workers: Workers, ranks: int) -> None:
+    by_rank = workers.run(answers, ranks, ranks)
+    for i, (layout, config) in enumerate(COUNTED[ranks].items()):
+        expected = expected_flows(config, random_batch(config))
+        assert traffic_misses([answers[i] for answers in by_rank], expected) == [], layout
+
+
+def test_a_plain_model_has_none(workers: Workers) -> None:
+    (names,) = workers.run(names_of, 1)
+    assert names
+    assert not any("slopes" in name for name in names)
+
+
+def names_of() -> list[str]:
+    return list(
+        make_engine(MODEL.model_copy(update={"position": "alibi"}), ParallelConfig(), ADAMW).state_dict()
+    )
