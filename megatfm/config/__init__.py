@@ -8,6 +8,7 @@ from megatfm.config.attention import (
     ScaledAttention,
 )
 from megatfm.config.base import expect
+from megatfm.config.heads import BoundaryHeadConfig, PluginHeadConfig, SentenceHeadConfig
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, MuPConfig
@@ -74,6 +75,7 @@ __all__ = [
     "AdamWConfig",
     "AttentionConfig",
     "AttentionSection",
+    "BoundaryHeadConfig",
     "CausalObjective",
     "CheckpointConfig",
     "Config",
@@ -103,6 +105,7 @@ __all__ = [
     "OptimizerSection",
     "ParallelConfig",
     "PermutationObjective",
+    "PluginHeadConfig",
     "PluginObjective",
     "PluginOptimizer",
     "PluginSchedule",
@@ -117,6 +120,7 @@ __all__ = [
     "ScheduleConfig",
     "ScheduleFreeConfig",
     "ScheduleSection",
+    "SentenceHeadConfig",
     "SentenceOrderObjective",
     "ShawConfig",
     "SoapConfig",

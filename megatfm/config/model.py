@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 
 from megatfm.config.attention import AttentionConfig
 from megatfm.config.base import Rate, Section, nested
+from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
     EmbeddingConfig,
     FFNConfig,
@@ -16,6 +17,7 @@ from megatfm.config.model_parts import (
     MuPConfig,
     NormConfig,
     RMSNormConfig,
+    TokenEmbeddingConfig,
 )
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.config.position import PositionConfig, RopeConfig
@@ -41,10 +43,6 @@ class ModelConfig(Section):
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: Rate = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
-    sentence_classes: NonNegativeInt = 0
-    """Classes told from the first token of a sequence through a tanh pooler (NSP and SOP: 2); 0: no pooler."""
-    boundary_head: bool = False
-    """SpanBERT's head, which predicts a span from the tokens around it."""
     future_tokens: NonNegativeInt = 0
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
@@ -62,9 +60,11 @@ class ModelConfig(Section):
     """The normalisation layer, and where it stands."""
     position: PositionConfig = RopeConfig()
     """The position encoding."""
-    embedding: EmbeddingConfig = EmbeddingConfig()
+    embedding: EmbeddingConfig = TokenEmbeddingConfig()
     """What tokens become vectors by."""
     head: HeadConfig = HeadConfig()
+    heads: HeadsConfig = Field(default_factory=dict)
+    """Heads besides that, e.g. `[model.heads.sentence]` with `classes = 2`."""
     """The output head."""
     init: InitConfig = GPT2InitConfig()
     """The initial weights."""
@@ -113,8 +113,8 @@ class ModelConfig(Section):
             )
         for key, given, families in (
             ("n_encoder_layers", self.n_encoder_layers, ("encoder_decoder",)),
-            ("sentence_classes", self.sentence_classes, ("encoder",)),
-            ("boundary_head", self.boundary_head, ("encoder",)),
+            ("heads.sentence", self.heads.get("sentence"), ("encoder",)),
+            ("heads.boundary", self.heads.get("boundary"), ("encoder",)),
             ("future_tokens", self.future_tokens, ("decoder",)),
         ):
             if given and self.family in KNOWN_FAMILIES and self.family not in families:
@@ -126,6 +126,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"embedding.n_segments = {self.embedding.n_segments} has no meaning with family = {self.family!r}: "
                 "leave it out, or choose family = 'encoder'"
+            )
+        if self.heads and self.family not in ("decoder", "encoder") and self.family in KNOWN_FAMILIES:
+            raise ValueError(
+                f"heads.{next(iter(self.heads))} has no meaning with family = {self.family!r}: leave it out, or choose "
+                "family = 'encoder' or 'decoder'"
+            )
+        if self.head.name == "none" and self.family not in ("decoder", "encoder"):
+            raise ValueError(
+                f"head.name = 'none' has no meaning with family = {self.family!r}: leave it out, or choose family = "
+                "'encoder' or 'decoder'"
             )
         xlnet = {
             self.family == "xlnet",

@@ -78,9 +78,10 @@ NormConfig = Annotated[
 ]
 
 
-class EmbeddingConfig(Section):
-    """Tokens to vectors."""
+class EmbeddingSection(Section):
+    """What every embedding has."""
 
+    name: str
     dim: PositiveInt | None = None
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
     scale: PositiveFloat = 1.0
@@ -93,11 +94,30 @@ class EmbeddingConfig(Section):
     """Share the token embedding with the output head. Encoder and decoder always share theirs."""
 
 
-class HeadConfig(Section):
-    """The output head, and the loss on its logits."""
+class TokenEmbeddingConfig(EmbeddingSection):
+    """A vector for each token of the vocabulary."""
 
-    name: Literal["linear", "transform"] = "linear"
-    """A matrix, or BERT's dense layer, activation and norm before it."""
+    name: Literal["tokens"] = "tokens"
+
+
+class PluginEmbeddingConfig(EmbeddingSection):
+    """What a package in `plugins` registers to read other inputs than tokens, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_vectors"])
+    """The name under which it is registered."""
+
+
+EmbeddingConfig = Annotated[
+    TokenEmbeddingConfig | PluginEmbeddingConfig, by_name(TokenEmbeddingConfig, other=PluginEmbeddingConfig)
+]
+
+
+class HeadConfig(Section):
+    """The output head over the vocabulary, and the loss on its logits."""
+
+    name: Literal["linear", "transform", "none"] = "linear"
+    """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all that is wanted."""
     bias: bool = False
     """A bias for each token of the vocabulary."""
     scale: PositiveFloat = 1.0

@@ -38,6 +38,8 @@ MOVED = {
     "logit_softcap": "head.softcap",
     "label_smoothing": "head.label_smoothing",
     "init_std": "init.std",
+    "sentence_classes": "heads.sentence.classes",
+    "boundary_head": "heads.boundary",
 }
 """A key of `[model]` in versions whose model had one flat section, and its place in the sections of today."""
 

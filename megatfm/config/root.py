@@ -53,7 +53,8 @@ class Config(Section):
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )
         parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
-        parts += [("model.", self.model, part) for part in ("attention", "ffn", "norm", "position", "init")]
+        kinds = ("attention", "ffn", "norm", "position", "embedding", "init")
+        parts += [("model.", self.model, part) for part in kinds]
         for place, holder, key in parts:
             section = getattr(holder, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:

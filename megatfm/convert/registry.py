@@ -39,7 +39,7 @@ ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
     "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "head.label_smoothing",
-    "boundary_head",
+    "heads.boundary.name",
 }  # fmt: skip
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 
@@ -93,7 +93,10 @@ def architecture_for(
 def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
     """What of our config did not come back, as `key = value`."""
     wanted, found = essence(ours), essence(back)
-    return [f"model.{key} = {value!r}" for key, value in wanted.items() if not _alike(value, found.get(key))]
+    keys = [*wanted, *(key for key in found if key.startswith("heads.") and key not in wanted)]
+    return [
+        f"model.{key} = {wanted.get(key)!r}" for key in keys if not _alike(wanted.get(key), found.get(key))
+    ]
 
 
 def essence(config: ModelConfig) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def row(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Row:
     def heads(name: str) -> float:
         if model.family == "discriminator":
             return 0.0
-        return (t if two else s) * share * (1 + model.future_tokens + model.boundary_head)
+        return (t if two else s) * share * (1 + model.future_tokens + ("boundary" in model.heads))
 
     work = sum(prod(shape) * seen(name) for name, shape in shapes.items())
     full, half = _attention(model, s, t)

@@ -8,6 +8,7 @@ from megatfm.config import (
     LearnedPositionConfig,
     ModelConfig,
     RopeConfig,
+    SentenceHeadConfig,
     ShawConfig,
     T5PositionConfig,
 )
@@ -94,10 +95,11 @@ def _embeddings(model: ModelConfig) -> str:
 
 def _extra_heads(model: ModelConfig) -> list[str]:
     heads = []
-    if model.sentence_classes:
-        heads.append(f"{model.sentence_classes} classes of sentences")
-    if model.boundary_head:
-        heads.append("span boundary")
+    for name, section in model.heads.items():
+        if isinstance(section, SentenceHeadConfig):
+            heads.append(f"{section.classes} classes of sentences")
+        else:
+            heads.append("span boundary" if name == "boundary" else name)
     if model.future_tokens:
         heads.append(f"{model.future_tokens} tokens beyond the next")
     return heads

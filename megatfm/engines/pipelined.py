@@ -145,8 +145,8 @@ class StagePasses:
         """A stage's pass as the objective's model."""
         gives: Carry = {}
 
-        def model(tokens: Tensor, **inputs: Tensor) -> Any:
-            made, losses = self._model(stage, {"tokens": tokens, **inputs}, carry)
+        def model(**inputs: Tensor) -> Any:
+            made, losses = self._model(stage, inputs, carry)
             gives.update({name: made[name] if name in made else carry[name] for name in stage.gives})
             return SimpleNamespace(losses=losses)
 

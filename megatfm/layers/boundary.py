@@ -1,11 +1,14 @@
 """SpanBERT's span boundary objective (Joshi et al. 2020, section 2.2): a span's tokens from the two around it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.layers.head import MASKED_SHARE, CrossEntropy
+from megatfm.errors import UsageError
+from megatfm.layers.head import HEADS, MASKED_SHARE, CrossEntropy
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
@@ -21,13 +24,19 @@ LONGEST_SPAN = 64
 """Tokens of a span that are told apart; a span has at most 10 words."""
 
 
+@HEADS.register("boundary")
 class BoundaryHead(nn.Module):
     """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
 
     share = MASKED_SHARE
 
-    def __init__(self, config: ModelConfig, tokens: Table) -> None:
+    reads = ("targets", "span_left", "span_right")
+    predicts = False
+
+    def __init__(self, config: ModelConfig, section: Any, tokens: Table | None) -> None:
         super().__init__()
+        if tokens is None:
+            raise UsageError("model.heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
         initial, d, width = initialiser(config), config.d_model, config.embedding_width
         inner = 2 * d + POSITION_WIDTH
         self.positions = Table(

@@ -1,4 +1,6 @@
-"""Tokens to vectors."""
+"""What a batch brings, to vectors."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -6,20 +8,38 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
-from megatfm.layers.initialisation import Stack, initialiser
+from megatfm.layers.initialisation import Initialiser, Stack, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceLayout
 from megatfm.layers.table import Table
+from megatfm.registry import Registry
 
 # B batch, T tokens, E embedding width, D model width
 
+EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
+    "embedding (model.embedding.name)"
+)
+"""What is first made of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the field
+of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is `config.embedding_width`.
+In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
+
+
+@EMBEDDINGS.register("tokens")
+def tokens(config: ModelConfig, initial: Initialiser) -> Table:
+    """A vector for each token of the vocabulary. Raises UsageError if its size is not known."""
+    if config.vocab_size is None:
+        raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
+    width = config.embedding_width
+    return Table(config.vocab_size, width, initial("embedding", config.vocab_size, width))
+
 
 class Embedding(nn.Module):
-    """Tokens, positions and segments summed, normed, dropped and, from E to D, projected; each where there is one.
+    """What is read, positions and segments summed, normed, dropped and, from E to D, projected; each where there is one.
 
-    shared: an embedding whose tables of tokens and, for `share_positions`, positions serve this one too.
+    shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
+    too. reads: the field of the batch that it is given.
     """
 
     def __init__(
@@ -31,15 +51,12 @@ class Embedding(nn.Module):
         share_positions: bool = False,
     ) -> None:
         super().__init__()
-        if config.vocab_size is None:
-            raise UsageError("model.vocab_size is not known: set it, or give the tokenizer's size")
         initial, width = initialiser(config, stack), config.embedding_width
         self.scale = config.embedding.scale
-        self.tokens: Table = (
-            shared.tokens
-            if shared
-            else Table(config.vocab_size, width, initial("embedding", config.vocab_size, width))
-        )
+        self.name = config.embedding.name
+        first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)
+        self.add_module(self.name, first)
+        self.reads = str(getattr(first, "reads", self.name))
         position = POSITIONS.get(config.position.name).embedding
         if shared and share_positions:
             self.positions: nn.Module | None = shared.positions
@@ -58,15 +75,36 @@ class Embedding(nn.Module):
             else None
         )
 
-    def forward(self, tokens_BT: Tensor, layout: SequenceLayout, segments_BT: Tensor | None = None) -> Tensor:
-        """[B, T, D]. Without `segments`, all tokens are in segment 0."""
-        x_BTE = self.tokens(tokens_BT)
+    @property
+    def first(self) -> nn.Module:
+        """The part that reads the batch."""
+        return self.get_submodule(self.name)
+
+    @property
+    def table(self) -> Table | None:
+        """The table of tokens, if that is what it has."""
+        return self.first if isinstance(self.first, Table) else None
+
+    def tied_table(self, config: ModelConfig) -> Table | None:
+        """The table that the output head shares. Raises UsageError if it is to share one, and there is none."""
+        if not config.embedding.tied:
+            return None
+        if self.table is None:
+            raise UsageError(
+                f"model.embedding.name = {self.name!r} has no table of tokens for the head to share: set "
+                "model.embedding.tied = false, or model.head.name = 'none'"
+            )
+        return self.table
+
+    def forward(self, given_BT: Tensor, layout: SequenceLayout, segments_BT: Tensor | None = None) -> Tensor:
+        """[B, T, D], of the field that it `reads`. Without `segments`, all is in segment 0."""
+        x_BTE = self.first(given_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
         if self.positions is not None:
             x_BTE = x_BTE + self.positions(layout).to(x_BTE.dtype)
         if self.segments is not None:
-            x_BTE = x_BTE + self.segments(torch.zeros_like(tokens_BT) if segments_BT is None else segments_BT)
+            x_BTE = x_BTE + self.segments(torch.zeros_like(layout.positions) if segments_BT is None else segments_BT)
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
         x_BTE = self.dropout(x_BTE, layout)

@@ -1,6 +1,8 @@
 """Hidden vectors to logits, or to a loss without ever holding all logits."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
 from megatfm.ops.initial import Constant
+from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
 
@@ -95,6 +98,14 @@ class Head(nn.Module):
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
+HEADS: Registry[Callable[[ModelConfig, Any, Table | None], nn.Module]] = Registry("head (model.heads)")
+"""Heads besides the one over the vocabulary. Made as `head(config, section, tokens)`: tokens is the table of tokens, if
+there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
+the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise);
+without them it gives what it predicts, if it `predicts`."""
+
+
+@HEADS.register("sentence")
 class SentenceHead(nn.Module):
     """Classes of whole sequences, from the first token through a dense layer and tanh (Devlin et al. 2019).
 
@@ -102,10 +113,12 @@ class SentenceHead(nn.Module):
     """
 
     share = 0.0
+    reads = ("sentence_targets",)
+    predicts = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, section: Any, tokens: Table | None = None) -> None:
         super().__init__()
-        initial, d, classes = initialiser(config), config.d_model, config.sentence_classes
+        initial, d, classes = initialiser(config), config.d_model, section.classes
         self.pooler = Linear(d, d, initial("dense", d, d), bias=True)
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
 

@@ -11,6 +11,7 @@ from megatfm.layers.extra import Extra
 from megatfm.layers.head import Head
 from megatfm.layers.norm import make_norm
 from megatfm.layers.sequence import SequenceLayout
+from megatfm.models.heads import add_heads
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
@@ -28,14 +29,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Stack(config, "decoder")
-        self.head = Head(config, self.decoder.embedding.tokens if config.embedding.tied else None)
+        has_head = config.head.name != "none"
+        self.head = Head(config, self.decoder.embedding.tied_table(config)) if has_head else None
         self.future = nn.ModuleDict(
             {str(i): FutureHead(config, config.n_layers + i - 1) for i in range(1, config.future_tokens + 1)}
         )
         self.steps = Steps(
             [
                 *self.decoder.steps("decoder", Reads(self.layout)),
-                Step("head", self._head, uses=("head",), reads=("hidden",)),
+                *([Step("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
                 *(
                     Step(
                         f"future.{n}",
@@ -45,12 +47,13 @@ class Decoder(nn.Module):
                     )
                     for n in self.future
                 ),
+                *add_heads(self, config, self.decoder.embedding.table),
             ]
         )
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
@@ -59,8 +62,9 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         keys: Tensor | None = None,
         cache: KVCache | None = None,
+        **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T].
+        """Run the model on int64 tokens [B, T], or on what else of `fields` its embedding reads.
 
         positions, documents, prefix [B, T], keys [B]: as in SequenceLayout; left out, each row is one document.
         targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. cache: tokens before
@@ -70,7 +74,7 @@ class Decoder(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "prefix": prefix,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = Pass(inputs, cache=cache)
+        batch = Pass({**inputs, **fields}, cache=cache)
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
@@ -81,7 +85,7 @@ class Decoder(nn.Module):
 
     def _layout(self, batch: Pass) -> SequenceLayout:
         return layout_of(
-            batch["tokens"],
+            batch[self.decoder.embedding.reads],
             batch.get("positions"),
             batch.get("documents"),
             prefix_BT=batch.get("prefix"),
@@ -90,6 +94,7 @@ class Decoder(nn.Module):
         )
 
     def _head(self, batch: Pass) -> None:
+        assert self.head is not None
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
             batch.logits = self.head(hidden_BTD)
@@ -98,7 +103,7 @@ class Decoder(nn.Module):
 
     def _further(self, name: str, batch: Pass) -> None:
         targets = batch.get("targets")
-        if targets is None:
+        if targets is None or self.head is None:
             return
         ahead_BT = targets_ahead(targets, batch.get("documents"), int(name))
         beyond = self.layout(batch).at_layer(self.config.n_layers + int(name))

@@ -39,7 +39,7 @@ class Electra(nn.Module):
             smaller, embedding=Embedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
         generate = Reads(self.generator_layout, writes="made")
-        discriminate = Reads(self.discriminator.layout, tokens="corrupted")
+        discriminate = Reads(self.discriminator.layout, carried="corrupted")
         self.steps = Steps(
             [
                 *self.generator.encoder.steps("generator.encoder", generate),

@@ -26,8 +26,8 @@ class EncoderDecoder(nn.Module):
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
-        self.head = Head(config, embedding.tokens if config.embedding.tied else None)
-        encode = Reads(self.encoder_layout, "encoder_tokens", "encoder_tokens", writes="memory")
+        self.head = Head(config, embedding.tied_table(config))
+        encode = Reads(self.encoder_layout, side="encoder_", writes="memory")
         decode = Reads(self.layout, memory=self._memory, carried_memory=("memory",))
         self.encoder_steps = Steps(self.encoder.steps("encoder", encode))
         self.decoder_steps = Steps(

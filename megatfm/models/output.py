@@ -14,5 +14,5 @@ class Output(NamedTuple):
     """[B, T, V], when no targets were given; of ELECTRA [B, T], the log-odds that a token was replaced."""
     losses: dict[str, Tensor] | None = None
     """Summed cross-entropy in nats of each term of the loss, when targets were given."""
-    sentence_logits: Tensor | None = None
-    """[B, C] of an encoder with `sentence_classes`, when no targets were given."""
+    predictions: dict[str, Tensor] | None = None
+    """What each of `model.heads` predicts, by name, when no targets were given: of "sentence" logits [B, C]."""

@@ -50,27 +50,29 @@ class Stack(nn.Module):
 
     def steps(self, path: str, reads: "Reads") -> Iterator[Step]:
         """Embedding, blocks and final norm, one after another. path: the stack's own."""
-        made = {reads.writes: Field(reads.length_of, self.d_model)}
-        carried = () if reads.tokens == reads.length_of else (reads.tokens,)
+        made = {reads.writes: Field(f"{reads.side}positions", self.d_model)}
+        carried = () if reads.carried is None else (reads.carried,)
+        tokens = f"{reads.side}tokens"
         position = () if self.position is None else (f"{path}.position",)
         yield Step(
             f"{path}.embedding", self.embedding, partial(self._into_embedding, reads),
-            (f"{path}.embedding",), carried, made, reads.length_of,
+            (f"{path}.embedding",), carried, made, tokens,
         )  # fmt: skip
         for depth, name in enumerate(self.order):
             yield Step(
                 f"{path}.layers.{depth}", self.layers[name], partial(self._into_block, reads, depth),
                 (f"{path}.layers.{name}", *position, *reads.carried_memory),
-                (reads.writes, *reads.carried_memory), made, reads.length_of,
+                (reads.writes, *reads.carried_memory), made, tokens,
             )  # fmt: skip
         if self.norm is not None:
             yield Step(
                 f"{path}.norm", self.norm, partial(self._into_norm, reads),
-                (f"{path}.norm",), (reads.writes,), made, reads.length_of,
+                (f"{path}.norm",), (reads.writes,), made, tokens,
             )  # fmt: skip
 
     def _into_embedding(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
-        return reads.find_tokens(batch), reads.layout(batch), batch.get("segments")
+        given = batch.carry[reads.carried] if reads.carried else batch[reads.side + self.embedding.reads]
+        return given, reads.layout(batch), batch.get("segments")
 
     def _into_block(self, reads: "Reads", depth: int, batch: Pass) -> Sequence[Any]:
         layout = reads.layout(batch)
@@ -106,24 +108,21 @@ def _reads_bias(config: ModelConfig, depth: int) -> bool:
 class Reads:
     """Where a stack finds what it reads, and where it leaves the hidden vectors.
 
-    layout, memory: methods of the model. tokens: an input, or the part of the carry that an earlier step made of it;
-    length_of: the input that is as long. writes: a part of the carry. carried_memory: the name of the memory's part of
-    the carry, which is that of the module that it goes through too.
+    layout, memory: methods of the model. side: prefix of the inputs. carried: the part of the carry that an earlier
+    step made of what the embedding reads, instead of that. writes: a part of the carry. carried_memory: the name of the
+    memory's part of the carry, which is that of the module that it goes through too.
     """
 
     layout: Callable[[Pass], SequenceLayout]
-    tokens: str = "tokens"
-    length_of: str = "tokens"
+    side: str = ""
+    carried: str | None = None
     writes: str = "hidden"
     memory: Callable[[Pass], Tensor | None] | None = None
     carried_memory: tuple[str, ...] = ()
 
-    def find_tokens(self, batch: Pass) -> Tensor:
-        return batch[self.tokens] if self.tokens == self.length_of else batch.carry[self.tokens]
-
 
 def layout_of(
-    tokens_BT: Tensor,
+    like_BT: Tensor,
     positions_BT: Tensor | None,
     documents_BT: Tensor | None,
     *,
@@ -132,15 +131,15 @@ def layout_of(
     cache: KVCache | None = None,
     memory: SequenceLayout | None = None,
 ) -> SequenceLayout:
-    """The layout of a batch; without positions every row is one document, and goes on where the cache ends."""
+    """The layout of a batch. Without positions every row is one document, as long as `like` [B, T, …], and goes on where
+    the cache ends."""
     past = cache.length if cache else 0
     if positions_BT is None:
-        positions_BT = torch.arange(past, past + tokens_BT.shape[1], device=tokens_BT.device).expand_as(
-            tokens_BT
-        )
+        rows, length = like_BT.shape[:2]
+        positions_BT = torch.arange(past, past + length, device=like_BT.device).expand(rows, length)
     past_documents = None
     if cache is not None and (documents_BT is not None or cache.documents is not None):
-        documents_BT = torch.zeros_like(tokens_BT) if documents_BT is None else documents_BT
+        documents_BT = torch.zeros_like(positions_BT) if documents_BT is None else documents_BT
         past_documents = cache.documents
         cache.documents = (
             documents_BT if past_documents is None else torch.cat([past_documents, documents_BT], 1)

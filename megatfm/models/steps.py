@@ -36,7 +36,7 @@ class Pass:
         self.carry: dict[str, Tensor] = dict(carry or {})
         self.losses: dict[str, Tensor] = {}
         self.logits: Tensor | None = None
-        self.sentence_logits: Tensor | None = None
+        self.predictions: dict[str, Tensor] = {}
         self._made: dict[Hashable, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,12 +78,12 @@ class Pass:
     def output(self, hidden: str = "hidden") -> Output:
         """What the model returns. hidden: the part of the carry that holds the hidden vectors."""
         losses = self.losses if self.losses and self.logits is None else None
-        return Output(self.carry[hidden], self.logits, losses, self.sentence_logits)
+        return Output(self.carry[hidden], self.logits, losses, self.predictions or None)
 
 
 @dataclass(frozen=True)
 class Field:
-    """The shape of a part of the carry: as the input `like` [B, T], and with a width [B, T, D] of the activations'
+    """The shape of a part of the carry: as the input `like` [B, T, …], and with a width [B, T, D] of the activations'
     type; without one int64. length: of the batch's inputs, where T is another."""
 
     like: str

@@ -48,8 +48,7 @@ class XLNet(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = TwoStreamStack(config)
-        tokens = self.encoder.embedding.tokens
-        self.head = Head(config, tokens if config.embedding.tied else None, sparse=True)
+        self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True)
         self.steps = Steps(
             [*self.encoder.steps(), Step("head", self._head, uses=("head",), reads=("query",))]
         )

@@ -142,8 +142,7 @@ class Objective(Protocol):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:
         """Give the model the whole batch; the sum of each term."""
-        inputs = {name: values for name, values in batch.items() if name != "tokens"}
-        return dict(model(batch["tokens"], **inputs).losses)
+        return dict(model(**batch).losses)
 
 
 class WithBlockTerms:
@@ -229,9 +228,7 @@ def longest(
     return most
 
 
-def need_model(has: object, key: str, value: str, objective: str) -> None:
-    """Raise UsageError unless the model has a part."""
-    if not has:
-        raise UsageError(
-            f"objective.name = {objective!r} needs a model with {key}: set model.{key} = {value}"
-        )
+def need_model(model: ModelConfig, head: str, objective: str) -> None:
+    """Raise UsageError unless an encoder has a head; other families are refused with the objective."""
+    if model.family == "encoder" and head not in model.heads:
+        raise UsageError(f"objective.name = {objective!r} needs a model with the head: add [model.heads.{head}]")

@@ -42,9 +42,7 @@ class Segments(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        need_model(
-            model.sentence_classes >= 2 or model.family != "encoder", "sentence_classes", "2", config.name
-        )
+        need_model(model, "sentence", config.name)
         self.config, self.masking, self.has_segments = (
             config,
             Masking.of(config, special),

@@ -48,7 +48,7 @@ class SpanBoundary(Objective):
         model: ModelConfig,
         row_lengths: tuple[int, ...],
     ) -> None:
-        need_model(model.boundary_head or model.family != "encoder", "boundary_head", "true", config.name)
+        need_model(model, "boundary", config.name)
         special.need_words(f"objective.name = {config.name!r}")
         self.special, self.config = special, config
         self.masking = Masking(

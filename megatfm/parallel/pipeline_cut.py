@@ -315,7 +315,7 @@ def keep(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 def activation_shape(field: Field, batch: Mapping[str, torch.Tensor], sequence_parts: int) -> tuple[int, ...]:
     """Of a part of the carry, on a rank that holds one of so many parts of the sequence."""
-    rows, length = batch[field.like].shape
+    rows, length = batch[field.like].shape[:2]
     if field.length is not None:
         length = field.length(batch)
     if field.width is None:

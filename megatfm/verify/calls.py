@@ -86,13 +86,13 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline 
     """The calls of each micro-batch of the global batch, in its order."""
     watcher, objective, rows = Watcher(model), objective_of(config), config.train.micro_batch
 
-    def through_stages(tokens: Tensor, **inputs: Tensor) -> SimpleNamespace:
+    def through_stages(**inputs: Tensor) -> SimpleNamespace:
         assert pipeline is not None
         carry: dict[str, Tensor] = {}
         losses: dict[str, Tensor] = {}
         for stage in pipeline.stages:
             watcher.stage = stage.index
-            done = stage.steps.start({"tokens": tokens, **inputs}, carry)
+            done = stage.steps.start(inputs, carry)
             carry, losses = done.carry, losses | done.losses
         return SimpleNamespace(losses=losses)
 

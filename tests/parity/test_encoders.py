@@ -41,11 +41,11 @@ DEBERTA_V3 = {
     "position.max_distance": 15,
 }  # fmt: skip
 MODELS = {
-    "bert": ("BertForPreTraining", {"sentence_classes": 2}),
+    "bert": ("BertForPreTraining", {"heads.sentence.classes": 2}),
     "bert-without-sentences": ("BertForMaskedLM", {"ffn.activation": "gelu_tanh"}),
     "roberta": ("RobertaForMaskedLM", {"position.offset": PAD + 1, "embedding.n_segments": 1}),
     "albert": ("AlbertForPreTraining", {
-        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1, "sentence_classes": 2,
+        "ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1, "heads.sentence.classes": 2,
     }),
     "albert-in-groups": ("AlbertForMaskedLM", {"embedding.dim": 10, "distinct_layers": 2, "n_layers": 4}),
     "deberta": ("DebertaForMaskedLM", {**DEBERTA, "embedding.n_segments": 0, "position.max_distance": 15}),
@@ -91,7 +91,7 @@ def padded_batch(config: ModelConfig) -> dict[str, Tensor]:
 
 def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
     """Under transformers' name, which differs."""
-    if not config.sentence_classes:
+    if "sentence" not in config.heads:
         return {}
     name = "sentence_order_label" if config.embedding.dim else "next_sentence_label"
     return {name: torch.tensor([0, 1, 1])}
@@ -141,7 +141,7 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
     counted = batch["attention_mask"] == 1
     figures.see_logits(ours.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
-        figures.see_logits(ours.sentence_logits, their_sentences, dtype)
+        figures.see_logits(ours.predictions["sentence"], their_sentences, dtype)
     loss = our_loss(both.ours(batch["input_ids"], **inputs).losses, batch, config.family)
     figures.see_logits(loss, theirs.loss, dtype)
     loss.backward()

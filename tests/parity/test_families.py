@@ -84,7 +84,7 @@ MODELS = {
         },
     ),
     "bert": ModelConfig.of(
-        **SMALL, **DROPPED, **BERT, family="encoder", sentence_classes=2, boundary_head=True
+        **SMALL, **DROPPED, **BERT, family="encoder", heads={"sentence": {}, "boundary": {}}
     ),
     "albert": ModelConfig.of(
         **SMALL, **DROPPED, **BERT, family="encoder", distinct_layers=1, **{"embedding.dim": 16}
@@ -205,10 +205,10 @@ def batch_for(config: ModelConfig) -> dict[str, Tensor]:
         batch["segments"] = batch["positions"].remainder(2)
     if config.family == "electra":
         batch["original"] = original
-    if config.sentence_classes:
+    if "sentence" in config.heads:
         first = batch["positions"] == 0
         batch["sentence_targets"] = (original % 2).where(first & (batch["documents"] >= 0), -100)
-    if config.boundary_head:
+    if "boundary" in config.heads:
         inside = torch.arange(LENGTH).clamp(1, LENGTH - 2) == torch.arange(LENGTH)
         batch["span_left"] = batch["span_right"] = (masked & inside).long()
     return batch

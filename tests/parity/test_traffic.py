@@ -125,7 +125,7 @@ def config_of(
 
 def case(name: str, parallel: ParallelConfig) -> Config:
     """A model with an objective that uses all of its heads, of seven blocks if eight stages are made of it."""
-    changes = {"boundary_head": False}
+    changes: dict[str, Any] = {"heads": {k: v for k, v in MODELS[name].heads.items() if k != "boundary"}}
     if parallel.pp * parallel.stages_per_rank > 4:
         changes["n_layers"] = 7
     return config_of(MODELS[name].changed(changes), CASES[name], parallel)

@@ -37,7 +37,7 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs).model_copy(update={"sentence_classes": 2})
+    return read(theirs).changed({"heads.sentence.name": "sentence"})
 
 
 def write(ours: ModelConfig) -> Json:
@@ -70,7 +70,7 @@ def rules(config: ModelConfig) -> list[Rule]:
             "predictions.bias",
             copies=["predictions.decoder.bias"],
         ),
-        *(sentence if config.sentence_classes else []),
+        *(sentence if "sentence" in config.heads else []),
     ]
 
 

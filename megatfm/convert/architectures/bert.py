@@ -8,7 +8,7 @@ from megatfm.convert.table import Rule, layers, linear
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
-    return read(theirs, sentence_classes=2)
+    return read(theirs, **{"heads.sentence.classes": 2})
 
 
 def rules(config: ModelConfig) -> list[Rule]:
@@ -25,7 +25,7 @@ def rules(config: ModelConfig) -> list[Rule]:
             "cls.predictions.bias",
             copies=["cls.predictions.decoder.bias"],
         ),
-        *(sentence if config.sentence_classes else []),
+        *(sentence if "sentence" in config.heads else []),
     ]
 
 

@@ -63,7 +63,7 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
     [
         ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
         ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'encoder'"),
-        ({"sentence_classes": 2}, "leave it out, or choose family = 'encoder'"),
+        ({"heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
         ({"family": "encoder", "future_tokens": 1}, "leave it out, or choose family = 'decoder'"),
         ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
         ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or set model.family = 'electra'"),

@@ -227,7 +227,7 @@ def test_halves_that_are_no_pair(tmp_path: Path) -> None:
 
 
 def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
-    config = ModelConfig.of(**OURS, family="encoder", boundary_head=True)
+    config = ModelConfig.of(**OURS, family="encoder", heads={"boundary": {}})
     ours = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
     (said,) = [note for note in notes if "left out" in note]

@@ -17,7 +17,8 @@ from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.engines import NativeEngine, OptimizerGroup, Sharing
 from megatfm.errors import MegatfmError
-from megatfm.ops.initial import Normal, initialise
+from megatfm.layers.initialisation import initialise
+from megatfm.ops.initial import Normal
 from megatfm.parallel.collectives import copy_to_shards, gather_shards, scatter_sum, sum_partial
 from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh

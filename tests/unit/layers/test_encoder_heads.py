@@ -91,7 +91,7 @@ def test_nothing_masked_costs_nothing() -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_sentences_from_their_first_tokens(classes: int) -> None:
-    model = made(sentence_classes=classes)
+    model = made(**{"heads.sentence.classes": classes})
     tokens, targets = drawn(23, 2, T, seed=3), torch.full((2, T), -100)
     for row, start, label in ((0, 0, 1), (0, 7, 0), (1, 2, classes - 1)):
         targets[row, start] = label
@@ -99,7 +99,7 @@ def test_sentences_from_their_first_tokens(classes: int) -> None:
     head = model.sentence
     pooled = torch.tanh(output.hidden @ head.pooler.weight.T + head.pooler.bias)
     logits = pooled @ head.classifier.weight.T + head.classifier.bias
-    torch.testing.assert_close(output.sentence_logits, logits[:, 0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.predictions["sentence"], logits[:, 0], rtol=1e-12, atol=1e-12)
     wanted = -sum(logits[b, t].log_softmax(-1)[targets[b, t]] for b, t in ((0, 0), (0, 7), (1, 2)))
     losses = model(tokens, targets=torch.full((2, T), -100), sentence_targets=targets).losses
     same_with_gradients(model, losses["sentence"], wanted, "sentence")
@@ -111,7 +111,7 @@ SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
 
 def test_spans_from_their_boundaries() -> None:
     """Joshi et al. 2020, section 2.2: h = LN(GELU(W₂ LN(GELU(W₁ [x_{s−1}; x_{e+1}; p_{i−s+1}])))), then the table."""
-    model = made(boundary_head=True)
+    model = made(heads={"boundary": {}})
     tokens, targets = drawn(23, 2, T, seed=4), torch.full((2, T), -100)
     left, right = torch.zeros(2, T, dtype=torch.int64), torch.zeros(2, T, dtype=torch.int64)
     original = drawn(23, 2, T, seed=5)

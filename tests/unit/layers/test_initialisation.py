@@ -28,10 +28,10 @@ SMALL = {
     "embedding.n_segments": 2,
     "head.name": "transform",
     "head.bias": True,
-    "sentence_classes": 2,
 }
+SENTENCE = {"heads.sentence.classes": 2}
 ELECTRA = {
-    "family": "electra", "sentence_classes": 0, "embedding.dim": 64,
+    "family": "electra", "embedding.dim": 64,
     "generator": {"d_model": 48, "n_heads": 1, "d_ff": 96},
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
     assert float(values.std()) == pytest.approx(0.8796, abs=0.003)
 
 
-@pytest.mark.parametrize("options", [{}, ELECTRA], ids=["encoder", "electra"])
+@pytest.mark.parametrize("options", [SENTENCE, ELECTRA], ids=["encoder", "electra"])
 @pytest.mark.parametrize(("init", "spread"), [("bert", 0.8796), ("normal", 1.0)])
 def test_matrices_by_the_distribution_biases_0_norms_1(
     init: str, spread: float, options: dict[str, object]

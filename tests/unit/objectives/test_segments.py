@@ -117,9 +117,9 @@ def test_tokens_are_masked_as_well(make_objective: Any, make_text: Any, build_on
 
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
-    plain = make_model("encoder", sentence_classes=0)
+    plain = make_model("encoder").changed({"heads": {}})
     with pytest.raises(
-        UsageError, match=r"'next_sentence' needs a model with sentence_classes: set model\.sent.* = 2"
+        UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.heads\.sentence\]"
     ):
         make_objective("next_sentence", model_config=plain)
     without = make_objective(

@@ -99,6 +99,6 @@ def test_spans_lie_anywhere_and_at_both_ends_alike(
 
 def test_a_model_without_the_head_is_refused(make_objective: Any, make_model: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"'span_boundary' needs a model with boundary_head: set model\.bound.* = true"
+        UsageError, match=r"'span_boundary' needs a model with the head: add \[model\.heads\.boundary\]"
     ):
-        make_objective("span_boundary", model_config=make_model("encoder", boundary_head=False))
+        make_objective("span_boundary", model_config=make_model("encoder").changed({"heads": {}}))

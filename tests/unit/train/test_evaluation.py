@@ -177,7 +177,8 @@ def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(
 def evaluated_terms(folder: Path, name: str, classes: int = 0) -> dict[str, Any]:
     values = config(folder).model_dump()
     values["objective"] = {"name": name}
-    values["model"] |= {"family": "encoder", "sentence_classes": classes}
+    heads = {"sentence": {"classes": classes}} if classes else {}
+    values["model"] |= {"family": "encoder", "heads": heads}
     settings, tokenizer = open_tokenizer(Config.model_validate(values))
     corpora = open_corpora(settings, tokenizer)
     engine = build_engine(settings, build_mesh(settings.parallel, 1, "cpu"), torch.device("cpu"), "fp64")

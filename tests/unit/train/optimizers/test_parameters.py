@@ -38,7 +38,7 @@ BERT = {
     "ffn.bias": True,
     "head.name": "transform",
     "head.bias": True,
-    "sentence_classes": 2,
+    "heads.sentence.classes": 2,
 }
 
 
@@ -140,7 +140,7 @@ def test_each_stack_counts_its_own_blocks() -> None:
 
 
 def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
-    spans = rates(**BERT, boundary_head=True)
+    spans = rates(**BERT, heads={"boundary": {}})
     assert spans["boundary.positions.weight"] == spans["boundary.dense1.weight"] == 1.0
     ahead = rates(future_tokens=1, **{"position.name": "shaw"})
     assert {scale for name, scale in ahead.items() if name.startswith("future.")} == {1.0}

@@ -1,0 +1,29 @@
+"""Heads besides the one over the vocabulary, as steps at the end of a model."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.boundary import BoundaryHead as BoundaryHead  # so that it is registered
+from megatfm.layers.head import HEADS
+from megatfm.layers.table import Table
+from megatfm.models.steps import Pass, Step
+
+
+def add_heads(model: nn.Module, config: ModelConfig, tokens: Table | None) -> Iterator[Step]:
+    """Give a model the heads of its config under their names, and the step of each. tokens: the table of tokens."""
+    for name, section in config.heads.items():
+        head = HEADS.get(section.name)(config, section, tokens)
+        model.add_module(name, head)
+        yield Step(name, partial(_run, name, head), uses=(name,), reads=("hidden",))
+
+
+def _run(name: str, head: nn.Module, batch: Pass) -> None:
+    """The head's loss, or what it predicts where nothing is trained."""
+    hidden_BTD, fields = batch.carry["hidden"], [batch.get(field) for field in head.reads]  # type: ignore[union-attr]
+    if all(field is not None for field in fields):
+        batch.losses[str(getattr(head, "term", name))] = head(hidden_BTD, *fields)
+    elif getattr(head, "predicts", False) and batch.get("targets") is None:
+        batch.predictions[name] = head(hidden_BTD)

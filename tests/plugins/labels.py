@@ -1,0 +1,72 @@
+"""Classes of whole texts: a head on the mean of their vectors, and the objective that reads a text with its label."""
+
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatfm.data import Field, Piece
+from megatfm.layers.head import HEADS
+from megatfm.layers.initialisation import initialiser
+from megatfm.layers.linear import Linear
+from megatfm.objectives import OBJECTIVES, Objective
+
+NONE = -100
+
+
+@HEADS.register("topic")
+class Topic(nn.Module):
+    """Logits [B, C] of the mean over each row's text, or, given labels [B], their summed cross-entropy."""
+
+    plan = (("", "whole input"), ("classifier", "whole"))
+    reads = ("in_text", "labels")
+
+    def __init__(self, config, section, tokens):
+        super().__init__()
+        d = config.d_model
+        self.classifier = Linear(d, section.classes, initialiser(config)("dense", d, section.classes), bias=True)
+
+    def forward(self, hidden_BTD, in_text_BT, labels_B):
+        weights_BT1 = in_text_BT[..., None].to(hidden_BTD.dtype)
+        mean_BD = (hidden_BTD * weights_BT1).sum(1) / weights_BT1.sum(1).clamp(min=1)
+        logits_BC = self.classifier(mean_BD)
+        precise = torch.promote_types(logits_BC.dtype, torch.float32)
+        return F.cross_entropy(logits_BC.to(precise), labels_B, ignore_index=NONE, reduction="sum")
+
+
+@OBJECTIVES.register("topic")
+class TellTopics(Objective):
+    """One text a row, cut to its length, and beside it the class that the sample's member "cls" names."""
+
+    families = ("encoder", "decoder")
+    weights = MappingProxyType({"topic": 1.0})
+    needs_members = True
+
+    def __init__(self, special, config, model, row_lengths):
+        self.special, self.length, self.classes = special, row_lengths[0], model.heads["topic"].classes
+        self.fields = {
+            "tokens": Field(fill=special.pad),
+            "in_text": Field("bool"),
+            "labels": Field(of="row", fill=NONE),
+        }
+        self.max_tokens = 10**9  # a text is never cut into several rows
+
+    def lengths(self, n_tokens, keys):
+        return np.minimum(n_tokens + 1, self.length)
+
+    def build(self, piece, key):
+        tokens = np.append(self.special.bos, piece.tokens)[: self.length].astype(np.int64)
+        return {
+            "tokens": tokens,
+            "in_text": np.ones(len(tokens), np.bool_),
+            "labels": np.array(int(piece.members["cls"])),
+        }
+
+    def counts(self, batch):
+        return {"topic": (batch["labels"] != NONE).sum()}
+
+    def example(self, random):
+        tokens = random.integers(0, self.special.vocab_size, int(random.integers(2, self.length * 2)))
+        return Piece(tokens, members={"cls": b"%d" % random.integers(self.classes)})
