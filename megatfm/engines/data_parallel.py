@@ -61,8 +61,9 @@ class DataParallel(Protocol):
     def zero_grad(self) -> None:
         """Forget all gradients."""
 
-    def weights_changed(self) -> None:
-        """`local` was changed: the weights that the model computes with follow."""
+    def weights_changed(self, frozen: bool = False) -> None:
+        """`local` was changed: the weights that the model computes with follow; with `frozen` those too that
+        no step moves."""
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:

@@ -81,7 +81,7 @@ class FullySharded:
         for stage in self._stages:
             stage.zero_grad(set_to_none=True)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, frozen: bool = False) -> None:
         for module in self._modules:
             module.reshard()  # what was gathered and kept would be the weights before these
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.checkpoint import Box as StoredBox
-from megatfm.engines.data_parallel import DataParallel, Sharing, Stages
+from megatfm.engines.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.fully_sharded import FullySharded
 from megatfm.engines.interface import (
@@ -164,7 +164,7 @@ class NativeEngine:
     def weights_changed(self) -> None:
         """To be called after the weights were set from outside: whoever has copies of them looks again."""
         self.state.refresh()
-        self.data.weights_changed()
+        self.data.weights_changed(frozen=True)
 
     def state_dict(self) -> StateDict:
         """See `TrainedState`; and float16's loss scale."""
@@ -181,7 +181,7 @@ class NativeEngine:
         self.state.load_state_dict(state)
         if self.loss_scale:
             self.loss_scale.load(state)
-        self.data.weights_changed()
+        self.data.weights_changed(frozen=True)
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """See memory.py."""
@@ -225,10 +225,11 @@ class NativeEngine:
             else:
                 placement = self.layout.buffers[name]
                 tensor.copy_(draw(initial, seed, name, placement.shape, *placement.box))
-        self.data.weights_changed()
+        self.data.weights_changed(frozen=True)
 
     def _all_have_gradients(self) -> None:
-        if missing := sorted(self.local.keys() - self.gradients().keys()):
+        trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
+        if missing := sorted(trained - self.gradients().keys()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it"

@@ -46,7 +46,11 @@ class Replicated:
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(named_parameters(stages))
         self.sharded = zero == 1
-        self._buckets, self._over = self._dealt(layout)
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        frozen = {name: p for name, p in self._parameters.items() if name not in trained}
+        dealt = self._dealt(trained, layout)
+        self._buckets, self._over = [bucket for bucket, _ in dealt], [data for _, data in dealt]
+        self._frozen = self._dealt(frozen, layout)
         self._gradients: dict[str, Tensor] = {}
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
@@ -55,9 +59,9 @@ class Replicated:
             self._watch()
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Box] = {}
-        for place, bucket in enumerate(self._buckets):
+        for bucket, data in (*dealt, *self._frozen):
             for name, shape in bucket.shapes.items():
-                first, count = bucket.rows(name, self._rank(place))
+                first, count = bucket.rows(name, self._rank(bucket, data))
                 rows = self._parameters[name].detach()[first : first + count]
                 # Without a precision of its own, what the optimizer moves are the model's weights themselves, or rows
                 # of them that begin where memory does.
@@ -66,22 +70,20 @@ class Replicated:
                 offsets = (first, *[0] * (len(shape) - 1))
                 self.boxes[name] = layout[name].inside(offsets, (count, *shape[1:]))
 
-    def _dealt(self, layout: Layout) -> tuple[list[Bucket], list[DataAxes]]:
+    def _dealt(self, parameters: Mapping[str, nn.Parameter], layout: Layout) -> list[tuple[Bucket, DataAxes]]:
         """Buckets of parameters with the same data axes, and these axes."""
         by_axes: dict[DataAxes, dict[str, torch.Size]] = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in parameters.items():
             by_axes.setdefault(layout[name].data, {})[name] = parameter.shape
-        buckets, over = [], []
-        for data, shapes in by_axes.items():
-            ranks = self._mesh.size(data.shard) if self.sharded else 1
-            for bucket in deal(shapes, ranks, BUCKET_ELEMENTS):
-                buckets.append(bucket)
-                over.append(data)
-        return buckets, over
+        return [
+            (bucket, data)
+            for data, shapes in by_axes.items()
+            for bucket in deal(shapes, self._mesh.size(data.shard) if self.sharded else 1, BUCKET_ELEMENTS)
+        ]
 
-    def _rank(self, place: int) -> int:
+    def _rank(self, bucket: Bucket, data: DataAxes) -> int:
         """Whose rows of a bucket are kept here."""
-        return self._mesh.rank(self._over[place].shard) if self._buckets[place].ranks > 1 else 0
+        return self._mesh.rank(data.shard) if bucket.ranks > 1 else 0
 
     def begin(self, last: bool) -> None:
         """In the last pass, every bucket misses the gradients of all of its parameters."""
@@ -104,7 +106,7 @@ class Replicated:
             bucket, data = self._buckets[place], self._over[place]
             if bucket.ranks > 1:
                 self._mesh.sum(row, data.copies)
-            self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(place)))
+            self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(bucket, data)))
         for name in self._without:
             del self._gradients[name]
         self._flying, self._without = {}, set()
@@ -119,7 +121,8 @@ class Replicated:
             if watcher := this():
                 watcher._complete(place, parameter)
 
-        for name, parameter in self._parameters.items():
+        for name in places:
+            parameter = self._parameters[name]
             parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
 
     def _complete(self, place: int, parameter: Tensor) -> None:
@@ -163,8 +166,9 @@ class Replicated:
             parameter.grad = None
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
-        for bucket, data in zip(self._buckets, self._over, strict=True):
+    def weights_changed(self, frozen: bool = False) -> None:
+        changed = [*zip(self._buckets, self._over, strict=True), *(self._frozen if frozen else [])]
+        for bucket, data in changed:
             if bucket.ranks > 1:
                 row = bucket.pack_own(self.local, next(iter(self._parameters.values())))
                 buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))

@@ -24,7 +24,7 @@ class Ties:
         self._modules = pipeline.module_holders if pipeline else {}
         self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, holders in sorted(self._holders.items()):
-            if len(holders) > 1:
+            if len(holders) > 1 and pipeline and name not in pipeline.frozen:
                 self._names[holders].append(name)
         shared = {holders for holders in (*self._names, *self._modules.values()) if len(holders) > 1}
         groups = {holders: _group(holders, mesh) for holders in sorted(shared)}

@@ -104,7 +104,9 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x_BTE = x_BTE + self.positions(layout).to(x_BTE.dtype)
         if self.segments is not None:
-            x_BTE = x_BTE + self.segments(torch.zeros_like(layout.positions) if segments_BT is None else segments_BT)
+            x_BTE = x_BTE + self.segments(
+                torch.zeros_like(layout.positions) if segments_BT is None else segments_BT
+            )
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
         x_BTE = self.dropout(x_BTE, layout)

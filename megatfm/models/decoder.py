@@ -85,7 +85,7 @@ class Decoder(nn.Module):
 
     def _layout(self, batch: Pass) -> SequenceLayout:
         return layout_of(
-            batch[self.decoder.embedding.reads],
+            batch[self.decoder.reads],
             batch.get("positions"),
             batch.get("documents"),
             prefix_BT=batch.get("prefix"),

@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
     def _layout(self, batch: Pass) -> SequenceLayout:
         return layout_of(
-            batch[self.encoder.embedding.reads],
+            batch[self.encoder.reads],
             batch.get("positions"),
             batch.get("documents"),
             keys_B=batch.get("keys"),

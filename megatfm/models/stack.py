@@ -37,6 +37,7 @@ class Stack(nn.Module):
         super().__init__()
         self.d_model = config.d_model
         self.embedding = embedding or Embedding(config, kind)
+        self.reads = self.embedding.reads
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
         self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
@@ -71,7 +72,7 @@ class Stack(nn.Module):
             )  # fmt: skip
 
     def _into_embedding(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
-        given = batch.carry[reads.carried] if reads.carried else batch[reads.side + self.embedding.reads]
+        given = batch.carry[reads.carried] if reads.carried else batch[reads.side + self.reads]
         return given, reads.layout(batch), batch.get("segments")
 
     def _into_block(self, reads: "Reads", depth: int, batch: Pass) -> Sequence[Any]:

@@ -231,4 +231,6 @@ def longest(
 def need_model(model: ModelConfig, head: str, objective: str) -> None:
     """Raise UsageError unless an encoder has a head; other families are refused with the objective."""
     if model.family == "encoder" and head not in model.heads:
-        raise UsageError(f"objective.name = {objective!r} needs a model with the head: add [model.heads.{head}]")
+        raise UsageError(
+            f"objective.name = {objective!r} needs a model with the head: add [model.heads.{head}]"
+        )

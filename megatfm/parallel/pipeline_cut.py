@@ -93,6 +93,8 @@ class Pipeline:
     """Ranks that share a sequence between blocks."""
     module_holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """On which pipeline ranks each module with buffers is."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
 
     @property
     def rank_of(self) -> list[int]:
@@ -148,6 +150,7 @@ def cut(
             f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
         )
     trained = _trained(model, steps)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     bounds = _named_cuts(steps, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(steps)], strict=True)):
@@ -172,6 +175,7 @@ def cut(
         _holders(model, stages),
         sequence_parts,
         _module_holders(model, stages),
+        frozen,
     )
 
 

@@ -72,6 +72,17 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
 
 def match(model: nn.Module, plan: Plan) -> dict[str, Style]:
     """Module name → style, in the order of the model's modules. Raises UsageError as `lay` does."""
+    from megatfm.parallel import styles as _styles
+
+    known = {v.name: v for v in vars(_styles).values() if isinstance(v, Style)}
+    plan = [
+        *plan,
+        *(
+            (f"?{path}.{pattern}" if pattern else f"?{path}", known[style])
+            for path, module in model.named_modules()
+            for pattern, style in getattr(type(module), "plan", ())
+        ),
+    ]
     styles: dict[str, Style] = {}
     unused = {pattern for pattern, _ in plan if not pattern.startswith("?")}
     for path, module in model.named_modules():

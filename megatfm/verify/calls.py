@@ -20,8 +20,8 @@ class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
-    tensor). rows: of the input. in_block: it lies in a block. keeps_more: the block keeps something for the backward
-    pass after this call, so that recomputing the block goes through all of it.
+    tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps something
+    for the backward pass after this call, so that recomputing the block goes through all of it.
     """
 
     path: str
@@ -33,6 +33,7 @@ class Call:
     has_gradient: bool
     in_block: bool = False
     keeps_more: bool = False
+    is_block: bool = False
 
 
 class Watcher:
@@ -72,6 +73,9 @@ class Watcher:
         for i in range(self._inside or 0, len(self._calls)):
             call, kept = self._calls[i]
             self._calls[i] = replace(call, in_block=True, keeps_more=self._kept > kept), kept
+        if self._calls:
+            call, kept = self._calls[-1]
+            self._calls[-1] = replace(call, is_block=True), kept
         self._inside = None
 
     def _note(self, path: str, inputs: tuple[Any, ...], output: Any) -> None:

@@ -12,13 +12,12 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.initialisation import initialise
-from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import PLANS, match
 from megatfm.parallel.styles import Style
-from megatfm.train.build import cut_model
+from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call, observe
 from megatfm.verify.expected_weights import REPLICAS, WHOLE_TENSORS, Held, Place, weights_and_gradients
@@ -52,7 +51,7 @@ def unpredicted(config: Config) -> dict[str, str]:
 def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     """Of one step, by rank. For axes of which `unpredicted` speaks, what is here is not to be relied on."""
     with torch.random.fork_rng():
-        model = build(config.model).double().train()
+        model = build_model(config).double().train()
     initialise(model, config.train.seed)
     parallel = config.parallel
     pipeline = cut_model(config, model) if parallel.pp > 1 else None

@@ -55,6 +55,11 @@ class Held:
             if self.pipeline is None or self.place.pp in self.pipeline.holders[name]
         }
 
+    @cached_property
+    def trained(self) -> list[str]:
+        """Those of them that have gradients."""
+        return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
+
     def tp_shape(self, name: str, tp: int) -> Shape:
         """What a tensor-parallel rank holds."""
         shape = list(self.model.get_parameter(name).shape)
@@ -110,7 +115,7 @@ def weights_and_gradients(
         _fully_sharded(ledger, config, held, microbatches)
     for ranks, tied in _ties(held).items():
         ledger.all_reduce(PIPELINE, sum(held.own(name) for name in tied) * size, among=len(ranks))
-    partial = sum(held.own(name) for name in held.shapes if held.is_partial(name))
+    partial = sum(held.own(name) for name in held.trained if held.is_partial(name))
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _whole_tensors(ledger, config, held)
     _scalars(ledger, config, held)
@@ -122,13 +127,15 @@ def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
     both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
     axis = REPLICAS if both else SHARD if parallel.dp_shard > 1 else REPLICATE
     ledger.all_reduce(
-        axis, sum(map(prod, held.shapes.values())) * PRECISIONS[config.train.precision].stored.itemsize
+        axis,
+        sum(prod(held.shapes[name]) for name in held.trained)
+        * PRECISIONS[config.train.precision].stored.itemsize,
     )
 
 
 def _sharded_optimizer(ledger: Ledger, config: Config, held: Held) -> None:
     precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
-    everything = sum(map(held.padded, held.shapes))
+    everything = sum(map(held.padded, held.trained))
     ledger.reduce_scatter(SHARD, everything * precision.stored.itemsize)
     ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
     ledger.all_gather(SHARD, everything // ranks * precision.computed.itemsize)
@@ -140,12 +147,13 @@ def _fully_sharded(
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _groups(held).items():
         elements = sum(map(held.padded, names))
+        trained = sum(held.padded(name) for name in names if name in held.trained)
         # A block that a stack runs several times (ALBERT's) is given back after each.
         uses = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
             gathers = uses if parallel.pp == 1 else 1  # gathered weights are kept until the end of the step
         elif path:
-            gathers = 2 * uses * len(microbatches)
+            gathers = sum(_block_gathers(path, calls) for calls in microbatches)
         else:
             gathers = (
                 len(microbatches) if parallel.pp == 1 else _root_gathers(config, held, len(microbatches))
@@ -154,9 +162,21 @@ def _fully_sharded(
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
         ledger.all_gather(SHARD, elements // parallel.dp_shard * precision.computed.itemsize, times=gathers)
-        ledger.reduce_scatter(SHARD, elements * precision.stored.itemsize, times=reductions)
-        shard = elements // parallel.dp_shard * precision.stored.itemsize
+        reductions *= trained > 0
+        ledger.reduce_scatter(SHARD, trained * precision.stored.itemsize, times=reductions)
+        shard = trained // parallel.dp_shard * precision.stored.itemsize
         ledger.all_reduce(REPLICATE, shard, times=reductions)
+
+
+def _block_gathers(path: str, calls: Sequence[Call]) -> int:
+    """For one micro-batch: for each pass forward, and for each backward where what the block made has a gradient. The
+    frozen block that lies before the first of those is gathered with it, in vain: FSDP2 looks one block ahead."""
+    order = [call for call in calls if call.is_block]
+    mine = [i for i, call in enumerate(order) if call.path == path]
+    ahead = [
+        i for i in mine if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
+    ]
+    return len(mine) + sum(order[i].has_gradient for i in mine) + len(ahead)
 
 
 def _groups(held: Held) -> dict[str, list[str]]:
@@ -173,17 +193,29 @@ def _root_gathers(config: Config, held: Held, microbatches: int) -> int:
     """How often what lies in no block is gathered: for the first pass and after each backward pass, which gives it
     back."""
     parallel, gathers, is_whole = config.parallel, 0, False
+    assert held.pipeline is not None
+    goes_back = {
+        stage.index
+        for stage in held.pipeline.stages
+        if stage.returns
+        or any(
+            parameter.requires_grad
+            for step in stage.steps
+            for path in step.uses
+            for parameter in held.model.get_submodule(path).parameters()
+        )
+    }
     order_of = orders(parallel.schedule, parallel.pp, parallel.stages_per_rank, microbatches)
     for action in order_of[held.place.pp]:
         gathers += not is_whole
-        is_whole = action.kind != "B"
+        is_whole = action.kind != "B" or action.stage not in goes_back
     return gathers
 
 
 def _ties(held: Held) -> dict[tuple[int, ...], list[str]]:
     """Pipeline ranks → the parameters that these and no others hold."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name in held.shapes if held.pipeline else ():
+    for name in held.trained if held.pipeline else ():
         assert held.pipeline is not None
         if len(ranks := held.pipeline.holders[name]) > 1:
             found[ranks].append(name)

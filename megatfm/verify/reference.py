@@ -13,10 +13,10 @@ from megatfm.layers.attention.patterns import Seen
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialise, initials
 from megatfm.layers.sequence import SequenceLayout
-from megatfm.models import build
 from megatfm.ops.attention import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import Normal, draw
+from megatfm.train.build import build_model
 from megatfm.verify.batch import Arrays, objective_of
 
 
@@ -41,7 +41,7 @@ def perturbation(
 
 def reference_step(config: Config, batch: Arrays) -> Step:
     """Loss and gradients by plain autograd in float64, the whole global batch at once."""
-    model = build(config.model).double().train()
+    model = build_model(config).double().train()
     _initialise(model, config.train.seed)
     for module in model.modules():
         if isinstance(module, Core):

@@ -1,10 +1,14 @@
 """A config made small enough to be verified in seconds, with everything kept that a layout could get wrong."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import torch
 
 from megatfm.config import Config, HeadsAttentionConfig, ModelConfig
 from megatfm.config.base import Section
 from megatfm.errors import UsageError
+from megatfm.models import build
 from megatfm.parallel.mesh import SHARD, axis_sizes
 
 MAX_RANKS = 16
@@ -58,7 +62,15 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             ),
         }
     )
+    still = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
+    small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": still})})
     return small, _changes(config, small)
+
+
+def _matches(config: Config, pattern: str) -> bool:
+    """Whether the small model, which may have fewer layers, has weights of such names."""
+    with torch.device("meta"):
+        return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
 def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig:

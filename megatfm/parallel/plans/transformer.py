@@ -24,7 +24,7 @@ from megatfm.parallel.styles import (
 )
 
 EMBEDDING: Plan = (
-    ("*.embedding.tokens", VOCABULARY_EMBEDDING),
+    ("?*.embedding.tokens", VOCABULARY_EMBEDDING),
     ("?*.embedding.positions", OWN_OUTPUT),
     ("?*.embedding.segments", OWN_OUTPUT),
     ("?*.embedding.norm", SEQUENCE),
@@ -68,7 +68,7 @@ RESIDUAL: Plan = (
 )
 STACK: Plan = (*EMBEDDING, *RESIDUAL, *ATTENTION, *FFN)
 HEAD: Plan = (
-    ("head", VOCABULARY_HEAD),
+    ("?head", VOCABULARY_HEAD),
     ("?head.transform", SHARED_BY_HEADS),
     ("?head.transform.*", SHARED_BY_HEADS),
 )
