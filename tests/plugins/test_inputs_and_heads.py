@@ -1,0 +1,141 @@
+"""The pages' plugins: the files here are the pages', every layout has one process's gradients, and they train."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatfm import checkpoint, tokenizers
+from megatfm.config import Config
+from megatfm.data import ShardWriter
+from megatfm.errors import DONE
+from megatfm.train.loop import train
+from megatfm.verify.verify import verify
+from tests.unit.test_docs import fences
+from tests.workers import Workers
+
+HERE = Path(__file__).parent
+PAGES = {"vectors": "add-an-input.md", "labels": "add-a-head.md", "looped": "add-a-model-family.md"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {"dp_shard": 1}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "zero3": {"dp_shard": 2},
+}  # fmt: skip
+
+
+def on_page(page: str, language: str, title: str) -> str:
+    (text,) = (text for path, name, text in fences(language) if (path.name, name) == (page, title))
+    return text
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+
+
+def values(plugin: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The page's config, with other values in some sections."""
+    found = tomllib.loads(on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
+    for section, changes in sections.items():
+        found[section] = {**found.get(section, {}), **changes}
+    return found
+
+
+@pytest.mark.parametrize("plugin", PAGES)
+def test_the_page_has_the_file(plugin: str) -> None:
+    assert on_page(PAGES[plugin], "python", f"{plugin}.py") == (HERE / f"{plugin}.py").read_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("plugin", PAGES)
+def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
+    """And every byte is sent that the plan says, no other: of frozen weights no gradient."""
+    parallel = {"dp_shard": 1, **LAYOUTS[layout]}
+    freeze = ["decoder.embedding.*", "decoder.layers.0.*", "decoder.layers.1.attn.*"]
+    more = {"init_from": None, "init_only": [], "freeze": freeze} if plugin == "labels" else {}
+    found = verify(Config.model_validate(values(plugin, parallel=parallel, train=more)))
+    assert not found.wrong
+    assert not found.misses
+    assert not found.unpredicted
+    moved = {one.name for one in found.gradients if one.norm > 0}
+    still = {one.name for one in found.gradients if one.norm == 0}
+    if plugin == "labels":
+        assert {name for name in still if not name.endswith("bias")} == {
+            name for name in moved | still if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))
+        }
+        assert "topic.classifier.weight" in moved
+    else:
+        assert not still
+
+
+def run(config: Config) -> int:
+    sys.path.insert(0, str(HERE))
+    return train(config)
+
+
+def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
+    """Of a rotation, whose next vector is a linear function of the last; without a tokenizer anywhere."""
+    written: dict[str, Any] = {}
+    exec(on_page("add-an-input.md", "python", "write_vectors.py"), written)
+    random = np.random.default_rng(0)
+    turn, _ = np.linalg.qr(random.standard_normal((6, 6)))
+
+    def rotated(n: int) -> np.ndarray:
+        vectors = [random.standard_normal(6)]
+        for _ in range(n - 1):
+            vectors.append(turn @ vectors[-1])
+        return np.array(vectors)
+
+    for name in ("train", "held-out"):
+        written["write"](tmp_path / name, [rotated(int(n)) for n in random.integers(3, 90, 300)])
+    data = {
+        "train": str(tmp_path / "train"),
+        "sequence_length": 64,
+        "validation": {"held": str(tmp_path / "held-out")},
+    }
+    config = values("vectors", data=data, train={"steps": 40, "precision": "fp32"}, log={"sinks": []})
+    config["run_dir"] = str(tmp_path / "run")
+    assert workers.run(run, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [DONE, DONE]
+    state = checkpoint.read_state(tmp_path / "run/checkpoints/step-00000040")
+    assert state["tokenizer"] == "none"
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert lines[0]["loss"] > 4 > 2 * lines[-1]["evaluation"]["held"]["loss"], "variance is about 6 a vector"
+    assert "bits_per_byte" not in lines[-1]["evaluation"]["held"]
+
+
+def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, workers: Workers) -> None:
+    texts = [f"{'ab cd ef gh ij'.split()[n % 5]} " * (3 + n % 40) for n in range(200)]
+    (tmp_path / "tokenizer.model").write_bytes(tokenizers.train_sentencepiece(texts, vocab_size=300))
+    tokenizer = tokenizers.load(tmp_path / "tokenizer.model")
+    with ShardWriter(tmp_path / "topics", tokenizer_hash=tokenizer.hash, token_dtype="uint16") as out:
+        for n, text in enumerate(texts):
+            out.add(f"{n:04d}", tokenizer.encode(text), "made", len(text), {"cls": b"%d" % (n % 5)})
+        out.finish({})
+    data = {
+        "train": str(tmp_path / "topics"),
+        "tokenizer": str(tmp_path / "tokenizer.model"),
+        "sequence_length": 64,
+    }
+    common = {"data": data, "log": {"sinks": []}, "parallel": {"dp_shard": 2}}
+    before = values("labels", **common, train={"steps": 2, "init_from": None, "init_only": [], "freeze": []})
+    del before["model"]["head"], before["model"]["heads"]
+    before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
+    assert workers.run(run, 2, Config.model_validate(before)) == [DONE, DONE]
+    after = values("labels", **common, train={"steps": 30, "init_from": str(tmp_path / "before")})
+    after["run_dir"] = str(tmp_path / "after")
+    assert workers.run(run, 2, Config.model_validate(after)) == [DONE, DONE]
+    old = checkpoint.read_tensors(tmp_path / "before/checkpoints/step-00000002")
+    new = checkpoint.read_tensors(tmp_path / "after/checkpoints/step-00000030")
+    frozen = [name for name in new if name.startswith(("model.decoder.embedding.", "model.decoder.layers."))]
+    assert len(frozen) > 10
+    assert all(torch.equal(new[name], old[name]) for name in frozen)
+    assert not torch.equal(new["model.decoder.norm.weight"], old["model.decoder.norm.weight"])
+    with_state = {name.split(".", 1)[1].rpartition(".")[0] for name in new if name.startswith("optimizer.")}
+    assert with_state == {"decoder.norm.weight", "topic.classifier.weight", "topic.classifier.bias"}
+    log = (tmp_path / "after/logs/rank-0.log").read_text()
+    assert "drawn       2 tensors, 325 parameters: topic.classifier.weight [5, 64]" in log
+    lines = [json.loads(line) for line in (tmp_path / "after/metrics.jsonl").open()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
