@@ -1,22 +1,26 @@
-"""The first stage: files become documents, which pass the steps; identical ones are joined."""
+"""The first stages: files become documents, which pass the steps; then identical ones are taken out."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 from data_prep import steps
 from data_prep.counts import Counts, why
-from data_prep.documents import DocumentWriter, PartsWriter, part_path, read_parts
-from data_prep.duplicates.index import Rows, RowsWriter
+from data_prep.documents import Document, PartsWriter, part_path, read_documents
+from data_prep.duplicates.exact import Exact
+from data_prep.duplicates.index import RowsWriter
 from data_prep.files import Listing, runs
 from data_prep.read import Read
 from data_prep.readers import format_of
 from data_prep.split import choose
 from data_prep.stages import Facts, Stages
-from data_prep.steps import ExactDuplicates, FixUnicode, exact, pass_through
+from data_prep.steps import FixUnicode, pass_through
+from data_prep.thin import Searched, write_part
 from megatfm.errors import UsageError
 
 
@@ -32,6 +36,37 @@ class Clean:
 
     def run(self, basis: Facts) -> Facts:
         """Documents of all parts wait as `clean`."""
+        read = self._read(basis)
+        pieces = [
+            (part, piece) for part, counts in enumerate(read["documents"]) for piece in range(len(counts))
+        ]
+        counts = [count for counts in read["documents"] for count in counts]
+        searched = _Pieces(self._stages, pieces)
+        found = searched.find(counts, basis)
+        with searched.left(counts, found, read["bytes"]) as left:
+
+            def work(number: int) -> Facts:
+                counts = Counts(Exact.title)
+                documents = read_documents(searched.piece(number))
+                kept = self._noting(left(number, documents, counts), self._identity(number))
+                return {**write_part(self._folder, "clean", number, kept), "step": counts.as_json()}
+
+            def join(parts: Iterable[Facts]) -> Facts:
+                step = Counts.joined([part["step"] for part in parts])
+                _name_firsts(step, found["examples"], searched, counts)
+                return {
+                    "bytes": step.bytes_out,
+                    "parts": len(pieces),
+                    "blake3": _joined(map(self._identity, range(len(pieces)))),
+                    "steps": [*read["steps"], step.as_json()],
+                    "notes": read["notes"],
+                    "skipped_files": read["skipped_files"],
+                }
+
+            return self._stages.parts("clean", basis, len(pieces), work, join)
+
+    def _read(self, basis: Facts) -> Facts:
+        """What passes the steps, in pieces of about `part_bytes`, and the hashes of the texts."""
         listing = self._listing
         limit, notes = self._document_limit()
         notes += [note for each in self._steps for note in each.notes]
@@ -47,51 +82,61 @@ class Clean:
                 known = len(listing.bad)
                 read = Read(listing, limit, listing.files[first:end], found_bad if number == 0 else ())
                 passes: list[steps.Step] = [FixUnicode(), *self._fresh_steps()]
-                digests = bytearray()
-                with DocumentWriter(part_path(self._folder, "read", number)) as writer:
-                    for document in pass_through(passes, read.documents(advance)):
-                        writer.add(document)
-                        digests += exact.digest(document)
-                    writer.commit()
-                RowsWriter(self._digests(number)).write(iter([np.frombuffer(digests, np.uint8)]))
-                skipped = [f"{bad.path}: {bad.reason}" for bad in listing.bad[known:]]
+                documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
+                counts = [read.counts, *(each.counts for each in passes)]
                 return {
-                    "skipped_files": skipped,
-                    "steps": [
-                        counts.as_json() for counts in (read.counts, *(each.counts for each in passes))
-                    ],
+                    "documents": documents,
+                    "skipped_files": [f"{bad.path}: {bad.reason}" for bad in listing.bad[known:]],
+                    "steps": [each.as_json() for each in counts],
                 }
 
             def join(parts: Iterable[Facts]) -> Facts:
                 skipped = [f"{bad.path}: {bad.reason}" for bad in found_bad]
                 skipped += [line for part in parts for line in part["skipped_files"]]
-                return {**self._deduplicate(parts), "notes": notes, "skipped_files": skipped}
+                counts = [*map(Counts.joined, zip(*(part["steps"] for part in parts), strict=True))]
+                if not counts[-1].documents_out:
+                    raise UsageError(f"{listing.root}: no document is left: {why(counts)}")
+                return {
+                    "bytes": counts[-1].bytes_out,
+                    "documents": [part["documents"] for part in parts],
+                    "steps": [each.as_json() for each in counts],
+                    "notes": notes,
+                    "skipped_files": skipped,
+                }
 
-            return self._stages.parts("clean", basis, len(ranges), work, join)
+            return self._stages.parts("read", basis, len(ranges), work, join)
 
-    def _deduplicate(self, parts: Iterable[Facts]) -> Facts:
-        """Join what was read, without exact duplicates."""
-        steps_of_parts = [part["steps"] for part in parts]
-        rows = Rows([self._digests(number) for number in range(len(steps_of_parts))], *exact.ROW)
-        first = exact.firsts(rows, self._folder / "first.npy", self._config.memory_bytes)
-        step, digest = ExactDuplicates(first), blake3()
-        with PartsWriter(self._folder, "clean", self._config.part_bytes) as writer:
-            for document in pass_through([step], read_parts(self._folder, "read", len(steps_of_parts))):
-                digest.update(json.dumps(document.as_json()).encode())
+    def _write_pieces(self, number: int, documents: Iterator[Document]) -> list[int]:
+        """Write the documents of a part of the files. Returns how many each piece has."""
+        counts: list[int] = []
+        rows: list[Any] = []
+        search = Exact()
+
+        def end_piece() -> None:
+            counts.append(len(rows))
+            RowsWriter(_rows(self._folder, number, len(counts) - 1)).write(iter(rows))
+            rows.clear()
+
+        with PartsWriter(self._folder, _name(number), self._config.part_bytes) as writer:
+            for document in documents:
+                if writer.is_full:
+                    end_piece()
                 writer.add(document)
-            counts = [*map(Counts.joined, zip(*steps_of_parts, strict=True)), step.counts]
-            if not step.counts.documents_out:
-                raise UsageError(f"{self._listing.root}: no document is left: {why(counts)}")
+                rows += search.scan([document])
             writer.commit()
-        return {
-            "bytes": step.counts.bytes_out,
-            "parts": writer.parts,
-            "blake3": digest.hexdigest(),
-            "steps": [each.as_json() for each in counts],
-        }
+            end_piece()
+        return counts
 
-    def _digests(self, number: int) -> Path:
-        return self._folder / f"digests.{number:05d}"
+    def _noting(self, documents: Iterable[Document], path: Path) -> Iterator[Document]:
+        """The documents; their hashes are written to a file."""
+        hashes = bytearray()
+        for document in documents:
+            hashes += blake3(json.dumps(document.as_json()).encode()).digest()
+            yield document
+        RowsWriter(path).write(iter([np.frombuffer(hashes, np.uint8)]))
+
+    def _identity(self, number: int) -> Path:
+        return self._folder / f"identity.{number:05d}"
 
     def _document_limit(self) -> tuple[int, list[str]]:
         """How long a document may be. The files of a corpus may be too few to hold some of them out: then they
@@ -110,3 +155,47 @@ class Clean:
         for each in self._steps:
             each.counts = Counts(each.counts.step)
         return self._steps
+
+
+class _Pieces(Searched):
+    """The search for identical texts in the pieces of what was read."""
+
+    def __init__(self, stages: Stages, pieces: list[tuple[int, int]]) -> None:
+        super().__init__(stages, "exact", Exact(), len(pieces))
+        self._folder, self._pieces = stages.folder, pieces
+
+    def rows(self, part: int) -> Path:
+        return _rows(self._folder, *self._pieces[part])
+
+    def piece(self, part: int) -> Path:
+        number, piece = self._pieces[part]
+        return part_path(self._folder, _name(number), piece)
+
+
+def _name(number: int) -> str:
+    return f"read.{number:05d}"
+
+
+def _rows(folder: Path, number: int, piece: int) -> Path:
+    return folder / f"digests.{number:05d}.{piece:05d}"
+
+
+def _joined(paths: Iterable[Path]) -> str:
+    """One hash of many, which does not depend on the parts."""
+    whole = blake3()
+    for path in paths:
+        whole.update(path.read_bytes())
+    return whole.hexdigest()
+
+
+def _name_firsts(step: Counts, examples: list[list[int]], searched: _Pieces, counts: list[int]) -> None:
+    """Say of the examples of identical texts which the first one is."""
+    if Exact.reason not in step.dropped:
+        return
+    begins = np.cumsum([0, *counts])
+    dropped = step.dropped[Exact.reason]
+    for number, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
+        part = int(np.searchsorted(begins, first, "right")) - 1
+        documents = read_documents(searched.piece(part))
+        document = next(islice(documents, first - int(begins[part]), None))
+        dropped.examples[number] = f"{source} = {document.source}"

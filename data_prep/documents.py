@@ -82,8 +82,13 @@ class PartsWriter:
         self._size = 0
         self._open = DocumentWriter(part_path(folder, name, 0))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next document begins another part."""
+        return self._size >= self._part_bytes
+
     def add(self, document: Document) -> None:
-        if self._size >= self._part_bytes:
+        if self.is_full:
             self._open.commit()
             self.parts += 1
             self._size = 0

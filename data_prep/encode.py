@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from data_prep import tokenizer
-from data_prep.documents import Document, part_path, read_documents, read_parts
+from data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
 from data_prep.fast import FastEncoder
 from data_prep.progress import advancing
 from data_prep.stages import Facts, Stages
@@ -33,15 +33,37 @@ class Encode:
         self._config = stages.config
         self._folder = stages.folder
 
-    def make_tokenizer(self, split: Facts) -> Facts:
-        config, total = self._config.tokenizer, split["train"]["bytes"]
+    def make_tokenizer(self, split: Facts, basis: Facts) -> Facts:
+        config, total, parts = self._config.tokenizer, split["train"]["bytes"], split["train"]["parts"]
         share = min(1.0, config.train_bytes / total)
-        work = "train the tokenizer" if config.file is None else "copy the tokenizer"
-        with self._stages.reporter.stage(work, total) as advance:
-            documents = advancing(read_parts(self._folder, "train", split["train"]["parts"]), advance)
-            texts = (document.text for document in documents if _in_sample(document, share))
-            files = tokenizer.make(config, texts)
-        return tokenizer.write(self._stages.out, files).describe()
+        if config.file is not None:
+            return self._stages.once("tokenizer", basis, self.copy_tokenizer)
+        name = "train" if share == 1.0 else "sample"
+        if name == "sample":
+            self._sample(share, total, parts, basis)
+
+        def train() -> Facts:
+            with self._stages.reporter.stage("train the tokenizer", round(share * total)) as advance:
+                documents = advancing(read_parts(self._folder, name, parts), advance)
+                files = tokenizer.make(config, (document.text for document in documents))
+            return tokenizer.write(self._stages.out, files).describe()
+
+        return self._stages.once("tokenizer", basis, train)
+
+    def _sample(self, share: float, total: int, parts: int, basis: Facts) -> None:
+        """A fixed random choice of documents to train the tokenizer on."""
+        with self._stages.reporter.stage("choose text for the tokenizer", total) as advance:
+
+            def work(number: int) -> Facts:
+                documents = advancing(read_documents(part_path(self._folder, "train", number)), advance)
+                with DocumentWriter(part_path(self._folder, "sample", number)) as writer:
+                    for document in documents:
+                        if _in_sample(document, share):
+                            writer.add(document)
+                    writer.commit()
+                return {}
+
+            self._stages.parts("sample", basis, parts, work, lambda _: {})
 
     def copy_tokenizer(self) -> Facts:
         """The tokenizer of what is taken over, if there is one."""

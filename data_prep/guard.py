@@ -37,10 +37,26 @@ class NearDuplicates:
         self._config = config
         self._folder = folder
 
-    def hold_out(self, documents: Iterable[Document]) -> int:
-        """Write the index of what is held out, as files `held-out.*` of the folder. Returns how many there are."""
-        count = RowsWriter(self._path("signatures")).write(self._scan(documents))
-        rows = self._mapped("signatures", "<u4", HASHES)
+    def scan(self, part: int, documents: Iterable[Document]) -> None:
+        """Write the signatures and sources of a part of what is held out."""
+        RowsWriter(self._path(f"signatures.{part:05d}")).write(self._scan(part, documents))
+
+    def index(self, parts: int) -> int:
+        """Write the index, as files `held-out.*` of the folder. Returns how many documents there are."""
+        ends = [0]
+        sources = WholeFile(self._path("sources"))
+        try:
+            for part in range(parts):
+                for line in self._path(f"sources.{part:05d}").read_bytes().splitlines():
+                    sources.write(line)
+                    ends.append(sources.size)
+            sources.commit()
+        finally:
+            sources.discard()
+        RowsWriter(self._path("lines")).write(iter([np.array(ends, "<i8")]))
+        of_parts = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
+        RowsWriter(self._path("signatures")).write(of_parts)
+        rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
         RowsWriter(self._path("places")).write(
             np.argsort(band_hashes(rows, band, _WIDTH), kind="stable")[None] for band in range(BANDS)
         )
@@ -64,20 +80,16 @@ class NearDuplicates:
                     counts.keep(document.text_bytes)
                     yield document
 
-    def _scan(self, documents: Iterable[Document]) -> Iterator[Signatures]:
+    def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
         """Their signatures; where they are from is written on the way."""
-        sources = WholeFile(self._path("sources"))
-        ends: list[int] = [0]
+        sources = WholeFile(self._path(f"sources.{part:05d}"))
         try:
             for some, signs in signed(documents, self._config.shingle_words, HASHES):
-                for document in some:
-                    sources.write(json.dumps(document.source).encode())
-                    ends.append(sources.size)
+                sources.write("".join(f"{json.dumps(document.source)}\n" for document in some).encode())
                 yield signs
             sources.commit()
         finally:
             sources.discard()
-        RowsWriter(self._path("lines")).write(iter([np.array(ends, "<i8")]))
 
     def _nearest(self, signs: Signatures) -> dict[int, tuple[int, float]]:
         """By its number, the first held-out document that each is near to, and how near."""

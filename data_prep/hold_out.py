@@ -1,18 +1,19 @@
-"""The stage that holds documents out for validation, and leaves none in training that is nearly the same."""
+"""The stages that hold documents out for validation, and leave none in training that is nearly the same."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from data_prep.counts import Counts, why
-from data_prep.documents import DocumentWriter, PartsWriter, part_path, read_documents, read_parts
+from data_prep.documents import Document, DocumentWriter, part_path, read_documents
 from data_prep.guard import NearDuplicates
 from data_prep.progress import advancing
-from data_prep.split import Split, plan_split
+from data_prep.split import Split, plan_parts_of_files, plan_split
 from data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
 
 class HoldOut:
-    """Splits the documents that wait in the parts of `name`."""
+    """Splits the documents that wait in the parts of `name`, whose stage noted the bytes of each file in each part."""
 
     def __init__(self, stages: Stages, name: str, parts: int) -> None:
         self._stages = stages
@@ -21,32 +22,42 @@ class HoldOut:
         self._name, self._parts = name, parts
         self._near = NearDuplicates(self._config.near_duplicates, self._folder)
 
-    def plan(self) -> Facts:
-        """Choose what is held out, and set it aside."""
-        config = self._config.split
-        split = plan_split(
-            lambda: read_parts(self._folder, self._name, self._parts), config.validation, config.seed
-        )
-        if split is None:
-            raise UsageError(
-                f"too little text to hold {config.validation:.0%} of it out: add text, or change split.validation"
+    def plan(self, basis: Facts) -> Facts:
+        """Choose what is held out: the level, the names, and the parts that have some of it."""
+        share, seed = self._config.split.validation, self._config.split.seed
+
+        def by_files() -> Facts:
+            sizes: Counter[str] = Counter()
+            for part in self._stages.results(self._name, basis, range(self._parts)):
+                sizes.update(part["files"])
+            split = plan_split(sizes, share, seed)
+            return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
+
+        def sources(number: int) -> Facts:
+            documents = read_documents(part_path(self._folder, self._name, number))
+            return {"files": {document.source: document.text_bytes for document in documents}}
+
+        def by_sources(parts: Iterable[Facts]) -> Facts:
+            split = plan_parts_of_files(
+                {name: size for part in parts for name, size in part["files"].items()}, share, seed
             )
-        with PartsWriter(self._folder, "validation", self._config.part_bytes) as writer:
-            for document in read_parts(self._folder, self._name, self._parts):
-                if split.holds_out(document):
-                    writer.add(document)
-            writer.commit()
-        return {
-            "level": split.level,
-            "names": sorted(split.held_out),
-            "bytes": writer.bytes,
-            "parts": writer.parts,
-        }
+            if split is None:
+                raise UsageError(
+                    f"too little text to hold {share:.0%} of it out: add text, or change split.validation"
+                )
+            return _plan(split, parts)
+
+        plan = self._stages.once("plan", basis, by_files)
+        return (
+            plan
+            if plan["level"]
+            else self._stages.parts("plan-parts", basis, self._parts, sources, by_sources)
+        )
 
     def run(self, plan: Facts, size: int, basis: Facts) -> Facts:
         """The rest, without near duplicates of what is held out, is for training."""
         split = Split(plan["level"], frozenset(plan["names"]))
-        self._stages.once("held-out", basis, lambda: self._index(plan))
+        held_out = self._set_aside(plan, split, basis)
         with self._stages.reporter.stage("split", size) as advance:
 
             def work(number: int) -> Facts:
@@ -66,7 +77,7 @@ class HoldOut:
                 notes = f"split by {split.level}: too few larger units"
                 return {
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
-                    "validation": {"bytes": plan["bytes"], "parts": plan["parts"]},
+                    "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
                     "held_out": {"level": plan["level"], "names": plan["names"]},
                     "notes": [] if split.level == "top-level package" else [notes],
                     "steps": [counts.as_json()],
@@ -74,6 +85,42 @@ class HoldOut:
 
             return self._stages.parts("split", basis, self._parts, work, join)
 
-    def _index(self, plan: Facts) -> Facts:
-        """What is held out can be looked for."""
-        return {"documents": self._near.hold_out(read_parts(self._folder, "validation", plan["parts"]))}
+    def _set_aside(self, plan: Facts, split: Split, basis: Facts) -> Facts:
+        """What is held out waits as `validation`, and can be looked for."""
+        with self._stages.reporter.stage("hold out", len(plan["parts"])) as advance:
+
+            def work(number: int) -> Facts:
+                path = part_path(self._folder, self._name, plan["parts"][number])
+                counts = Counts("held out")
+                with DocumentWriter(part_path(self._folder, "validation", number)) as writer:
+                    held_out = filter(split.holds_out, read_documents(path))
+                    self._near.scan(number, _written(held_out, writer, counts))
+                    writer.commit()
+                advance(1)
+                return {"bytes": counts.bytes_out}
+
+            def join(parts: Iterable[Facts]) -> Facts:
+                self._near.index(len(plan["parts"]))
+                return {"bytes": sum(each["bytes"] for each in parts)}
+
+            return self._stages.parts("held-out", basis, len(plan["parts"]), work, join)
+
+
+def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:
+    """Of the parts those whose `files`, which may be documents, are held out."""
+    if split is None:
+        return {"level": None}
+    numbers = [
+        number
+        for number, part in enumerate(parts)
+        if any(split.holds_out(Document(name, "")) for name in part["files"])
+    ]
+    return {"level": split.level, "names": sorted(split.held_out), "parts": numbers}
+
+
+def _written(documents: Iterable[Document], writer: DocumentWriter, counts: Counts) -> Iterator[Document]:
+    """The documents, which are written and counted."""
+    for document in documents:
+        writer.add(document)
+        counts.keep(document.text_bytes)
+        yield document

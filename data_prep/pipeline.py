@@ -83,12 +83,12 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         basis["duplicates"] = values["duplicates"]
     thin = Thin(stages, clean).run(basis)
     hold_out = HoldOut(stages, thin["name"], clean["parts"])
-    plan = stages.once("plan", basis, hold_out.plan)
+    plan = hold_out.plan(basis)
     basis["near_duplicates"] = values["near_duplicates"]
     split = hold_out.run(plan, thin["bytes"], basis)
     basis["tokenizer"] = values["tokenizer"]
     encode = Encode(stages)
-    facts = stages.once("tokenizer", basis, lambda: encode.make_tokenizer(split))
+    facts = encode.make_tokenizer(split, basis)
     provenance = {"config": values, "input_blake3": clean["blake3"], "libraries": _libraries(config, facts)}
     lossy = [] if facts.get("lossless", True) else [LOSSY]
     result = {

@@ -1,7 +1,7 @@
 """Which documents are held out for validation: whole top-level packages, if there are enough."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -43,16 +43,19 @@ def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
     return frozenset(held_out) if most and left <= most / 2 else frozenset()
 
 
-def plan_split(read: Callable[[], Iterable[Document]], share: float, seed: int) -> Split | None:
-    """The split of a corpus at the first level at which `share` can be met; None if there is none.
-
-    The documents are read again for each level, so that the names of a finer one, which may be many, are in memory
-    only if they are needed.
-    """
-    for level, name in LEVELS.items():
+def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | None:
+    """The split of a corpus, given the bytes of each file, at the first level at which `share` can be met; None if that
+    needs parts of files."""
+    for level, name in (*LEVELS.items(),)[:-1]:
         sizes: Counter[str] = Counter()
-        for document in read():
-            sizes[name(document)] += document.text_bytes
+        for file, size in files.items():
+            sizes[name(Document(file, ""))] += size
         if held_out := choose(sizes, share, seed):
             return Split(level, held_out)
     return None
+
+
+def plan_parts_of_files(sources: Mapping[str, int], share: float, seed: int) -> Split | None:
+    """The split of documents, given the bytes of each; None if there are too few."""
+    held_out = choose(sources, share, seed)
+    return Split((*LEVELS,)[-1], held_out) if held_out else None

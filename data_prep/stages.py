@@ -23,6 +23,14 @@ class Stages:
         self.folder: Path = workspace.folder
         self._workspace = workspace
 
+    def finished(self, name: str, basis: Facts) -> Facts | None:
+        """The result of a stage, if it is finished."""
+        return self.team.agreed(lambda: self._workspace.stage(name, basis))
+
+    def results(self, name: str, basis: Facts, numbers: Iterable[int]) -> Iterator[Facts]:
+        """The results of these parts of a stage that is finished."""
+        return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in numbers)
+
     def once(self, name: str, basis: Facts, work: Callable[[], Facts]) -> Facts:
         """The result of a stage that is done by one process, unless it is finished."""
         basis = dict(basis)
@@ -44,7 +52,7 @@ class Stages:
     ) -> Facts:
         """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished."""
         basis = dict(basis)
-        if (found := self.team.agreed(lambda: self._workspace.stage(name, basis))) is not None:
+        if (found := self.finished(name, basis)) is not None:
             self.reporter.say(f"{name}: finished by an earlier run")
             return found
 

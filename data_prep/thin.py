@@ -1,13 +1,14 @@
-"""The stage between cleaning and splitting: what the whole corpus has more than once is thinned out."""
+"""What the whole corpus has more than once: looked for in the documents that wait in parts, and taken out of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from data_prep import duplicates
 from data_prep.counts import Counts, why
-from data_prep.documents import DocumentWriter, part_path, read_documents
-from data_prep.duplicates.index import Rows, RowsWriter
-from data_prep.progress import advancing
+from data_prep.documents import Document, DocumentWriter, part_path, read_documents
+from data_prep.duplicates.index import Index, Rows, RowsWriter
+from data_prep.progress import Advance, advancing
 from data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
@@ -26,45 +27,44 @@ class Thin:
         name, size, counts = "clean", self._clean["bytes"], []
         for number, config in enumerate(self._stages.config.duplicates):
             search = duplicates.make(config)
-            self._scan(number, search, name, size, basis)
-            found = self._thin(number, search, name, size, basis)
-            name, size = f"thin-{number}", found["bytes"]
-            counts.append(found["step"])
+            searched = Searched(self._stages, str(number), search, self._parts)
+            rows = self._scan(searched, name, size, basis)
+            found = searched.find(rows, basis)
+            result = self._thin(searched, name, size, rows, found, basis)
+            name, size = searched.out, result["bytes"]
+            counts.append(result["step"])
         return {"name": name, "bytes": size, "steps": counts}
 
-    def _scan(self, number: int, search: duplicates.Search, name: str, size: int, basis: Facts) -> Facts:
-        """The rows of all parts, and the decision."""
-        with self._stages.reporter.stage(f"look for {search.title}", size) as advance:
+    def _scan(self, searched: "Searched", name: str, size: int, basis: Facts) -> list[int]:
+        """How many rows each part has."""
+        with self._stages.reporter.stage(f"look for {searched.search.title}", size) as advance:
 
             def work(part: int) -> Facts:
                 documents = advancing(read_documents(part_path(self._folder, name, part)), advance)
-                writer = RowsWriter(self._rows(number, part))
-                return {"rows": writer.write(search.scan(documents))}
+                writer = RowsWriter(searched.rows(part))
+                return {"rows": writer.write(searched.search.scan(documents))}
 
             def join(parts: Iterable[Facts]) -> Facts:
-                files = [self._rows(number, part) for part in range(self._parts)]
-                memory = self._stages.config.memory_bytes
-                search.decide(Rows(files, *search.row), self._decision(number), memory)
                 return {"rows": [each["rows"] for each in parts]}
 
-            return self._stages.parts(f"scan-{number}", basis, self._parts, work, join)
+            rows: list[int] = self._stages.parts(f"scan-{searched.key}", basis, self._parts, work, join)[
+                "rows"
+            ]
+            return rows
 
-    def _thin(self, number: int, search: duplicates.Search, name: str, size: int, basis: Facts) -> Facts:
+    def _thin(
+        self, searched: "Searched", name: str, size: int, rows: Sequence[int], found: Facts, basis: Facts
+    ) -> Facts:
         """What is left of all parts."""
-        with self._stages.reporter.stage(f"remove {search.title}", size) as advance:
+        with searched.left(rows, found, size) as left:
 
             def work(part: int) -> Facts:
-                files = [self._rows(number, each) for each in range(self._parts)]
-                rows = Rows(files, *search.row)
-                counts = Counts(search.title)
-                documents = advancing(read_documents(part_path(self._folder, name, part)), advance)
-                decision = duplicates.load_decision(self._decision(number))
-                decision = decision[rows.begins[part] : rows.begins[part + 1]]
-                with DocumentWriter(part_path(self._folder, f"thin-{number}", part)) as writer:
-                    for document in search.thin(documents, int(rows.begins[part]), decision, counts):
-                        writer.add(document)
-                    writer.commit()
-                return {"step": counts.as_json()}
+                counts = Counts(searched.search.title)
+                documents = read_documents(part_path(self._folder, name, part))
+                return {
+                    **write_part(self._folder, searched.out, part, left(part, documents, counts)),
+                    "step": counts.as_json(),
+                }
 
             def join(parts: Iterable[Facts]) -> Facts:
                 counts = Counts.joined([part["step"] for part in parts])
@@ -72,10 +72,80 @@ class Thin:
                     raise UsageError(f"no document is left: {why([counts])}")
                 return {"bytes": counts.bytes_out, "step": counts.as_json()}
 
-            return self._stages.parts(f"thin-{number}", basis, self._parts, work, join)
+            return self._stages.parts(searched.out, basis, self._parts, work, join)
 
-    def _rows(self, number: int, part: int) -> Path:
-        return self._folder / f"rows-{number}.{part:05d}"
 
-    def _decision(self, number: int) -> Path:
-        return self._folder / f"decision-{number}.npy"
+class Searched:
+    """One search: where its rows lie, what it finds, and what is left of the documents."""
+
+    def __init__(self, stages: Stages, key: str, search: duplicates.Search, parts: int) -> None:
+        self._stages = stages
+        self.key, self.search, self._parts = key, search, parts
+        self.out = f"thin-{key}"
+        self._memory_bytes: int = stages.config.memory_bytes
+
+    def rows(self, part: int) -> Path:
+        """Where the rows of a part lie until all is found."""
+        return self._stages.folder / f"rows-{self.key}.{part:05d}"
+
+    def find(self, counts: Sequence[int], basis: Facts) -> Facts:
+        """Mark the rows that go. What that took is removed at the end, and done again only if it is not finished."""
+        stage, folder = f"found-{self.key}", self._stages.folder / f"index-{self.key}"
+        if (known := self._stages.finished(stage, basis)) is not None:
+            return known
+        folder.mkdir(exist_ok=True)
+        rows = Rows([self.rows(part) for part in range(self._parts)], *self.search.row, counts)
+        found = self.search.find(rows, Index(folder, self._memory_bytes, self._tasks(basis)))
+
+        def finish() -> Facts:
+            for path in [*folder.iterdir(), *map(self.rows, range(self._parts))]:
+                if not path.name.startswith("marks."):
+                    path.unlink(missing_ok=True)
+            return found
+
+        return self._stages.once(stage, basis, finish)
+
+    @contextmanager
+    def left(
+        self, counts: Sequence[int], found: Facts, size: int
+    ) -> Iterator[Callable[[int, Iterator[Document], Counts], Iterator[Document]]]:
+        """A function of a part, its documents and counts: the documents that are left."""
+        begins = Rows([], *self.search.row, counts).begins
+        index = Index(self._stages.folder / f"index-{self.key}", self._memory_bytes, self._tasks({}))
+        marks = index.marks(int(begins[-1]), found["each"])
+        with self._stages.reporter.stage(f"remove {self.search.title}", size) as advance:
+
+            def left(part: int, documents: Iterator[Document], counts: Counts) -> Iterator[Document]:
+                of_part = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
+                return self.search.thin(advancing(documents, advance), of_part, counts)
+
+            yield left
+
+    def _tasks(self, basis: Facts) -> duplicates.RunTasks:
+        """Has the tasks of a search done as stages. How they are divided depends on the memory."""
+        basis = {**basis, "memory_bytes": self._memory_bytes}
+
+        def run(
+            step: str,
+            count: int,
+            total: int,
+            work: Callable[[int, Advance], Facts],
+            join: Callable[[Iterable[Facts]], Facts] = lambda _: {},
+        ) -> Facts:
+            with self._stages.reporter.stage(f"{self.search.title}: {step}", total) as advance:
+                return self._stages.parts(
+                    f"{step}-{self.key}", basis, count, lambda number: work(number, advance), join
+                )
+
+        return run
+
+
+def write_part(folder: Path, name: str, part: int, documents: Iterable[Document]) -> Facts:
+    """Write the documents of a part. Returns the bytes that each `files` has in it."""
+    files: dict[str, int] = {}
+    with DocumentWriter(part_path(folder, name, part)) as writer:
+        for document in documents:
+            writer.add(document)
+            files[document.file] = files.get(document.file, 0) + document.text_bytes
+        writer.commit()
+    return {"files": files}

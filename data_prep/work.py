@@ -19,7 +19,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.errors import MegatfmError, UsageError
 
-VERSION = 2
+VERSION = 3
 """Raised when a change of the code changes what the same config makes."""
 
 RESULT = "prep.json"

@@ -1,11 +1,10 @@
 """What is looked for in the whole corpus: repeated lines, paragraphs and runs, and documents that are alike.
 
-Each search has three stages. Every part is *scanned* into rows of numbers, one process *decides* over the rows of all
-parts what goes, and every part is *thinned* by what was decided for its rows. Rows and decisions lie on disk.
+Each search has three stages. Every part is *scanned* into rows of numbers, the rows to remove are *found* and marked
+(see `later.py` and `alike.py`), and every part is *thinned* by the marks of its rows. All of it is tasks over files.
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
+from data_prep.duplicates.index import Facts, Index, Rows, RunTasks
 from data_prep.duplicates.near import Near
 from data_prep.duplicates.pieces import Lines, Paragraphs
 from data_prep.duplicates.substrings import Substrings
 from megatfm.config.prep_steps import DuplicatesConfig
 
-__all__ = ["SEARCHES", "Rows", "Search", "make"]
+__all__ = ["SEARCHES", "Index", "Rows", "RunTasks", "Search", "make"]
 
 
 class Search(Protocol):
@@ -35,14 +34,14 @@ class Search(Protocol):
         """The rows of a part, in its order, a few documents at a time."""
         ...
 
-    def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
-        """Write to a file a number for each row of all parts, given about so much memory to work in."""
+    def find(self, rows: Rows, index: Index) -> Facts:
+        """Mark the rows of all parts that go, as `index.marks`. Returns `each`, the rows of a file of marks."""
         ...
 
     def thin(
-        self, documents: Iterable[Document], first: int, decision: NDArray[Any], counts: Counts
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
     ) -> Iterator[Document]:
-        """What is left of the documents of a part, given the decision for its rows, which begin with row `first`."""
+        """What is left of the documents of a part, given the marks of its rows."""
         ...
 
 
@@ -57,9 +56,3 @@ SEARCHES: dict[str, type[Search]] = {
 def make(config: DuplicatesConfig) -> Search:
     """The search that a table of `[[duplicates]]` asks for."""
     return SEARCHES[config.name](config)
-
-
-def load_decision(path: Path) -> NDArray[Any]:
-    """What was decided, without reading it into memory."""
-    decision: NDArray[Any] = np.load(path, mmap_mode="r")
-    return decision

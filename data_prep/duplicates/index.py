@@ -1,63 +1,63 @@
-"""Rows of numbers of all parts, on disk, and equal ones among them, in bounded memory."""
+"""Rows of numbers of all parts, on disk, and how the search among them is divided into tasks."""
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.progress import Advance
 from data_prep.words import Hashes
-from megatfm.data.files import WholeFile, writing
+from megatfm.data.files import RESTORE, WholeFile
+from megatfm.errors import MegatfmError
 
-# What finding equal numbers holds of each, as tracemalloc measures it: the number and its place three times (as they
-# were found, as one, and sorted), the order of sorting, and what groups are made of.
-_BYTES_EACH = 96
-_CHUNK = 2**20
+Places = NDArray[np.int64]
+Facts = dict[str, Any]
+
+# A search is divided at least so finely if its tasks have so many rows then: for a few dozen processes, and so that a
+# sort stays near the cache.
+TASKS = 64
+TASK_ROWS = 2**18
 
 
 class Rows:
-    """The rows of all parts, one after the other; each part is a file of its own."""
+    """The rows of all parts, one after the other; each part is a file of its own, of `counts` rows.
 
-    def __init__(self, files: Sequence[Path], dtype: str, columns: int) -> None:
-        self._parts = [_mapped(file, dtype, columns) for file in files]
-        self.begins = np.concatenate([[0], np.cumsum([len(part) for part in self._parts])]).astype(np.int64)
+    No file is looked at before its rows are read: they may be gone once all that needed them is done.
+    """
+
+    def __init__(self, files: Sequence[Path], dtype: str, columns: int, counts: Sequence[int]) -> None:
+        self._files, self._dtype, self.columns = files, np.dtype(dtype), columns
+        self.begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     def __len__(self) -> int:
         return int(self.begins[-1])
 
-    def __getitem__(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """The rows of these numbers, in their order."""
-        which = np.searchsorted(self.begins, numbers, side="right") - 1
-        result = np.empty((len(numbers), self._parts[0].shape[1]), self._parts[0].dtype)
-        for part in np.unique(which):
-            here = which == part
-            result[here] = self._parts[part][numbers[here] - self.begins[part]]
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """[end − begin, columns]: rows that follow one another."""
+        result = np.empty((end - begin, self.columns), self._dtype)
+        for part in range(*np.searchsorted(self.begins, (begin + 1, end), "left") - (1, 0)):
+            first, last = max(begin, int(self.begins[part])), min(end, int(self.begins[part + 1]))
+            at = (first - int(self.begins[part])) * self.columns
+            some = read_array(self._files[part], self._dtype, at, (last - first) * self.columns)
+            result[first - begin : last - begin] = some.reshape(-1, self.columns)
         return result
 
-    def equal(
-        self, column: Callable[[NDArray[Any]], Hashes], memory_bytes: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """The numbers of rows whose hash, which `column` makes of rows, is that of another row as well.
-
-        Yields `places` [n, 2]: the row, and the first row with that hash, in groups that belong together and in
-        order inside them; the hashes of one range after the other, so that each range fits the memory.
-        """
-        ranges = max(1, -(-len(self) * _BYTES_EACH // memory_bytes))
-        for number in range(ranges):
-            low, high = (
-                np.uint64(2**64 * edge // ranges - (edge == ranges)) for edge in (number, number + 1)
-            )
-            last = number + 1 == ranges
-            hashes, places = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-            for begin, part in zip(self.begins, self._parts, strict=False):
-                for at in range(0, len(part), max(1, memory_bytes // 256)):
-                    some = column(part[at : at + max(1, memory_bytes // 256)])
-                    inside = np.flatnonzero((some >= low) & ((some < high) | last))
-                    hashes.append(some[inside])
-                    places.append(inside + (begin + at))
-            yield _groups(np.concatenate(hashes), np.concatenate(places))
+    def pick(self, numbers: Places) -> NDArray[Any]:
+        """The rows of these numbers, which ascend."""
+        result = np.empty((len(numbers), self.columns), self._dtype)
+        at = 0
+        while at < len(numbers):
+            part = int(np.searchsorted(self.begins, numbers[at], "right")) - 1
+            end = int(np.searchsorted(numbers, self.begins[part + 1], "left"))
+            shape = (int(self.begins[part + 1] - self.begins[part]), self.columns)
+            mapped = np.memmap(self._files[part], self._dtype, "r", shape=shape)
+            # Clipping changes no number, but spares a copy.
+            np.take(mapped, numbers[at:end] - self.begins[part], 0, out=result[at:end], mode="clip")
+            at = end
+        return result
 
 
 class RowsWriter:
@@ -79,40 +79,76 @@ class RowsWriter:
         return self.rows
 
 
-def array_on_disk(path: Path, dtype: type[np.generic], count: int) -> np.memmap[Any, Any]:
-    """Zeros in a .npy file that is mapped. All of its room is taken at once, so that a full disk is an error here; a
-    write to a page that finds no room would end the process. Needs `count` > 0."""
-    with writing(path):
-        array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), (count,))
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
-    return array
+class RunTasks(Protocol):
+    """Has tasks 0 … count − 1 of a step done, by whoever is free, each once for all."""
+
+    def __call__(
+        self,
+        step: str,
+        count: int,
+        total: int,
+        work: Callable[[int, Advance], Facts],
+        join: Callable[[Iterable[Facts]], Facts] = lambda _: {},
+    ) -> Facts:
+        """`work` tells of its progress towards `total`. Returns what `join` makes of all results."""
+        ...
 
 
-def numbers_on_disk(path: Path, count: int) -> np.memmap[Any, Any]:
-    """0 … count − 1 as such an array."""
-    array = array_on_disk(path, np.int64, count)
-    for at in range(0, count, _CHUNK):
-        array[at : at + _CHUNK] = np.arange(at, min(at + _CHUNK, count))
-    return array
+@dataclass(frozen=True)
+class Index:
+    """Where the search lies while it goes on, what a task may hold in memory, and who has its tasks done."""
+
+    folder: Path
+    memory_bytes: int
+    run: RunTasks
+
+    def path(self, kind: str, number: int) -> Path:
+        return self.folder / f"{kind}.{number:05d}"
+
+    def marks(self, total: int, each: int) -> Rows:
+        """[total, 1]: 1 for each row that goes, else 0; in files of `each`."""
+        counts = [min(each, total - begin) for begin in range(0, total, each)]
+        return Rows([self.path("marks", number) for number in range(len(counts))], "u1", 1, counts)
 
 
-def _groups(hashes: Hashes, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    order = np.argsort(hashes, kind="stable")  # so that places, which ascend, still do in each group
-    hashes, places = hashes[order], places[order]
-    same = hashes[1:] == hashes[:-1]
-    after = np.concatenate([[False], same])  # like the one before it
-    in_group = after | np.concatenate([same, [False]])
-    begins = np.flatnonzero(~after)
-    sizes = np.diff(np.append(begins, len(hashes)))
-    firsts = np.repeat(places[begins], sizes)
-    return np.stack([places[in_group], firsts[in_group]], axis=1)
+@dataclass(frozen=True)
+class Division:
+    """Rows divided into chunks of `each`, and hashes into `ranges`; neither changes what is found."""
+
+    total: int
+    each: int
+    ranges: int
+
+    @classmethod
+    def of(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Division":
+        """Such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
+        most = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
+        each = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), most)
+        # A fourth more than it takes on the average, so that hardly any has to be halved.
+        ranges = max(-(-total * join_bytes * 5 // (4 * memory_bytes)), min(TASKS, total // TASK_ROWS), 1)
+        return cls(total, max(1, each), ranges)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.total // self.each)
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """The rows of a chunk: the first, and the one after the last."""
+        return number * self.each, min(self.total, (number + 1) * self.each)
+
+    def by_range(self, hashes: Hashes) -> Places:
+        """[ranges]: how many of these hashes, which ascend, each range has."""
+        lows = np.array([number * 2**64 // self.ranges for number in range(self.ranges)], np.uint64)
+        return np.diff(np.append(np.searchsorted(hashes, lows), len(hashes)))
+
+    def by_chunk(self, rows: Places) -> Places:
+        """[chunks]: how many of these rows, which ascend, each chunk has."""
+        return np.diff(np.searchsorted(rows, np.arange(self.chunks + 1) * self.each))
 
 
-def _mapped(path: Path, dtype: str, columns: int) -> NDArray[Any]:
-    if path.stat().st_size == 0:  # which can't be mapped
-        return np.empty((0, columns), dtype)
-    return np.memmap(path, dtype, mode="r").reshape(-1, columns)
+def read_array(path: Path, dtype: np.dtype[Any], at: int, count: int) -> NDArray[Any]:
+    """`count` items of a file, from item `at` on."""
+    result = np.fromfile(path, dtype, count, offset=at * dtype.itemsize)
+    if len(result) != count:
+        raise MegatfmError(f"{path}: ends before item {at + count}: {RESTORE}")
+    return result

@@ -4,7 +4,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows, array_on_disk
+from data_prep.duplicates.index import Facts, Index, Rows
+from data_prep.duplicates.later import mark_later_ones
 from data_prep.steps.rule import example
-from data_prep.words import Hashes, is_word
+from data_prep.words import is_word
 from megatfm.config.prep_steps import RepeatedLinesConfig, RepeatedParagraphsConfig
 
 ROW = ("<u8", 1)
@@ -40,11 +40,11 @@ class _Pieces:
             keys = self._keys(self._cut.split(document.text))
             yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
 
-    def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
-        decide_later_ones(rows, decision, memory_bytes)
+    def find(self, rows: Rows, index: Index) -> Facts:
+        return mark_later_ones(rows, index)
 
     def thin(
-        self, documents: Iterable[Document], first: int, decision: NDArray[Any], counts: Counts
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
     ) -> Iterator[Document]:
         at = 0
         for document in documents:
@@ -54,7 +54,7 @@ class _Pieces:
             for piece, key in zip(pieces, self._keys(pieces), strict=True):
                 if key:
                     at += 1
-                    if decision[at - 1]:
+                    if marks[at - 1]:
                         gone += 1
                         continue
                 kept.append(piece)
@@ -108,18 +108,3 @@ def rest(document: Document, text: str, counts: Counts) -> Iterator[Document]:
     result = replace(document, text=text) if changed else document
     counts.keep(result.text_bytes)
     yield result
-
-
-def decide_later_ones(rows: Rows, decision: Path, memory_bytes: int) -> None:
-    """Mark every row whose hash an earlier row has."""
-    if not len(rows):
-        np.save(decision, np.empty(0, np.uint8))
-        return
-    marks = array_on_disk(decision, np.uint8, len(rows))
-    for places in rows.equal(only_column, memory_bytes):
-        marks[places[places[:, 0] != places[:, 1], 0]] = 1
-    marks.flush()
-
-
-def only_column(rows: NDArray[Any]) -> Hashes:
-    return np.asarray(rows[:, 0], np.uint64)

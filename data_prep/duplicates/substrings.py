@@ -1,7 +1,6 @@
 """Runs of bytes that the corpus already had."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,9 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
-from data_prep.duplicates.pieces import ROW, decide_later_ones, rest
+from data_prep.duplicates.index import Facts, Index, Rows
+from data_prep.duplicates.later import mark_later_ones
+from data_prep.duplicates.pieces import ROW, rest
 from data_prep.words import Hashes, mix
 from megatfm.config.prep_steps import RepeatedSubstringsConfig
 
@@ -35,18 +35,18 @@ class Substrings:
         for document in documents:
             yield self._runs(document.text.encode()).astype("<u8")
 
-    def decide(self, rows: Rows, decision: Path, memory_bytes: int) -> None:
-        decide_later_ones(rows, decision, memory_bytes)
+    def find(self, rows: Rows, index: Index) -> Facts:
+        return mark_later_ones(rows, index)
 
     def thin(
-        self, documents: Iterable[Document], first: int, decision: NDArray[Any], counts: Counts
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
     ) -> Iterator[Document]:
         at = 0
         for document in documents:
             data = document.text.encode()
             counts.take(len(data))
             runs = max(0, len(data) - self._length + 1)
-            begins = np.flatnonzero(decision[at : at + runs])
+            begins = np.flatnonzero(marks[at : at + runs])
             at += runs
             text = document.text
             if len(begins):

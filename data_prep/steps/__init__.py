@@ -6,7 +6,6 @@ from data_prep.documents import Document
 from data_prep.steps.blocked import BlockedUrls, BlockedWords
 from data_prep.steps.c4 import C4
 from data_prep.steps.decontaminate import Decontaminate
-from data_prep.steps.exact import ExactDuplicates
 from data_prep.steps.fineweb import FineWeb
 from data_prep.steps.gopher import GopherQuality
 from data_prep.steps.html import Html
@@ -20,7 +19,7 @@ from data_prep.steps.unicode import FixUnicode
 from megatfm.config.base import Section
 from megatfm.config.prep_steps import StepConfig
 
-__all__ = ["RULES", "Counted", "ExactDuplicates", "FixUnicode", "Rule", "Step", "make", "pass_through"]
+__all__ = ["RULES", "Counted", "FixUnicode", "Rule", "Step", "make", "pass_through"]
 
 RULES: dict[str, type[Rule]] = {
     "normalize": Normalize,

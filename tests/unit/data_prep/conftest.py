@@ -2,8 +2,9 @@
 
 import ctypes
 import os
+import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,16 @@ def tree(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def one_by_one(
+    step: str,
+    count: int,
+    total: int,
+    work: Callable[[int, Callable[[int], None]], dict[str, Any]],
+    join: Callable[[Iterable[dict[str, Any]]], dict[str, Any]] = lambda _: {},
+) -> dict[str, Any]:
+    """All tasks of a step of a search, in an order by chance; every other one is done twice."""
+    order = random.Random(step).sample(range(count), count)
+    parts = {number: work(number, lambda _: None) for number in [*order, *order[::2]]}
+    return join(parts[number] for number in range(count))

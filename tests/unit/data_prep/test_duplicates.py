@@ -5,7 +5,6 @@ import itertools
 import random
 import re
 import string
-import tracemalloc
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ from pydantic import TypeAdapter
 from data_prep import duplicates
 from data_prep.counts import Counts
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows, RowsWriter
-from data_prep.duplicates.near import Near
+from data_prep.duplicates.index import Index, Rows, RowsWriter
 from data_prep.duplicates.pieces import Lines
 from data_prep.minhash import signatures
 from data_prep.words import run_hashes, word_hashes
-from megatfm.config.prep_steps import AlikeConfig, DuplicatesConfig, RepeatedLinesConfig
+from megatfm.config.prep_steps import DuplicatesConfig, RepeatedLinesConfig
+from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30
 WORDS = [
@@ -43,18 +42,13 @@ def thinned(
     """Source → text of what is left, and the counts: the three stages as prep runs them."""
     folder.mkdir(exist_ok=True)
     files = [folder / str(number) for number in range(len(parts))]
-    for file, part in zip(files, parts, strict=True):
-        RowsWriter(file).write(each.scan(part))
-    rows = Rows(files, *each.row)
-    each.decide(rows, folder / "decision.npy", memory)
-    decision = duplicates.load_decision(folder / "decision.npy")
-    assert len(decision) == len(rows)
+    sizes = [RowsWriter(file).write(each.scan(part)) for file, part in zip(files, parts, strict=True)]
+    rows, index = Rows(files, *each.row, sizes), Index(folder, memory, one_by_one)
+    marks = index.marks(len(rows), each.find(rows, index)["each"])
     counts, left = Counts(each.title), {}
-    for part, first, end in zip(parts, rows.begins, rows.begins[1:], strict=False):
-        left |= {
-            document.source: document.text
-            for document in each.thin(part, int(first), decision[first:end], counts)
-        }
+    for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):
+        of_part = marks.read(first, end)[:, 0]
+        left |= {document.source: document.text for document in each.thin(part, of_part, counts)}
     return left, counts
 
 
@@ -181,26 +175,6 @@ def components(texts: Sequence[str], least: float, words: int) -> list[set[int]]
     return groups
 
 
-def test_the_memory_of_an_index_is_bounded(tmp_path: Path) -> None:
-    """Of 60,000 documents, whose rows take 27 MB on disk; Python's and NumPy's memory, by tracemalloc."""
-    each = Near(AlikeConfig(name="near", bands=14, rows=8))
-    signs = np.random.default_rng(0).integers(0, 2**32, (60_000, 112), np.uint32)
-    signs[1::100] = signs[::100]
-    RowsWriter(tmp_path / "rows").write(iter([signs.astype("<u4")]))
-    del signs
-    peaks = {}
-    for memory in (2**20, MANY):
-        tracemalloc.start()
-        try:
-            each.decide(Rows([tmp_path / "rows"], *each.row), tmp_path / "decision.npy", memory)
-            peaks[memory] = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        first = duplicates.load_decision(tmp_path / "decision.npy")
-        assert np.flatnonzero(first != np.arange(60_000)).tolist() == list(range(1, 60_000, 100))
-    assert peaks[2**20] < 2 * 2**20 < peaks[MANY]
-
-
 @pytest.mark.parametrize("sizes", CUTS)
 @pytest.mark.parametrize("memory", [MANY, 5000])
 def test_near_duplicates_are_those_of_exact_similarity(
@@ -252,21 +226,6 @@ def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
     assert len(left) <= len(firsts) + 3
     assert far > 1000
     assert counts.documents_out == len(left) < 150
-
-
-def test_a_large_bucket_alone(tmp_path: Path) -> None:
-    """Each document of one bucket is compared with the first of those that are left, until none is."""
-    each = Near(AlikeConfig(name="near", bands=4, rows=2))
-    kinds = np.random.default_rng(0).integers(0, 5, 200)
-    signs = np.repeat(np.arange(5, dtype="<u4")[:, None] * 1000, 8, axis=1)[kinds]
-    signs[np.arange(200), np.arange(200) % 8] = (
-        7  # all agree somewhere, those of a kind in six or more of eight
-    )
-    RowsWriter(tmp_path / "rows").write(iter([signs]))
-    first = np.arange(200)
-    places = np.stack([np.arange(200), np.zeros(200, np.int64)], axis=1)
-    each._join(Rows([tmp_path / "rows"], *each.row), places, first)
-    assert first.tolist() == [int(np.argmax(kinds == kind)) for kind in kinds]
 
 
 def test_large_buckets(tmp_path: Path) -> None:

@@ -57,7 +57,12 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         patch.setattr("data_prep.encode.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
-    for done in ("clean.Read", "hold_out.plan_split", "encode.tokenizer.make"):
+    for done in (
+        "clean.Read",
+        "hold_out.plan_split",
+        "hold_out.plan_parts_of_files",
+        "encode.tokenizer.make",
+    ):
         monkeypatch.setattr(f"data_prep.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()

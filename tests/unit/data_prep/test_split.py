@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.guard import NearDuplicates
-from data_prep.split import choose, plan_split
+from data_prep.split import choose, plan_parts_of_files, plan_split
 from megatfm.config.prep import NearDuplicatesConfig
 
 WORDS = [f"w{number}" for number in range(5000)]
@@ -40,32 +40,37 @@ def test_seeds_choose_differently_and_names_keep_their_side() -> None:
 
 
 def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
-    text = "x" * 100
-    packages = [Document(f"p{number}/{name}.py", text) for number in range(20) for name in "ab"]
-    files = [Document(f"p/{number}.py", text) for number in range(20)]
-    parts = [Document(f"p/one.py#{number}", text) for number in range(20)]
-    for some, level in ((packages, "top-level package"), (files, "file"), (parts, "part of a file")):
-        split = plan_split(lambda some=some: some, 0.1, 0)  # type: ignore[misc]
+    packages = {f"p{number}/{name}.py": 100 for number in range(20) for name in "ab"}
+    files = {f"p/{number}.py": 100 for number in range(20)}
+    parts = {f"p/one.py#{number}": 100 for number in range(20)}
+    plans = (plan_split(packages, 0.1, 0), plan_split(files, 0.1, 0), plan_parts_of_files(parts, 0.1, 0))
+    levels = ("top-level package", "file", "part of a file")
+    for split, some, level in zip(plans, (packages, files, parts), levels, strict=True):
         assert split is not None
         assert split.level == level
-        assert sum(split.holds_out(document) for document in some) in (2, 4)
-    assert plan_split(lambda: parts[:1], 0.1, 0) is None
-    assert plan_split(list, 0.1, 0) is None
+        assert sum(split.holds_out(Document(name, "")) for name in some) in (2, 4)
+    assert plan_split({"p/one.py": 2000}, 0.1, 0) is None
+    assert plan_parts_of_files({"p/one.py#0": 100}, 0.1, 0) is None
+    assert plan_split({}, 0.1, 0) is None
 
 
 def test_packages_stay_together() -> None:
-    some = [Document(f"p{number % 20}/d/{number}.py", "x" * 100) for number in range(400)]
-    split = plan_split(lambda: some, 0.1, 0)
+    some = {f"p{number % 20}/d/{number}.py": 100 for number in range(400)}
+    split = plan_split(some, 0.1, 0)
     assert split is not None
-    sides = {document.entry: split.holds_out(document) for document in some}
-    assert all(split.holds_out(document) == sides[document.entry] for document in some)
+    documents = [Document(name, "") for name in some]
+    sides = {document.entry: split.holds_out(document) for document in documents}
+    assert all(split.holds_out(document) == sides[document.entry] for document in documents)
     assert sum(sides.values()) == 2
 
 
 def guarded(folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any) -> Counts:
     """What became of the texts, given what is held out."""
     near, counts = NearDuplicates(NearDuplicatesConfig(**settings), folder), Counts(NearDuplicates.title)
-    assert near.hold_out(documents(held_out)) == len(held_out)
+    # In two parts, and one that has none.
+    for part, some in enumerate((dict([*held_out.items()][:1]), {}, dict([*held_out.items()][1:]))):
+        near.scan(part, documents(some))
+    assert near.index(3) == len(held_out)
     # Those who look need not be those who wrote.
     left = list(NearDuplicates(NearDuplicatesConfig(**settings), folder).without(documents(texts), counts))
     assert [document.source for document in left] == [

@@ -1,10 +1,7 @@
-"""Repair and exact duplicates: what is mended, what is left alone, what is counted."""
+"""Repair: what is mended, what is left alone, what is counted."""
 
-import hashlib
 import io
-import random
 import tokenize
-from collections.abc import Sequence
 from pathlib import Path
 
 import ftfy
@@ -13,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.documents import Document
-from data_prep.duplicates.index import Rows
-from data_prep.steps import ExactDuplicates, FixUnicode, exact, pass_through
+from data_prep.steps import FixUnicode, pass_through
 from data_prep.steps.unicode import _ODD, REPAIR, repaired
 
 MENDED = {
@@ -112,61 +108,10 @@ def test_what_holds_nothing_but_rubbish_is_dropped() -> None:
     assert step.counts.dropped["empty once repaired"].examples == ["rubbish"]
 
 
-def exact_duplicates(folder: Path, texts: Sequence[str], memory_bytes: int = 2**20) -> ExactDuplicates:
-    """The step for these texts, whose hashes lie in two parts."""
-    files = [folder / "digests.0", folder / "digests.1"]
-    for file, some in zip(files, (texts[:3], texts[3:]), strict=True):
-        file.write_bytes(b"".join(exact.digest(Document("", text)) for text in some))
-    return ExactDuplicates(exact.firsts(Rows(files, *exact.ROW), folder / "first.npy", memory_bytes))
-
-
-def test_identical_texts_are_found_in_little_memory(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    texts = [str(rng.randrange(300)) for _ in range(2000)]
-    for memory in (2**20, 2**12):  # in one range of hashes, and in many
-        step = exact_duplicates(tmp_path, texts, memory)
-        kept = list(pass_through([step], (Document(str(at), text) for at, text in enumerate(texts))))
-        assert [document.text for document in kept] == list(dict.fromkeys(texts))
-        examples = step.counts.dropped["same text"].examples
-        assert all(texts[int(each.split()[0])] == texts[int(each.split()[2])] for each in examples)
-    assert exact.firsts(Rows([tmp_path / "digests.0"], *exact.ROW), tmp_path / "x", 2**20).tolist() == [
-        0,
-        1,
-        2,
-    ]
-
-
-def test_half_of_a_hash_is_not_enough(tmp_path: Path) -> None:
-    (tmp_path / "digests").write_bytes(bytes(16) + bytes(8) + b"12345678" + bytes(16))
-    rows = Rows([tmp_path / "digests"], *exact.ROW)
-    assert exact.firsts(rows, tmp_path / "first.npy", 2**20).tolist() == [0, 1, 0]
-
-
-def test_the_first_of_identical_texts_stays(tmp_path: Path) -> None:
-    texts = ["a", "b", "a", "c", "b", "a", "a "]
-    step = exact_duplicates(tmp_path, texts)
-    kept = list(pass_through([step], (Document(str(number), text) for number, text in enumerate(texts))))
-    # The reference: first appearances by SHA-256.
-    first = {
-        hashlib.sha256(text.encode()).digest(): number for number, text in reversed(list(enumerate(texts)))
-    }
-    assert [int(document.source) for document in kept] == sorted(first.values())
-    assert step.counts.dropped["same text"].examples == ["2 = 0", "4 = 1", "5 = 0"]
-    assert step.counts.documents_in == 7
-
-
-def test_steps_count_what_the_steps_before_them_passed_on(tmp_path: Path) -> None:
-    texts = ["x\n", "x\n"]
-    steps = [FixUnicode(), exact_duplicates(tmp_path, texts)]
+def test_steps_count_what_the_steps_before_them_passed_on() -> None:
+    steps = [FixUnicode(), FixUnicode()]
     documents = [Document("1", "x\r\n"), Document("2", "x\n"), Document("3", "\x01")]
-    assert list(pass_through(steps, documents)) == [Document("1", "x\n")]
+    assert list(pass_through(steps, documents)) == [Document("1", "x\n"), Document("2", "x\n")]
     assert [step.counts.documents_in for step in steps] == [3, 2]
-    assert [step.counts.documents_out for step in steps] == [2, 1]
-
-
-def test_only_so_many_examples_are_kept(tmp_path: Path) -> None:
-    texts = ["x"] * 50
-    step = exact_duplicates(tmp_path, texts)
-    list(pass_through([step], (Document(str(number), "x") for number in range(50))))
-    dropped = step.counts.dropped["same text"]
-    assert (dropped.documents, dropped.bytes, len(dropped.examples)) == (49, 49, 10)
+    assert [step.counts.documents_out for step in steps] == [2, 2]
+    assert [step.counts.changed for step in steps] == [1, 0]

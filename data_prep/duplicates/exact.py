@@ -1,0 +1,40 @@
+"""Identical texts, anywhere in the corpus."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.duplicates.index import Facts, Index, Rows
+from data_prep.duplicates.later import mark_later_ones
+
+
+class Exact:
+    """Keeps the first of identical texts. A row is the first 16 bytes of the BLAKE3 hash of a text."""
+
+    title = "exact duplicates"
+    row = ("<u8", 2)
+    reason = "same text"
+
+    def scan(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
+        for document in documents:
+            yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
+
+    def find(self, rows: Rows, index: Index) -> Facts:
+        """Also some `examples`: [row, first row with the same text]."""
+        return mark_later_ones(rows, index)
+
+    def thin(
+        self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: Counts
+    ) -> Iterator[Document]:
+        for document, is_later in zip(documents, marks.tolist(), strict=True):
+            counts.take(document.text_bytes)
+            if is_later:
+                counts.drop(self.reason, document.text_bytes, document.source)
+                continue
+            counts.keep(document.text_bytes)
+            yield document

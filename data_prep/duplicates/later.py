@@ -1,0 +1,182 @@
+"""Every row whose key an earlier row has: linear in what is read and written, in any memory, by any number of tasks.
+
+1. `sort`, a task for each chunk of rows: they are sorted by hash. All but the first of equal keys *of a chunk* are
+   later ones whatever the rest holds, so they are noted at once and go no further: a hash that half of all rows have
+   leaves one row a chunk. Where the ranges of hashes begin is kept beside the rows.
+2. `join`, a task for each range of hashes: one slice of each chunk. All but the first of equal keys are noted, by
+   chunk.
+3. `mark`, a task for each chunk: its own later ones, and its part of what each range found.
+
+No task knows another: what they share is a folder. One may be killed, repeated or done twice, and the result depends
+neither on the memory nor on who does what.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.counts import EXAMPLES
+from data_prep.duplicates.index import Division, Facts, Index, Places, Rows, RowsWriter, read_array
+from data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
+from data_prep.progress import Advance
+from data_prep.words import Hashes
+
+# What a task holds of a row, as tracemalloc measures it.
+SORT_BYTES, JOIN_BYTES = 72, 80
+
+_Slice = tuple[int, int, int]  # of the sorted rows: the chunk, and where it begins and ends there
+
+
+def mark_later_ones(rows: Rows, index: Index) -> Facts:
+    """Mark the rows whose key (the first number, or the first two) an earlier row has, as `index.marks`.
+
+    Returns `each`, the rows of a file of marks, and if there are two numbers, some `examples`: [row, first row].
+    """
+    return _Search(rows, index).run()
+
+
+class _Search:
+    def __init__(self, rows: Rows, index: Index) -> None:
+        self._rows, self._index = rows, index
+        self._divided = Division.of(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
+        self._is_checked = rows.columns > 1
+        check = [("check", "<u8")] if self._is_checked else []
+        first = [("first", "<i8")] if self._is_checked else []
+        self._record = np.dtype([("hash", "<u8"), ("place", "<u4"), *check])
+        self._later = np.dtype([("place", "<u4"), *first])
+
+    def run(self) -> Facts:
+        divided, run = self._divided, self._index.run
+        run("sort", divided.chunks, divided.total, self._sort)
+        run("join", divided.ranges, divided.total, self._join)
+        return run("mark", divided.chunks, divided.total, self._mark, self._joined)
+
+    def _sort(self, chunk: int, advance: Advance) -> Facts:
+        begin, end = self._divided.chunk(chunk)
+        columns = self._rows.read(begin, end)
+        hashes = np.ascontiguousarray(columns[:, 0])
+        check = np.ascontiguousarray(columns[:, 1]) if self._is_checked else None
+        del columns
+        firsts, later, of_later = equal(hashes, check)
+        records = np.empty(len(firsts), self._record)
+        records["hash"], records["place"] = hashes[firsts], firsts
+        if check is not None:
+            records["check"] = check[firsts]
+        with PartitionsWriter(self._index.path("sorted", chunk), self._divided.ranges) as writer:
+            writer.add(records, self._divided.by_range(hashes[firsts]))
+            writer.commit()
+        RowsWriter(self._index.path("later", chunk)).write(iter([self._noted(later, of_later + begin)]))
+        advance(end - begin)
+        return {"later": len(later)}
+
+    def _join(self, number: int, advance: Advance) -> Facts:
+        divided = self._divided
+        parts = [
+            (chunk, begin, end)
+            for chunk in range(divided.chunks)
+            for begin, end in slices(self._index.path("sorted", chunk), divided.ranges, number)
+        ]
+        low, high = number * 2**64 // divided.ranges, (number + 1) * 2**64 // divided.ranges
+        with PartitionsWriter(self._index.path("joined", number), divided.chunks) as writer:
+            for hashes, places, check in self._fitting(parts, low, high):
+                _, later, firsts = equal(hashes, check)
+                rows, firsts = places[later], places[firsts]
+                order = np.argsort(rows)
+                rows, firsts = rows[order], firsts[order]
+                writer.add(self._noted(rows % divided.each, firsts), divided.by_chunk(rows))
+            writer.commit()
+        advance(divided.total // divided.ranges)
+        return {}
+
+    def _fitting(
+        self, parts: list[_Slice], low: int, high: int
+    ) -> Iterator[tuple[Hashes, Places, Hashes | None]]:
+        """The rows of a range of hashes; in halves if they don't fit the memory."""
+        size = sum(end - begin for _, begin, end in parts)
+        if size * JOIN_BYTES > self._index.memory_bytes and high - low > 1:
+            middle = (low + high) // 2
+            edges = [self._search(part, middle) for part in parts]
+            lower = [(chunk, begin, edge) for (chunk, begin, _), edge in zip(parts, edges, strict=True)]
+            upper = [(chunk, edge, end) for (chunk, _, end), edge in zip(parts, edges, strict=True)]
+            del parts
+            yield from self._fitting(lower, low, middle)
+            yield from self._fitting(upper, middle, high)
+            return
+        hashes, places, at = np.empty(size, np.uint64), np.empty(size, np.int64), 0
+        check = np.empty(size, np.uint64) if self._is_checked else None
+        for chunk, begin, end in parts:
+            records = read_array(self._index.path("sorted", chunk), self._record, begin, end - begin)
+            here = slice(at, at := at + len(records))
+            hashes[here] = records["hash"]
+            places[here] = records["place"]
+            places[here] += chunk * self._divided.each
+            if check is not None:
+                check[here] = records["check"]
+        yield hashes, places, check
+
+    def _search(self, part: _Slice, middle: int) -> int:
+        """Where the hashes from `middle` on begin."""
+        chunk, begin, end = part
+        mapped = np.memmap(self._index.path("sorted", chunk), self._record, "r", shape=(end,))
+        return begin + int(np.searchsorted(mapped["hash"][begin:], np.uint64(middle)))
+
+    def _mark(self, chunk: int, advance: Advance) -> Facts:
+        begin, end = self._divided.chunk(chunk)
+        marks = np.zeros(end - begin, np.uint8)
+        firsts = np.arange(begin, end) if self._is_checked else None
+        for later in self._later_of(chunk):
+            marks[later["place"]] = 1
+            if firsts is not None:
+                firsts[later["place"]] = later["first"]
+        RowsWriter(self._index.path("marks", chunk)).write(iter([marks]))
+        advance(end - begin)
+        if firsts is None:
+            return {}
+        examples = []
+        for place in np.flatnonzero(marks)[:EXAMPLES].tolist():
+            first = int(firsts[place])  # in this chunk, where it may be a later one itself, or the very first
+            examples.append([begin + place, int(firsts[first - begin]) if first >= begin else first])
+        return {"examples": examples}
+
+    def _later_of(self, chunk: int) -> Iterator[NDArray[Any]]:
+        path = self._index.path("later", chunk)
+        yield read_array(path, self._later, 0, path.stat().st_size // self._later.itemsize)
+        for number in range(self._divided.ranges):
+            path = self._index.path("joined", number)
+            yield from read_partition(path, self._later, self._divided.chunks, chunk)
+
+    def _joined(self, parts: Iterable[Facts]) -> Facts:
+        examples = islice((each for part in parts for each in part.get("examples", ())), EXAMPLES)
+        return {"each": self._divided.each, "examples": list(examples)}
+
+    def _noted(self, places: Places, firsts: Places) -> NDArray[Any]:
+        noted = np.empty(len(places), self._later)
+        noted["place"] = places
+        if self._is_checked:
+            noted["first"] = firsts
+        return noted
+
+
+def equal(hashes: Hashes, check: Hashes | None = None) -> tuple[Places, Places, Places]:
+    """The first row of each key, in the order of their hashes; all others; and of each of these the first one."""
+    if not len(hashes):
+        return (np.empty(0, np.int64),) * 3
+    order = np.argsort(hashes)  # the default kind is vectorized; a stable one takes three times as long
+    ordered = hashes[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    if check is not None and not new.all():
+        checked = check[order]
+        if ((checked[1:] != checked[:-1]) & ~new[1:]).any():  # a hash of two keys: once in a lifetime
+            order = np.lexsort((check, hashes))
+            ordered, checked = hashes[order], check[order]
+            new[1:] = (ordered[1:] != ordered[:-1]) | (checked[1:] != checked[:-1])
+    begins = np.flatnonzero(new)
+    firsts = np.minimum.reduceat(order, begins)
+    if len(firsts) == len(order):
+        return firsts, np.empty(0, np.int64), np.empty(0, np.int64)
+    of_all = np.repeat(firsts, np.diff(np.append(begins, len(order))))
+    is_later = order != of_all
+    return firsts, order[is_later], of_all[is_later]

@@ -1,0 +1,223 @@
+"""Later rows and rows that are alike, against their definitions: any chunks, ranges and memory, any order of tasks."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from data_prep.duplicates import index as index_module
+from data_prep.duplicates.alike import mark_alike, tree
+from data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter
+from data_prep.duplicates.later import equal, mark_later_ones
+from tests.unit.data_prep.conftest import one_by_one
+
+MANY = 2**30
+Marks = NDArray[np.uint8]
+
+
+def marked(
+    folder: Path,
+    values: NDArray[Any],
+    find: Callable[[Rows, Index], Facts],
+    memory: int = MANY,
+    sizes: Sequence[int] = (),
+) -> tuple[Marks, Facts]:
+    """The marks of rows that lie in parts of these sizes and the rest, and what is told of them."""
+    folder.mkdir(exist_ok=True)
+    edges = np.cumsum([0, *sizes, len(values) - sum(sizes)]).tolist()
+    files = [folder / f"rows.{number}" for number in range(len(edges) - 1)]
+    for file, begin, end in zip(files, edges, edges[1:], strict=False):
+        RowsWriter(file).write(iter([values[begin:end]]))
+    rows = Rows(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
+    index = Index(folder, memory, one_by_one)
+    told = find(rows, index)
+    return index.marks(len(rows), told["each"]).read(0, len(rows))[:, 0], told
+
+
+def later_by_definition(values: NDArray[Any]) -> list[bool]:
+    seen: set[bytes] = set()
+    return [key in seen or bool(seen.add(key)) for key in (row.tobytes() for row in values)]
+
+
+SIZES: list[tuple[int, ...]] = [(), (0, 1, 0, 90), (600,)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("memory", [MANY, 6000])
+@pytest.mark.parametrize("kinds", [1, 40, 10**9])
+def test_later_ones(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int) -> None:
+    rng = np.random.default_rng(kinds)
+    stock = rng.integers(0, 2**64, min(kinds, 900), np.uint64)
+    values = rng.choice(stock, (600, 1))
+    values[rng.random(600) < 0.3] = stock[0]  # one that a third of all rows have
+    values[-1], values[5] = 2**64 - 1, 0
+    marks, _ = marked(tmp_path, values, mark_later_ones, memory, sizes)
+    assert marks.tolist() == later_by_definition(values)
+
+
+@pytest.mark.parametrize("memory", [MANY, 20_000])
+def test_later_ones_of_two_numbers(tmp_path: Path, memory: int) -> None:
+    """Half of a key is not enough, and the examples name the very first."""
+    values = np.random.default_rng(0).integers(0, 30, (3000, 2)).astype("<u8")
+    values[:, 0] *= 2**59 // 3
+    marks, told = marked(tmp_path, values, mark_later_ones, memory, (1500,))
+    assert marks.tolist() == later_by_definition(values)
+    first: dict[bytes, int] = {}
+    for number, row in enumerate(values):
+        first.setdefault(row.tobytes(), number)
+    later = np.flatnonzero(marks)[:10].tolist()
+    assert told["examples"] == [[number, first[values[number].tobytes()]] for number in later]
+
+
+def test_hashes_of_a_few_ranges_only(tmp_path: Path) -> None:
+    """Of hashes that are close to one another a range holds all: it is halved until they fit."""
+    values = np.repeat(np.arange(300, dtype="<u8")[:, None], 2, axis=0)
+    marks, _ = marked(tmp_path, values, mark_later_ones, 4000)
+    assert marks.tolist() == [0, 1] * 300
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("find", [mark_later_ones, lambda rows, index: mark_alike(rows, index, 1, 0.75)])
+def test_next_to_nothing(tmp_path: Path, count: int, find: Any) -> None:
+    marks, _ = marked(tmp_path, np.zeros((count, 1), "<u8"), find, 1000, (0,))
+    assert marks.tolist() == [0] * count
+
+
+def test_equal_keys_in_one_array() -> None:
+    hashes = np.array([5, 3, 5, 3, 3, 9], np.uint64)
+    check = np.array([1, 1, 1, 2, 1, 1], np.uint64)
+    firsts, later, of_later = equal(hashes)
+    assert firsts.tolist() == [1, 0, 5]
+    assert sorted(zip(later.tolist(), of_later.tolist(), strict=True)) == [(2, 0), (3, 1), (4, 1)]
+    firsts, later, of_later = equal(hashes, check)
+    assert firsts.tolist() == [1, 3, 0, 5]
+    assert sorted(zip(later.tolist(), of_later.tolist(), strict=True)) == [(2, 0), (4, 1)]
+
+
+def alike_by_definition(signs: NDArray[Any], bands: int, similarity: float, small: int = 32) -> list[bool]:
+    """The rule, bucket by bucket, and then groups by repeated joining."""
+    above = list(range(len(signs)))
+
+    def root(number: int) -> int:
+        while above[number] != number:
+            number = above[number]
+        return number
+
+    def join(a: int, b: int) -> bool:
+        is_near = bool((signs[a] == signs[b]).mean() >= similarity)
+        if is_near:
+            low, high = sorted((root(a), root(b)))
+            above[high] = low
+        return is_near
+
+    width = signs.shape[1] // bands
+    for band in range(bands):
+        buckets: dict[bytes, list[int]] = {}
+        for number, row in enumerate(signs[:, band * width : (band + 1) * width]):
+            buckets.setdefault(row.tobytes(), []).append(number)
+        for bucket in buckets.values():
+            left = bucket
+            while len(left) > small:
+                left = [number for number in left if not join(left[0], number)]
+            for at, number in enumerate(left):
+                for other in left[:at]:
+                    join(other, number)
+    return [above[number] != number for number in range(len(signs))]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("memory", [MANY, 20_000])
+@pytest.mark.parametrize("kinds", [3, 60, 300])
+def test_rows_that_are_alike(tmp_path: Path, sizes: tuple[int, ...], memory: int, kinds: int) -> None:
+    """Buckets of all sizes, also some far larger than the memory; chains through others."""
+    rng = np.random.default_rng(kinds)
+    stock = rng.integers(0, 2**32, (kinds, 12)).astype("<u4")
+    signs = stock[rng.integers(0, kinds, 600)]
+    signs[:, :2] = signs[:, :2] % 3  # so that a band has large buckets of what is not alike
+    for _ in range(3):
+        signs[np.arange(600), rng.integers(0, 12, 600)] = rng.integers(0, 2, 600)
+    expected = alike_by_definition(signs, 4, 0.75)
+    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_alike(rows, index, 4, 0.75), memory, sizes)
+    assert marks.tolist() == expected
+    assert 0.1 < np.mean(expected) < 1
+    assert Counter(path.name.split(".")[0] for path in tmp_path.iterdir())["rest"] == 0
+
+
+@pytest.mark.parametrize("memory", [MANY, 20_000])
+def test_long_chains(tmp_path: Path, memory: int) -> None:
+    """Rows of which each is alike to two others only, in an order by chance: one cluster, and one that is apart."""
+    length = 400
+    chain = np.arange(length)[:, None] * 1000 + np.arange(8)
+    signs = np.concatenate([chain.astype("<u4"), np.arange(8, dtype="<u4")[None] + 5])
+    signs[1:length:2, :4] = signs[: length - 1 : 2, :4]  # a row's first half is that of the one before it,
+    signs[2:length:2, 4:] = signs[1 : length - 1 : 2, 4:]  # and its second that of the one behind it
+    signs = signs[np.random.default_rng(0).permutation(len(signs))]
+    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_alike(rows, index, 2, 0.5), memory, (150,))
+    assert marks.tolist() == alike_by_definition(signs, 2, 0.5)
+    assert marks.sum() == length - 1
+
+
+def test_a_tree_joins_what_the_edges_join() -> None:
+    rng = np.random.default_rng(0)
+    edges = np.sort(rng.integers(0, 300, (200, 2)) * 10**9, axis=1)
+    found = tree(edges)
+    groups = {row: {row} for row in edges.ravel().tolist()}
+    for a, b in edges.tolist():
+        joined = groups[a] | groups[b]
+        for row in joined:
+            groups[row] = joined
+    expected = {(min(group), row) for row, group in groups.items() if row != min(group)}
+    assert set(map(tuple, found.tolist())) == expected
+    assert len(found) == len(expected)
+    assert len(tree(edges[:0])) == 0
+
+
+def test_rows_are_divided_by_what_there_is() -> None:
+    """A chunk and a range fit the memory, and there are enough tasks for many processes where rows are many."""
+    small = Division.of(10**6, 2**20, 100, 100)
+    assert small.each * 100 <= 2**20
+    assert 10**6 / small.ranges * 100 <= 2**20
+    assert Division.of(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
+    assert Division.of(1000, 2**30, 100, 100) == Division(1000, index_module.TASK_ROWS, 1)
+
+
+@pytest.mark.parametrize("memory", [2**20, 2**22])
+@pytest.mark.parametrize("kind", ["later", "alike"])
+def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str) -> None:
+    """Python's and NumPy's memory, by tracemalloc; the rows take 3 and 9 MB, and a third of them are one."""
+    rng = np.random.default_rng(0)
+    find: Callable[[Rows, Index], Facts]
+    if kind == "later":
+        values, find = rng.integers(0, 2**64, (400_000, 1), np.uint64), mark_later_ones
+    else:
+        values = rng.integers(0, 2**32, (20_000, 112), np.uint32)
+        find = lambda rows, index: mark_alike(rows, index, 14, 0.75)  # noqa: E731
+    values[::3] = values[0]
+    RowsWriter(tmp_path / "rows").write(iter([values]))
+    rows = Rows([tmp_path / "rows"], values.dtype.str, values.shape[1], [len(values)])
+    expected = np.arange(len(values)) % 3 == 0
+    expected[0] = False
+    peaks = []
+
+    def measured(step: str, count: int, total: int, work: Any, join: Any = lambda _: {}) -> Facts:
+        told = []
+        for number in range(count):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            told.append(work(number, lambda _: None))
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        return join(told)
+
+    index = Index(tmp_path, memory, measured)
+    tracemalloc.start()
+    try:
+        told = find(rows, index)
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(index.marks(len(rows), told["each"]).read(0, len(rows))[:, 0], expected)
+    assert memory / 2 < max(peaks) < 1.2 * memory
