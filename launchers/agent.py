@@ -1,8 +1,9 @@
 """torchrun on one node of a job: where the others are comes from SLURM, and a stop reaches the workers.
 
 torchrun dies of USR1 and gives its workers half a minute after TERM, too short for a large checkpoint; and whatever
-its workers return, it returns 1. So torchrun hears neither signal, and this process stands before it: it passes them
-on to the workers themselves, and returns the code that they agree on. No torch.
+its workers return, it returns 1. So torchrun is started with both signals blocked, and its workers too, until they can
+take them. This process stands before it: it passes them on to the workers themselves, and returns the code that they
+agree on. No torch.
 """
 
 import argparse
@@ -30,12 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="words for megatfm")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="megatfm-agent-") as codes:
+        early: list[int] = []
+
+        def deliver(pid: int, number: int) -> None:
+            if not to_workers(pid, number):  # there is nothing to save yet
+                early.append(number)
+                os.kill(pid, signal.SIGKILL)
+
         agent = Child(
             "torchrun",
             torchrun(os.environ, args.processes, args.command),
             {CODES: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
-            deliver=to_workers,
-            translate=lambda code: verdict(code, Path(codes)),
+            deliver=deliver,
+            translate=lambda code: REQUEUE if early else verdict(code, Path(codes)),
+            holds=True,
         )
         return supervise([agent])
 
@@ -44,8 +53,6 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
     """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
-        # SLURM signals every process of a step; what is ignored stays so in the program that is started.
-        *("sh", "-c", 'trap "" USR1 TERM; exec "$@"', "sh"),
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={environment['SLURM_STEP_NUM_NODES']}",
         f"--node-rank={environment['SLURM_NODEID']}",
@@ -57,13 +64,12 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
     ]
 
 
-def to_workers(pid: int, number: int) -> None:
-    """Send a signal to the workers below torchrun; end torchrun when it has none yet."""
+def to_workers(pid: int, number: int) -> bool:
+    """Send a signal to the workers below torchrun; whether it has any yet."""
     workers = list(_workers(pid))
     for worker in workers:
         worker.send_signal(number)
-    if not workers:
-        os.kill(pid, signal.SIGKILL)
+    return bool(workers)
 
 
 def _workers(pid: int) -> Iterator[psutil.Process]:

@@ -78,8 +78,8 @@ def cancel_job(number: str) -> str:
     ours = script.parent == run / "slurm" and re.fullmatch(r"slurm-.*\.log", log.name)
     if not record or not ours:
         raise UsageError(
-            f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory or "
-            f"a job's number{f', or end it with `scancel {number}`' if record else ''}"
+            f"{number}: {'no job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run directory "
+            f"or a job's number{f', or end it with `scancel {number}`' if record else ''}"
         )
     if number in jobs_of(run):
         return cancel(run)

@@ -3,13 +3,12 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from launchers.fit import misfit, most_nodes
 from launchers.job import Job, Kind, Launcher
 from launchers.local import Local
 from launchers.mpi import Mpi
+from launchers.refusals import notes, problems
 from launchers.site import Site, load_site
 from launchers.slurm import Slurm
 from megatfm.config import Config, load, load_config
@@ -17,8 +16,21 @@ from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
+SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")
 SLURM_ONLY = (
-    *("nodes", "gpus_per_node", "time", "job_name", "chain", "array", "site"),
+    *(
+        "mem",
+        "exclude",
+        "sbatch",
+        *SBATCH_FLAGS,
+        "nodes",
+        "gpus_per_node",
+        "time",
+        "job_name",
+        "chain",
+        "array",
+        "site",
+    ),
     *(flag for flag in SITE_FLAGS if flag != "max_restarts"),
 )
 
@@ -58,6 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument("--account", metavar="A", help="account that is charged")
     slurm.add_argument("--qos", metavar="Q", help="quality of service")
     slurm.add_argument("--constraint", metavar="C", help="features that nodes must have")
+    slurm.add_argument("--mem", metavar="M", help="memory of each node, for example 480G")
+    slurm.add_argument("--exclude", metavar="NODES", help="nodes not to use, for example gpu[07,12]")
+    for name, metavar, text in (
+        ("nodelist", "NODES", "nodes to use"),
+        ("reservation", "NAME", "reservation to run in"),
+        ("begin", "WHEN", "start no sooner, for example now+2hours"),
+        ("dependency", "WHAT", "start after other jobs, for example afterok:4711"),
+    ):
+        slurm.add_argument(f"--{name}", metavar=metavar, help=text)
+    slurm.add_argument(
+        "--sbatch",
+        metavar="OPTION",
+        action="append",
+        help="any other, as --sbatch=--mail-type=FAIL; repeat it",
+    )
     slurm.add_argument(
         "--start", metavar="srun|torchrun", help="who starts the processes on the nodes (srun)"
     )
@@ -66,14 +93,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the run that parsed arguments describe; returns its exit code. Raises MegatfmError."""
-    launcher, job = _choose(args)
     if not args.dry_run:
-        return launcher.submit(job)
+        return start(args)[0]
+    launcher, job = _choose(args)
     files = launcher.render(job)
     for name, text in files.items():
         heading = f"# ==> {name} <==\n" if len(files) > 1 else ""
         print(heading + text)
     return 0
+
+
+def start(args: argparse.Namespace) -> tuple[int, Job]:
+    """Run or submit what parsed arguments describe; the exit code, and what it was. Raises MegatfmError."""
+    launcher, job = _choose(args)
+    return launcher.submit(job), job
 
 
 def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
@@ -96,12 +129,15 @@ def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
         array=(8 if kind == "prep" else 1) if args.array is None else args.array,
         chain=1 if args.chain is None else args.chain,
     )
-    if kind == "train" and args.slurm and (problem := _misfit(job)):
+    site = _site(args) if args.slurm else None
+    for problem in problems(job, site):
         if not args.dry_run:
             raise UsageError(problem)
         print(f"note: this would be refused: {problem}", file=sys.stderr)
-    if args.slurm:
-        return Slurm(_site(args)), job
+    if site:
+        for note in notes(job, site):
+            print(f"note: {note}", file=sys.stderr)
+        return Slurm(site), job
     return (Local(args.max_restarts or 0) if args.mpi is None else Mpi(args.max_restarts or 0)), job
 
 
@@ -151,27 +187,9 @@ def _nodes(text: str | None) -> tuple[int, int | None]:
 
 
 def _site(args: argparse.Namespace) -> Site:
-    return load_site(args.site, {name: getattr(args, name) for name in SITE_FLAGS})
-
-
-def _misfit(job: Job) -> str | None:
-    """What would be refused after the wait in the queue; None if the run fits some of its numbers of nodes."""
-    assert isinstance(job.resolved, Config)
-    counts = range(job.nodes, job.most_nodes + 1)
-    if most_nodes(job.resolved, counts, job.processes_per_node) is not None:
-        return None
-    why = misfit(job.resolved, job.processes)
-    where = f"{job.nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.processes} processes"
-    return f"the run does not fit {where}: {why}{_fitting(job, job.resolved)}"
-
-
-def _fitting(job: Job, config: Config) -> str:
-    """Numbers of nodes near the wanted one that would do."""
-    near: Iterator[int] = (
-        count
-        for distance in range(1, 64)
-        for count in (job.most_nodes - distance, job.most_nodes + distance)
-        if count > 0 and misfit(config, count * job.processes_per_node) is None
-    )
-    found = next(near, None)
-    return "; change the layout or the batch" if found is None else f"; it would fit on {found} nodes"
+    fields = {name: getattr(args, name) for name in SITE_FLAGS} | {
+        "memory": args.mem,
+        "exclude": args.exclude,
+    }
+    options = [f"--{name}={value}" for name in SBATCH_FLAGS if (value := getattr(args, name)) is not None]
+    return load_site(args.site, fields, [*options, *(args.sbatch or [])])

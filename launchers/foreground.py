@@ -86,8 +86,7 @@ class Foreground:
 def _ended(run: Path) -> State | None:
     attempts = Restarts(run).attempts
     if attempts and (last := attempts[-1]).ended is not None:
-        words = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
-        return State(words.get(FAILED if last.code is None else last.code, "FAILED"), last.reason, last.ended)
+        return State(last.word, last.reason, last.ended)
     events = last_records(run / EVENTS, 1)
     if events and (word := WORDS.get(str(events[0].get("event")))):
         return State(word, str(events[0].get("detail", "")), events[0].get("time"))

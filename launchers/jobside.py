@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -119,15 +120,18 @@ def end(args: argparse.Namespace) -> int:
     code = args.code
     if code == DONE and not finished(args.run, load_config(args.config).train.steps):
         code = FAILED
-    attempt = replace(begun, ended=time.time(), code=code, asked=bool(args.asked))
+    asked = args.asked or (
+        "USR1" if code == 128 + signal.SIGUSR1 else ""
+    )  # of which a rank died while it started
+    attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
     if code in FINAL:
         restarts.end(replace(attempt, asked=False, reason=FINAL[code]))
         say(f"the run ended with {code}: {FINAL[code]}")
         if code in (DONE, USAGE, NO_PROGRESS):
             _drop_links(args.run, job)
         return int(code)
-    if args.asked or code == REQUEUE:
-        attempt = replace(attempt, reason=f"stopped by {args.asked or 'a signal'}")
+    if asked or code == REQUEUE:
+        attempt = replace(attempt, reason=f"stopped by {asked or 'a signal'}")
     else:
         following = restarts.after(begun)
         found = blame(args.log, args.run, begun.time, following.time if following else None)

@@ -58,6 +58,7 @@ class Local(Foreground):
                 job.command,
                 {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared},
                 job.run_dir / "logs" / f"rank-{rank}.log" if rank else None,
+                holds=job.kind == "train",
             )
             for rank in ranks
         ]

@@ -12,6 +12,7 @@ from launchers.files import EVENTS, METRICS, last_records, launched, newest_step
 from launchers.job import Launcher, State
 from launchers.local import Local
 from launchers.mpi import Mpi
+from launchers.preparation import believed, is_preparation, work_done
 from launchers.queue import alive, evaluations_of
 from launchers.restarts import Restarts
 from launchers.site import Site
@@ -39,6 +40,8 @@ class Progress:
     restarts: int = 0
     checkpoint: int = 0
     event: str = ""
+    work: str = ""
+    """Of a preparation: stage and parts."""
 
     def plain(self) -> dict[str, Any]:
         """For programs: JSON's types only."""
@@ -78,6 +81,9 @@ def look(run: Path) -> Progress:
     events = last_records(run / EVENTS, 1)
     steps, last = _steps(run), records[-1] if records else {}
     state = launcher.status(run) if launcher else _without_launcher(run, events)
+    prepares = is_preparation(run)
+    if prepares:
+        state = believed(run, state)
     for job, evaluation in alive(evaluations_of(run)).items():
         detail = f"{state.detail}; " if state.detail else ""
         state = replace(state, detail=f"{detail}evaluation in job {job}: {evaluation.word}")
@@ -98,6 +104,7 @@ def look(run: Path) -> Progress:
         restarts=_restarts(run),
         checkpoint=newest_step(run),
         event=detail,
+        work=work_done(run) if prepares else "",
     )
 
 

@@ -7,9 +7,25 @@ from launchers import scheduler
 from launchers.files import launched
 from launchers.job import State
 from launchers.restarts import Restarts
-from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError, UsageError
+from megatfm.errors import MegatfmError, UsageError
 
-WORDS = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+HELD = "it is held: `scontrol release {job}` lets it go on"
+LESS = "cancel it, and launch with"
+WAITS = {
+    "JobHeldUser": HELD,
+    "JobHeldAdmin": "it is held by the site, or was requeued too often: ask, or `scontrol release {job}`",
+    "launch failed requeued held": "a node could not start it, so SLURM holds it: `scontrol release {job}`",
+    "job requeued in held state": HELD,
+    "PartitionTimeLimit": f"its time limit is above the partition's: {LESS} less --time",
+    "PartitionNodeLimit": f"more nodes than the partition gives: {LESS} fewer --nodes or another --partition",
+    "PartitionDown": f"the partition is closed: wait until it opens, or {LESS} another --partition",
+    "PartitionInactive": f"the partition is closed: {LESS} another --partition",
+    "BadConstraints": f"no node has what it asks for: {LESS} less",
+    "DependencyNeverSatisfied": "the job that it waits for failed: cancel it",
+    "ReqNodeNotAvail": "nodes that it needs are down or reserved: `sinfo -R` says why",
+    "Nodes required for job are DOWN, DRAINED or reserved": "`sinfo -R` says why",
+}
+"""squeue's reasons that no waiting mends by itself, by how they begin → what that means, and the way out."""
 
 
 def jobs_of(run: Path) -> list[str]:
@@ -30,8 +46,8 @@ def alive(jobs: Sequence[str]) -> dict[str, State]:
 
 def queue_state(run: Path) -> State:
     """The state of a run's jobs: the one that runs, else the next to run, else what became of the last."""
-    jobs = jobs_of(run)
-    states = [(job, job_state(job)) for job in jobs]
+    jobs, tasks = jobs_of(run), int(launched(run).get("array", 1))
+    states = [(job, job_state(job, tasks)) for job in jobs]
     for wanted in (lambda state: state.word == "RUNNING", lambda state: not state.is_over):
         for job, state in states:
             if wanted(state):
@@ -46,15 +62,36 @@ def queue_state(run: Path) -> State:
         last = attempts[-1]
         job, state = next((job, state) for job, state in states if job == last.job)
         if not state.word.startswith("CANCELLED"):
-            code = FAILED if last.code is None else last.code
-            return State(WORDS.get(code, "FAILED"), f"job {job}: {last.reason}", last.ended)
+            return State(last.word, f"job {job}: {last.reason}", last.ended)
     return State(state.word, f"job {job}: {state.detail}" if state.detail else f"job {job}")
 
 
-def job_state(job: str) -> State:
-    """What SLURM says of a job: squeue while it is queued, then scontrol for a while, then sacct where there is one."""
+def _reason(job: str, reason: str) -> str:
+    """Why a job waits, and what helps where waiting does not. Versions of SLURM write `_` or a blank."""
+    plain = reason.replace("_", " ")
+    advice = next((text for start, text in WAITS.items() if plain.startswith(start)), "")
+    return f"{reason}: {advice.format(job=job)}" if advice else reason
+
+
+def _tasks(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
+    """How many tasks of an array run, wait and are over."""
+    running = [row[2] for row in rows if row[0] == "RUNNING"]
+    waiting = [row for row in rows if row[0] == "PENDING"]
+    parts = [
+        f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
+        f"{len(waiting)} wait ({_reason(job, waiting[0][1])})" if waiting else "",
+        f"{over} are over" if (over := count - len(rows)) > 0 else "",
+    ]
+    return "; ".join(filter(None, parts)) or f"{len(rows)} tasks are ending"
+
+
+def job_state(job: str, tasks: int = 1) -> State:
+    """What SLURM says of a job: squeue while it is queued, then scontrol for a while, then sacct where there is one.
+
+    tasks: how many there are in its array.
+    """
     try:
-        line = scheduler.call("squeue", "-h", "-a", "-j", job, "-o", "%T|%r|%N")
+        line = scheduler.call("squeue", "-h", "-a", "-r", "-j", job, "-o", "%T|%r|%N")
     except UsageError:
         return State("UNKNOWN", "squeue is not on PATH here")
     except MegatfmError as error:
@@ -65,7 +102,9 @@ def job_state(job: str) -> State:
         words = {row[0] for row in rows}
         word = "RUNNING" if "RUNNING" in words else rows[0][0]
         row = next(row for row in rows if row[0] == word)
-        return State(word, row[2] if word == "RUNNING" else row[1])
+        if tasks > 1:
+            return State(word, _tasks(job, rows, tasks))
+        return State(word, row[2] if word == "RUNNING" else _reason(job, row[1]))
     if found := scheduler.facts(job):
         exit_code = found.get("ExitCode", "")
         return State(found.get("JobState", "UNKNOWN"), f"exit code {exit_code}" if exit_code else "")

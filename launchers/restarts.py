@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from launchers.files import newest_step, read_json, write_whole
-from megatfm.errors import DONE, LOCKED, NO_PROGRESS, REQUEUE, USAGE
+from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
 
 RESTARTS = "restarts.json"
 FINAL = {
@@ -61,6 +61,12 @@ class Attempt:
         """Whether it ended by itself, and not well."""
         return self.ended is not None and self.code not in (DONE, REQUEUE) and not self.asked
 
+    @property
+    def word(self) -> str:
+        """What `status` calls its end. Who was asked to stop has stopped, even if it died of the signal."""
+        words = {DONE: "DONE", REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
+        return words.get(FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED")
+
 
 class Restarts:
     """The attempts at a run, the oldest first."""
@@ -108,10 +114,11 @@ class Restarts:
             why = f"{stops} attempts in a row were stopped"
         else:
             return None
+        said = f"{why} without a new checkpoint after step {newest_step(self.run)}"
+        if failures <= max_restarts:
+            return f"{said}: they need more time to start and save, by more --time or a lower stop_seconds"
         last = next((each.reason for each in reversed(self.attempts) if each.failed), "")
-        return f"{why} without a new checkpoint after step {newest_step(self.run)}" + (
-            f"; the last: {last}" if last else ""
-        )
+        return said + (f"; the last: {last}" if last else "")
 
     def fruitless(self, submission: str) -> tuple[int, int]:
         """Failures and stops of a submission since its last attempt that gained a checkpoint."""

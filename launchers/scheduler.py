@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatfm.errors import MegatfmError, UsageError
 
@@ -47,12 +48,41 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def seconds(text: str) -> int | None:
-    """SLURM's days-hours:minutes:seconds; None for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not match:
+    """A time as SLURM writes and takes it: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
+
+    None for UNLIMITED and the like.
+    """
+    if match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if match := re.fullmatch(r"(?:(\d+):)?(\d+):(\d+)", text):
+        hours, minutes, rest = (int(part or 0) for part in match.groups())
+        return (hours * 60 + minutes) * 60 + rest
+    return int(text) * 60 if text.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a partition allows: UP, or a word for closed; longest and usual time limit in seconds, None for no limit."""
+
+    name: str
+    state: str
+    longest: int | None
+    usual: int | None
+
+
+def partition(name: str | None) -> Partition | None:
+    """A partition, or the one that jobs go to by default; None where SLURM doesn't say, as without its commands."""
+    try:
+        lines = call("scontrol", "-o", "show", "partition", *([name] if name else [])).splitlines()
+    except MegatfmError:
         return None
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    for line in lines:
+        found = {key: value.strip() for key, value in _FACT.findall(line)}
+        if "PartitionName" in found and (name or found.get("Default") == "YES"):
+            longest, usual = seconds(found.get("MaxTime", "")), seconds(found.get("DefaultTime", ""))
+            return Partition(found["PartitionName"], found.get("State", "UP"), longest, usual or longest)
+    return None
 
 
 def usable_nodes(partition: str) -> set[str]:

@@ -1,6 +1,8 @@
 """A cluster, described once in `slurm/site.toml`."""
 
 import json
+import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,13 +11,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatfm.config import load
 from megatfm.config.base import Section
+from megatfm.errors import UsageError
 
 # Wide enough for every site's names, too narrow for a quote, a space, a newline or a `$`.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/+@-]*\z", max_length=200)]
 Constraint = Annotated[str, Field(pattern=r"^[A-Za-z0-9_\[(][A-Za-z0-9_.,:&|*()\[\]-]*\z", max_length=200)]
 Nodes = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*\z", max_length=1000)]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?\z", max_length=20)]
-Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:/+@\[\]-]+)?\z", max_length=200)]
+OPTION = r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:/+@?*%\[\]-]+)?\Z"
+Option = Annotated[str, Field(pattern=OPTION.replace(r"\Z", r"\z"), max_length=200)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=200)]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*\z")]
 
@@ -67,12 +71,29 @@ class Site(Section):
     """Variables for every process."""
 
 
-def load_site(path: Path | None, overrides: dict[str, str | int | None]) -> Site:
+OURS = (
+    *("array", "chdir", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
+    *("output", "parsable", "requeue", "signal", "wrap"),
+)
+"""Options of sbatch on which the scripts rely as they are."""
+
+
+def load_site(path: Path | None, overrides: dict[str, str | int | None], options: Sequence[str] = ()) -> Site:
     """Read a site: `path`, else `slurm/site.toml` here, else the one that ships with megatfm.
 
-    `overrides` replace fields where they are not None. Raises UsageError.
+    `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
     """
     here, shipped = Path("slurm/site.toml"), Path(str(resources.files("slurm") / "site.toml"))
     chosen = path or (here if here.is_file() else shipped)
+    for option in options:
+        if re.fullmatch(OPTION, option) is None:
+            raise UsageError(
+                f"{option!r}: no option of sbatch: give one as --name=value, without blanks or quotes"
+            )
+        if option.removeprefix("--").partition("=")[0] in OURS:
+            raise UsageError(
+                f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's"
+            )
     texts = {key: json.dumps(value) for key, value in overrides.items() if value is not None}
-    return load(Site, chosen, [f"{key}={text}" for key, text in texts.items()])
+    site = load(Site, chosen, [f"{key}={text}" for key, text in texts.items()])
+    return site.model_copy(update={"sbatch": [*site.sbatch, *options]})

@@ -48,9 +48,12 @@ class Slurm:
         of_srun = cpus or (1 if job.max_nodes else None)
         folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
         number = "%A_%a" if job.kind == "prep" else "%j"
+        options, dependency = self._options(job)
         script = template.render(
             job=job,
             site=self.site,
+            options=options,
+            dependency=dependency,
             environment=self._environment(),
             cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
             # srun does not take it from the job by itself (SLURM 22.05 and later).
@@ -91,7 +94,8 @@ class Slurm:
                 if job.kind == "evaluate":
                     note_evaluation(job.run_dir, [*beside, *jobs])
                 else:  # after each, so that the first knows of the others as soon as can be
-                    note_launch(job.run_dir, launcher="slurm", kind=job.kind, jobs=jobs, code=code.name)
+                    facts = {"launcher": "slurm", "kind": job.kind, "array": job.array, "code": code.name}
+                    note_launch(job.run_dir, **facts, jobs=jobs)
         except OSError as error:
             raise MegatfmError(
                 f"{error.filename or folder}: can't write the job's files: {error.strerror}"
@@ -125,6 +129,13 @@ class Slurm:
             agent = [megatfm[0], "-m", "launchers.agent", "--processes", str(job.processes_per_node)]
             return [*agent, "train", config]
         return [*megatfm, config]
+
+    def _options(self, job: Job) -> tuple[list[str], str]:
+        """sbatch's further options, and what the job waits for: in a chain, also for the links before it."""
+        flag = "--dependency="
+        waits = [each.removeprefix(flag) for each in self.site.sbatch if each.startswith(flag)]
+        waits += ["singleton"] if job.chain > 1 else []
+        return [each for each in self.site.sbatch if not each.startswith(flag)], ",".join(waits)
 
     def _environment(self) -> dict[str, str]:
         interface = self.site.interface

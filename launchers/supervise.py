@@ -29,7 +29,8 @@ class Child:
 
     `environment` is added to ours. `stop_signal` replaces every signal that is forwarded; `death_signal` is what
     the process gets when we are killed ourselves. `deliver(pid, signal)` forwards to others than the process itself;
-    `translate` says what its exit code means.
+    `translate` says what its exit code means. `holds`: it starts with the signals that ask to stop blocked, and hears
+    them when it is ready (`megatfm train` does).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Child:
     death_signal: signal.Signals = signal.SIGKILL
     deliver: Callable[[int, int], None] | None = None
     translate: Callable[[int], int] | None = None
+    holds: bool = False
 
 
 def supervise(children: Sequence[Child]) -> int:
@@ -111,7 +113,7 @@ class _Team:
                     stdout=output,
                     stderr=output,
                     process_group=0,
-                    preexec_fn=_dying_with_parent(child.death_signal),
+                    preexec_fn=_before_exec(child),
                 )
             except OSError as error:
                 raise MegatfmError(f"can't start {child.name}: {error.filename}: {error.strerror}") from error
@@ -141,7 +143,7 @@ class _Team:
         if not self._ending:
             for name, child in ended.items():
                 code = self.processes[name].returncode
-                self.codes[name] = child.translate(code) if child.translate else code
+                self.codes[name] = child.translate(code) if child.translate else self._meaning(child, code)
         failed = [name for name in ended if self.codes.get(name, 0) not in (DONE, REQUEUE)]
         if failed and self.first_failed is None:
             # Of those that ended between two looks, one killed by a signal can't have been a victim of the others;
@@ -156,6 +158,11 @@ class _Team:
                 self.processes[child.name].send_signal(signal.SIGTERM)
         if now >= self._kill_at:
             self.kill()
+
+    def _meaning(self, child: Child, code: int) -> int:
+        """Its exit code; who died of the signal that we passed on, before it could take it, has stopped."""
+        passed_on = {int(child.stop_signal or number) for number in self._forwarded}
+        return REQUEUE if {-code, code - 128} & passed_on else code
 
     def kill(self) -> None:
         """SIGKILL to the groups of all children that still live."""
@@ -209,14 +216,16 @@ def _signal_name(number: int) -> str:
         return f"killed by signal {number}"
 
 
-def _dying_with_parent(death_signal: signal.Signals) -> Callable[[], None] | None:
-    """What a child does before exec so that the kernel ends it when we are killed (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
+def _before_exec(child: Child) -> Callable[[], None]:
+    """What a child does before exec: hold signals, and have the kernel end it when we are killed (Linux only)."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent, held = os.getpid(), (signal.SIGUSR1, signal.SIGTERM) if child.holds else ()
 
     def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, int(death_signal))
+        if held:
+            signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        if libc:
+            libc.prctl(PR_SET_PDEATHSIG, int(child.death_signal))
         if os.getppid() != parent:  # killed before the line above
             os._exit(1)
 

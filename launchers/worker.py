@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import signal
 from pathlib import Path
 
 CODES = "MEGATFM_EXIT_CODES"
@@ -11,8 +10,6 @@ CODES = "MEGATFM_EXIT_CODES"
 
 def main() -> None:
     """Run the command of `sys.argv` and exit with its code."""
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # `launchers.agent` made torchrun deaf to them
-        signal.signal(number, signal.SIG_DFL)
     try:
         runpy.run_module("megatfm", run_name="__main__", alter_sys=True)
     except SystemExit as left:

@@ -35,10 +35,15 @@ COMMANDS = {
 }
 """Name → (module with `add_arguments(parser)` and `main(args) -> exit code`, help)."""
 
+HELD = (signal.SIGUSR1, signal.SIGTERM)
+"""What asks training to stop waits until it can be heard: before its handlers are there, it would be death."""
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with a code of `megatfm.errors`, or 130 when interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["train"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     parser = build_parser(words[0] if words else None)
     args = parser.parse_args(words)
     try:

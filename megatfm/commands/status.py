@@ -42,7 +42,8 @@ def _together(found: Iterable[Progress]) -> Table:
         )
     for each in found:
         facts = (each.run.name, each.state.word, _step(each), _loss(each), _speed(each), _left(each))
-        table.add_row(*facts, str(each.restarts or ""), each.state.detail)
+        details = "; ".join(filter(None, (each.state.detail, each.work)))
+        table.add_row(*facts, str(each.restarts or ""), details)
     return table
 
 
@@ -55,6 +56,7 @@ def _in_full(each: Progress) -> str:
     rows = {
         "run": str(each.run),
         "state": each.state.word + (f": {each.state.detail}" if each.state.detail else "") + since,
+        "work": each.work,
         "step": _step(each),
         "loss": _loss(each),
         "tokens/s": _speed(each),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.agent_store import own_part
 from megatfm.parallel.place import Launcher, Place, find_place
+from megatfm.parallel.vigil import Vigil
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -65,13 +66,14 @@ def initialise(
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
     try:
-        if place.launcher == "mpirun" and place.world_size > 1:
-            place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
-        else:
-            store = _store(place, timedelta(seconds=timeout))
-        if place.world_size > 1:
-            _arrive(store, place, timedelta(seconds=timeout))
-        dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+        with Vigil(place):
+            if place.launcher == "mpirun" and place.world_size > 1:
+                place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
+            else:
+                store = _store(place, timedelta(seconds=timeout))
+            if place.world_size > 1:
+                _arrive(store, place, timedelta(seconds=timeout))
+            dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
     except (dist.DistError, RuntimeError) as error:
         where = f" at {place.address}:{place.port}" if place.address else ""
         raise MegatfmError(

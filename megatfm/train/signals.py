@@ -38,6 +38,9 @@ class StopSignals:
         self._thread.start()
         self._before = {name: signal.signal(name, self._remember) for name in ASK_TO_STOP}
         self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, ASK_TO_STOP
+        )  # whoever started us may have held them until now
         return self
 
     def __exit__(

@@ -3,13 +3,15 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatfm import checkpoint
-from megatfm.errors import DONE, FAILED
+from megatfm.errors import DONE, FAILED, REQUEUE
 from tests.e2e.ranks import Fault, Start
 
 HOST = socket.gethostname()
@@ -110,3 +112,24 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
     for rank in range(2):
         assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
     assert [line["event"] for line in again.events()] == ["started", "finished", "failed"], "no step was made"
+
+
+IMPATIENT = """
+import os, signal, sys
+from megatfm import cli
+import megatfm.commands.train as command
+
+def asked(*words):
+    os.kill(os.getpid(), signal.SIGUSR1)  # long before torch is imported, and its handlers are there
+    return genuine(*words)
+
+genuine, command.load_config = command.load_config, asked
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Path, tmp_path: Path) -> None:
+    words = ["train", str(config_file), f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-c", IMPATIENT, *words], capture_output=True, text=True)
+    assert done.returncode == REQUEUE, done.stderr
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stopped"

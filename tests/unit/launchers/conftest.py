@@ -60,3 +60,14 @@ def checkpoint(tmp_path: Path) -> Callable[[int], None]:
         (tmp_path / "run" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
 
     return commit
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> Path:
+    """What the quickstart's config names, as far as a launch looks at it."""
+    made = tmp_path / "corpora" / "quickstart"
+    for name in ("train", "validation"):
+        (made / name).mkdir(parents=True)
+        (made / name / "manifest.json").touch()
+    (made / "tokenizer.model").touch()
+    return made

@@ -35,15 +35,15 @@ sys.exit(1 if any([worker.wait() for worker in workers]) else 0)
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    assert signal.getsignal(number) == signal.SIG_IGN, "as inherited from the agent"
+held = {signal.SIGUSR1, signal.SIGTERM}
+assert held <= signal.pthread_sigmask(signal.SIG_BLOCK, []), "as inherited from the agent"
 code = int(os.environ["TOLD"])
 def stop(number, frame):
     time.sleep(0.5)
     (Path(os.environ["MEGATFM_EXIT_CODES"]) / os.environ["RANK"]).write_text("75")
     os._exit(75)
 signal.signal(signal.SIGUSR1, stop)
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
 Path(os.environ["READY"] + os.environ["RANK"]).touch()
 if code >= 0:
     (Path(os.environ["MEGATFM_EXIT_CODES"]) / os.environ["RANK"]).write_text(str(code))

@@ -247,6 +247,13 @@ def test_what_fails_while_it_is_asked_to_stop_was_stopped(run: Path) -> None:
     assert not Restarts(run).attempts[-1].failed
 
 
+def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> None:
+    begin(run)
+    assert end(run, 138) == 75
+    (attempt,) = Restarts(run).attempts
+    assert (attempt.reason, attempt.failed, attempt.word) == ("stopped by USR1", False, "STOPPED")
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [

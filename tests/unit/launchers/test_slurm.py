@@ -3,13 +3,14 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launchers import Job, Slurm, add_arguments, main, snapshot
+from launchers import Job, Slurm, Submitted, add_arguments, main, snapshot, submit
 from launchers.beside import cancel
 from launchers.progress import look
 from launchers.site import Site, load_site
@@ -46,8 +47,8 @@ SMALL = Site(
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to launch from."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Path:
+    """A folder to launch from, with corpora and nothing else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -101,7 +102,7 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
         (GOLDEN / name).write_text(script)
     assert script == (GOLDEN / name).read_text()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert not list(folder.iterdir()), "rendering touches nothing"
+    assert [path.name for path in folder.iterdir()] == ["corpora"], "rendering touches nothing"
 
 
 def test_the_dry_run_prints_the_script_and_the_config(
@@ -259,7 +260,7 @@ def test_what_reaches_the_shell_is_quoted(
         assert "--nodelist=n1,n2" in step
         assert seen[-1 - seen[::-1].index("jobside") :][1:4] == ["-m", "launchers.jobside", "end"]
     assert not (folder / "owned").exists()
-    assert sorted(path.name for path in folder.iterdir()) == ["bin", "seen"]
+    assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
 
 
 @pytest.mark.parametrize("name", ["it's", 'say "x"', "100%", "a\nb", "back\\slash", "a:b"])
@@ -369,7 +370,7 @@ def test_submit_writes_the_files_and_says_where_to_look(
     run = folder / "runs" / "quickstart"
     for part in (f"{run}/logs/slurm-4711.log", f"megatfm status {run}", f"megatfm cancel {run}"):
         assert part in said
-    assert fake_slurm.calls == [f"sbatch --parsable {run}/slurm/pretrain.sbatch"]
+    assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
     code = snapshot.take([]).name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
     assert f"PYTHONPATH={run}/slurm/{code}:" in (run / "slurm" / "pretrain.sbatch").read_text()
@@ -437,7 +438,7 @@ def test_an_evaluation_joins_the_record_of_its_run(
     note = json.loads((run / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
     assert look(run).state.detail == "job 12, n1; evaluation in job 13: RUNNING"
-    with pytest.raises(UsageError, match="job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
+    with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         launch(*evaluate, config="runs/mine")
     assert cancel(run) == "cancelled jobs 12, 13"
     assert fake_slurm.calls[-1] == "scancel 12 13"
@@ -473,7 +474,10 @@ def name_of(folder: Path) -> str:
     """A run with a config, to evaluate."""
     (folder / "runs" / "mine").mkdir(parents=True)
     (folder / "runs" / "mine" / "config.toml").write_text(
-        (ROOT / "megatfm" / "presets" / "quickstart.toml").read_text().replace('"quickstart"', '"mine"', 1)
+        (ROOT / "megatfm" / "presets" / "quickstart.toml")
+        .read_text()
+        .replace('"quickstart"', '"mine"', 1)
+        .replace('"corpora/', f'"{folder}/corpora/')
     )
     return "name=mine"
 
@@ -490,3 +494,149 @@ def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
         launch("--slurm")
+
+
+# ----------------------------------------------------------------------------------- what would fail only later
+
+UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
+
+
+def partition(
+    fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "NONE", state: str = "UP"
+) -> None:
+    fake_slurm.answer("scontrol-show", UP.format(name="gpu", state=state, longest=longest, usual=usual))
+    fake_slurm.answer("sbatch", "12\n")
+
+
+REFUSED = {
+    "above the partition's limit": (
+        {"longest": "12:00:00"},
+        ["--time", "24:00:00"],
+        "--time 24:00:00 is above the limit of partition gpu, 720 min",
+    ),
+    "no time to work": ({}, ["--time", "5"], "--time 5 leaves no time to work: the job is told to save 300 s ahead"),
+    "nor by default": (
+        {"usual": "00:04:00"},
+        [],
+        "the time limit of partition gpu for jobs without --time, 4 min, leaves no time to work",
+    ),
+    "no tokenizer": ({}, ["data.tokenizer=no.model"], "data.tokenizer = '.*/no.model': there is no such file"),
+    "no corpus": ({}, ["data.train=nowhere"], "data.train = '.*/nowhere': there is no such file or folder"),
+    "something else": ({}, ["data.train=corpora"], "data.train = '.*/corpora': no corpus of `megatfm prep`.*manifest"),
+    "no validation": ({}, ["data.validation.more=x"], "data.validation.more = '.*/x': there is no such file"),
+    "no weights": ({}, ["train.init_from=x"], "train.init_from = '.*/x': there is no such file or folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_fail_after_the_wait_is_refused_before(
+    fake_slurm: FakeSlurm, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, words, reason = REFUSED[case]
+    partition(fake_slurm, **settings)
+    with pytest.raises(UsageError, match=reason):
+        launch("--slurm", *words)
+    assert not any(call.startswith("sbatch") for call in fake_slurm.calls)
+    assert not (folder / "runs").exists()
+    assert launch("--slurm", "--dry-run", *words) == 0
+    assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path) -> None:
+    for word in ("read.folder=nowhere", "tokenizer.file=nowhere"):
+        key, _, value = word.partition("=")
+        with pytest.raises(UsageError, match=f"{key} = '.*/{value}': there is no such file"):
+            launch("--slurm", "--prep", f"read.folder={folder}", word, config="quickstart-data")
+
+
+def test_what_is_merely_worth_knowing_is_a_note(
+    fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partition(fake_slurm, longest="UNLIMITED", state="DOWN")
+    assert launch("--slurm", "--time", "6") == 0
+    said = capsys.readouterr().err
+    assert "note: partition gpu is closed (DOWN): the job waits until it opens" in said
+    assert "note: 60 s are left to start and to train before the job is told to save" in said
+    (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
+    assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
+    assert "note: data.train = '/in/the/image': there is no such file or folder; let it be in" in (
+        capsys.readouterr().err
+    )
+
+
+def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> None:
+    fake_slurm.fail("scontrol-show", "slurm_load_partitions error: Unable to contact slurm controller\n")
+    fake_slurm.answer("sbatch", "12\n")
+    assert launch("--slurm", "--time", "30-00") == 0
+
+
+# ---------------------------------------------------------------------------------------- flags, and from Python
+
+
+def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--mem=480G",
+        "--exclude=n[1-2],n9",
+        "--nodelist",
+        "n3",
+        "--reservation",
+        "us",
+        "--begin",
+        "now+2hours",
+    ]
+    more = [
+        "--dependency",
+        "afterok:4711?afterany:12",
+        "--sbatch=--mail-type=FAIL,END",
+        "--sbatch=--exclusive",
+    ]
+    assert launch("--slurm", "--dry-run", "--chain", "2", *words, *more) == 0
+    script = capsys.readouterr().out.replace("'", "")
+    for line in (
+        *("--mem=480G", "--exclude=n[1-2],n9", "--nodelist=n3", "--reservation=us", "--begin=now+2hours"),
+        *("--mail-type=FAIL,END", "--exclusive", "--dependency=afterok:4711?afterany:12,singleton"),
+    ):
+        assert script.count(f"#SBATCH {line}\n") == 1, line
+    assert script.count("--dependency") == 1, "of two, sbatch would take the last"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--begin", "$(touch owned)"], "no option of sbatch"),
+        (["--sbatch=mail-type=FAIL"], "no option of sbatch"),
+        (["--sbatch=--comment=a b"], "no option of sbatch"),
+        (["--sbatch=--x\n#SBATCH --wrap=y"], "no option of sbatch"),
+        (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
+        (["--mem", "lots"], "memory = 'lots'"),
+    ],
+)
+def test_options_that_can_not_be(words: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        launch("--slurm", "--dry-run", *words)
+    with pytest.raises(UsageError, match="only with --slurm"):
+        launch("--nproc", "1", *words)
+
+
+def test_from_python(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    run = submit("quickstart", "train.steps=77", nodes=2, chain=2, sbatch=["--exclusive", "--mail-type=FAIL"])
+    assert run.folder == folder / "runs" / "quickstart"
+    script = (run.folder / "slurm" / "pretrain.sbatch").read_text()
+    assert "#SBATCH --exclusive\n#SBATCH --mail-type=FAIL\n" in script
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    assert (run.state.word, run.progress.steps) == ("RUNNING", 77)
+    with pytest.raises(TimeoutError, match=r"runs/quickstart: still RUNNING after 0\.1 s: job 12, n1"):
+        run.wait(timeout=0.1, every=0.05)
+    assert Submitted(run.folder).cancel() == "cancelled job 12", "the stand-in gives both links one number"
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=12 JobState=CANCELLED ExitCode=0:15\n")
+    assert run.wait(every=0.05).word == "CANCELLED"
+    for flags, reason in (
+        ({"node": 2}, "--node=2: no flag for a job"),
+        ({"nproc": "two"}, "invalid int value"),
+        ({"dry_run": True}, "no flag for a job"),
+        ({"time": "tomorrow"}, "--time 'tomorrow'"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            submit("quickstart", **flags)

@@ -138,6 +138,57 @@ def test_after_the_job_has_left_the_queue(
     assert found.seconds_left is None
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("JobHeldUser", "it is held: `scontrol release 7` lets it go on"),
+        ("launch failed requeued held", "a node could not start it, so SLURM holds it: `scontrol release 7`"),
+        (
+            "PartitionTimeLimit",
+            "its time limit is above the partition's: cancel it, and",
+        ),
+        ("PartitionDown", "the partition is closed"),
+        ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
+    ],
+)
+def test_what_no_waiting_mends_is_told_with_the_way_out(
+    make: Make, fake_slurm: FakeSlurm, reason: str, advice: str
+) -> None:
+    run = make(launcher="slurm", jobs=["7"])
+    fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
+    assert look(run).state.detail.startswith(f"job 7, {reason}: {advice}")
+    fake_slurm.answer("squeue", "PENDING|Priority|\n")
+    assert look(run).state.detail == "job 7, Priority"
+
+
+def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: Make, fake_slurm: FakeSlurm) -> None:
+    run = make(launcher="slurm", jobs=["7"])
+    fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
+    made = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
+    (run / "restarts.json").write_text(dump([made]))
+    assert (look(run).state.word, look(run).state.detail) == ("STOPPED", "job 7: stopped by USR1")
+
+
+def test_how_far_an_array_is(make: Make, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make("made.jobs", steps=0, launcher="slurm", kind="prep", jobs=["7"], array=8)
+    (run / "config.toml").unlink()
+    work = run.with_name("made") / ".work"
+    work.mkdir(parents=True)
+    for part in ("clean.00000", "clean.00001", "clean", "encode-train.00000", "encode-train.00003"):
+        (work / f"{part}.json").touch()
+        os.utime(work / f"{part}.json", (1, 2 if part.startswith("encode") else 1))
+    fake_slurm.answer("squeue", "RUNNING|None|n1\nRUNNING|None|n2\nPENDING|Resources|\nPENDING|Resources|\n")
+    _, said = megatfm("status", "runs/made.jobs", capsys=capsys)
+    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in said
+    assert "work        encode-train: 2 parts done\n" in said
+    fake_slurm.answer("squeue", "")
+    fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
+    found = look(run)
+    assert (found.state.word, "the corpus is not finished" in found.state.detail) == ("FAILED", True)
+    (run.with_name("made") / "prep.json").touch()
+    assert (look(run).state.word, look(run).work) == ("DONE", "the corpus is finished")
+
+
 def test_sacct_is_asked_where_there_is_one(make: Make, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     for command in ("squeue", "scontrol-show"):

@@ -1,0 +1,44 @@
+"""How far a preparation is, from what it leaves in the corpus that it makes. No torch."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from launchers.files import launched
+from launchers.job import State
+
+_PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
+
+
+def is_preparation(run: Path) -> bool:
+    return launched(run).get("kind") == "prep"
+
+
+def corpus_of(run: Path) -> Path:
+    """What a preparation makes: its own folder lies beside that, as NAME.jobs."""
+    return run.with_name(run.name.removesuffix(".jobs"))
+
+
+def believed(run: Path, state: State) -> State:
+    """The state of a preparation's jobs, or what the corpus says: only its prep.json tells that all is done."""
+    if (corpus_of(run) / "prep.json").is_file():
+        return replace(state, word="DONE") if state.is_over else state
+    if state.is_over and state.word in ("COMPLETED", "DONE", "GONE"):
+        return State("FAILED", f"{state.detail}; the corpus is not finished: start the same command again")
+    return state
+
+
+def work_done(run: Path) -> str:
+    """The stage at which a preparation is, and how many of its parts are done; nothing where there is none."""
+    if (corpus_of(run) / "prep.json").is_file():
+        return "the corpus is finished"
+    parts: dict[str, int] = {}
+    newest = 0.0, ""
+    try:
+        for path in (corpus_of(run) / ".work").iterdir():
+            if match := _PART.fullmatch(path.name):
+                parts[match[1]] = parts.get(match[1], 0) + 1
+                newest = max(newest, (path.stat().st_mtime, match[1]))
+    except OSError:  # not begun, or finished at this moment
+        return ""
+    return f"{newest[1]}: {parts[newest[1]]} parts done" if newest[1] else ""

@@ -1,0 +1,137 @@
+"""What would fail only after the wait in the queue, or once ranks have started: found before, without torch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from launchers import scheduler
+from launchers.fit import misfit, most_nodes
+from launchers.job import Job
+from launchers.site import Site
+from megatfm.config import Config
+from megatfm.config.prep import PrepConfig
+
+START_SECONDS = 120
+"""What a start takes, and by how much SLURM may signal too early (a minute)."""
+
+
+def problems(job: Job, site: Site | None) -> Iterator[str]:
+    """Why a job must not be started, a line each. site: of a SLURM job."""
+    if job.kind == "train" and (problem := _misfit(job, site is not None)):
+        yield problem
+    if site is None or not site.container:
+        yield from missing_paths(job)
+    if site:
+        yield from _no_time(job, site)
+
+
+def notes(job: Job, site: Site) -> Iterator[str]:
+    """What a SLURM job will meet, and its user may want."""
+    if site.container:
+        for problem in missing_paths(job):
+            yield f"{problem}; let it be in the container"
+    partition = scheduler.partition(site.partition)
+    if partition and partition.state != "UP":
+        yield (
+            f"partition {partition.name} is closed ({partition.state}): the job waits until it opens; `sinfo` shows "
+            "others, for --partition"
+        )
+    limit, _ = _limit(job, partition)
+    if limit is not None and job.kind != "evaluate" and 0 < limit - site.stop_seconds < START_SECONDS:
+        yield (
+            f"{limit - site.stop_seconds} s are left to start and to train before the job is told to save, "
+            f"{site.stop_seconds} s ahead of its time limit: give more --time, or lower stop_seconds in the site file"
+        )
+
+
+def _no_time(job: Job, site: Site) -> Iterator[str]:
+    """A job that SLURM would take and never start, or tell to stop as soon as it starts."""
+    partition = scheduler.partition(site.partition)
+    limit, whose = _limit(job, partition)
+    if limit is None:
+        return
+    if partition and partition.longest is not None and limit > partition.longest:
+        yield (
+            f"--time {job.time_limit} is above the limit of partition {partition.name}, {_minutes(partition.longest)}: "
+            "the job would wait for ever; give less (a run goes on in the next job), or another --partition"
+        )
+    if job.kind != "evaluate" and limit <= site.stop_seconds:
+        yield (
+            f"{whose} leaves no time to work: the job is told to save {site.stop_seconds} s ahead of its limit "
+            f"(stop_seconds in the site file): give more than {_minutes(site.stop_seconds)}, or lower stop_seconds"
+        )
+
+
+def _limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
+    """The time limit of a job in seconds, if there is one, and what sets it."""
+    if job.time_limit is not None:
+        return scheduler.seconds(job.time_limit), f"--time {job.time_limit}"
+    if partition is None or partition.usual is None:
+        return None, ""
+    usual = partition.usual
+    return usual, f"the time limit of partition {partition.name} for jobs without --time, {_minutes(usual)},"
+
+
+def _minutes(seconds: int) -> str:
+    return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
+
+
+def missing_paths(job: Job) -> Iterator[str]:
+    """Files and folders that a config names and that are not there. URLs are not looked up."""
+    for key, path, inside in _paths(job):
+        place = Path(path)
+        if "://" in path or (place / inside).exists():
+            continue
+        if place.exists():
+            yield f"{key} = {path!r}: no corpus of `megatfm prep` or `megatfm data index`: it has no {inside}"
+        else:
+            yield f"{key} = {path!r}: there is no such file or folder"
+
+
+def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Key, path, and what a folder must hold."""
+    config = job.resolved
+    if isinstance(config, PrepConfig):
+        given = {"read.folder": config.read.folder, "tokenizer.file": config.tokenizer.file}
+        yield from ((key, path, "") for key, path in given.items() if path)
+        for number, step in enumerate(config.steps):
+            named = [*([step.file] if hasattr(step, "file") else []), *getattr(step, "against", ())]
+            yield from ((f"steps[{number}]", path, "") for path in named)
+        return
+    data = config.data
+    for name, path in data.validation.items():
+        yield f"data.validation.{name}", path, "manifest.json"
+    if job.kind == "evaluate":
+        return
+    if data.train:
+        yield "data.train", data.train, "manifest.json"
+    for name, source in data.mixture.items():
+        yield f"data.mixture.{name}.path", source.path, "manifest.json"
+    yield "data.tokenizer", data.tokenizer, ""
+    if config.train.init_from:
+        yield "train.init_from", config.train.init_from, ""
+
+
+def _misfit(job: Job, on_nodes: bool) -> str | None:
+    """What the layout and the batch make impossible; None if the run fits some of its numbers of nodes."""
+    assert isinstance(job.resolved, Config)
+    counts = range(job.nodes, job.most_nodes + 1)
+    if most_nodes(job.resolved, counts, job.processes_per_node) is not None:
+        return None
+    why = misfit(job.resolved, job.processes)
+    where = f"{job.nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.processes} processes"
+    return f"the run does not fit {where}: {why}{_fitting(job, job.resolved, on_nodes)}"
+
+
+def _fitting(job: Job, config: Config, on_nodes: bool) -> str:
+    """Numbers of nodes or processes near the wanted one that would do."""
+    each, wanted = (job.processes_per_node, job.most_nodes) if on_nodes else (1, job.processes)
+    near: Iterator[int] = (
+        count
+        for distance in range(1, 64)
+        for count in (wanted - distance, wanted + distance)
+        if count > 0 and misfit(config, count * each) is None
+    )
+    found = next(near, None)
+    if found is None:
+        return "; change the layout or the batch"
+    return f"; it would fit on {found} {'nodes' if on_nodes else 'processes'}"
