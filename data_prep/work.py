@@ -216,7 +216,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         value: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MegatfmError(
             f"{path}: can't be read ({error}): delete {path.parent} and prepare again"
         ) from error

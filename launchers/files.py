@@ -34,7 +34,7 @@ def read_json(path: Path, default: Any) -> Any:
     """What a JSON file holds; `default` where it is missing, unreadable or damaged."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return default
 
 
@@ -85,7 +85,7 @@ def last_records(path: Path, count: int) -> list[dict[str, Any]]:
             break
         try:
             record = json.loads(line)
-        except ValueError:  # torn by a kill
+        except (ValueError, RecursionError):  # torn by a kill
             continue
         if isinstance(record, dict):
             records.append(record)

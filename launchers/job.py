@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from megatfm.config import Config
+from megatfm.config.base import check_path
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
@@ -41,6 +42,7 @@ class Job:
     chain: int = 1
 
     def __post_init__(self) -> None:
+        check_path(self.run_dir)
         if not NAME.fullmatch(self.name):
             raise UsageError(
                 f"job name {self.name!r}: use up to 100 letters, digits, '.', '_' and '-', for example my-run"

@@ -17,6 +17,7 @@ from launchers.queue import alive, evaluations_of
 from launchers.restarts import Restarts
 from launchers.site import Site
 from launchers.slurm import Slurm
+from megatfm.config.base import check_path
 from megatfm.errors import UsageError
 
 SPEED_STEPS = 50
@@ -59,7 +60,7 @@ def check_run(path: Path) -> Path:
     """The run directory that a user names. Raises UsageError where there is none."""
     if not is_run(path):
         raise UsageError(f"{path}: not a run directory: give one such as runs/quickstart")
-    return path.absolute()
+    return check_path(path.absolute())
 
 
 def is_run(path: Path) -> bool:

@@ -47,7 +47,7 @@ def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]
     in common. Raises BadFileError where the tar can't be read on."""
     last = "the first member"
     try:
-        with opened(path) as file, tarfile.open(fileobj=_Ending(file), mode="r|", tarinfo=_Member) as tar:
+        with opened(path) as file, tarfile.open(fileobj=_Ending(file), mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last = key

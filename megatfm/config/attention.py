@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Rate, Section, by_name
+from megatfm.config.base import WIDEST, Rate, Section, by_name
 
 
 class FullPatternConfig(Section):
@@ -38,9 +38,9 @@ class AttentionSection(Section):
     name: str
     pattern: PatternConfig = FullPatternConfig()
     """What a query sees: a pattern's name, or a section with its options."""
-    n_heads: PositiveInt = Field(examples=[4])
+    n_heads: PositiveInt = Field(examples=[4], le=WIDEST)
     """Number of query heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: PositiveInt | None = Field(default=None, le=WIDEST)
     """Width of a head; left out, `d_model / n_heads`."""
     dropout: Rate = 0.0
     """Dropout of attention probabilities."""
@@ -64,7 +64,7 @@ class HeadsAttentionConfig(ScaledAttention):
     """Query heads that share key and value heads in groups: MHA, GQA and MQA (Ainslie et al. 2023)."""
 
     name: Literal["heads"] = "heads"
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: PositiveInt | None = Field(default=None, le=WIDEST)
     """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys."""
@@ -81,13 +81,13 @@ class LatentAttentionConfig(ScaledAttention):
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1)."""
 
     name: Literal["latent"] = "latent"
-    kv_rank: PositiveInt = Field(examples=[512])
+    kv_rank: PositiveInt = Field(examples=[512], le=WIDEST)
     """Width of the latent from which keys and values are made."""
-    q_rank: PositiveInt | None = None
+    q_rank: PositiveInt | None = Field(default=None, le=WIDEST)
     """Width of the queries' latent; left out, queries are projected directly."""
-    rope_dim: PositiveInt = Field(examples=[64])
+    rope_dim: PositiveInt = Field(examples=[64], le=WIDEST)
     """Channels of a head that carry the position, their keys shared by all heads."""
-    v_dim: PositiveInt | None = None
+    v_dim: PositiveInt | None = Field(default=None, le=WIDEST)
     """Width of a head's values; left out, `head_dim`."""
 
 

@@ -14,6 +14,10 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 """A probability of dropping something."""
 
 
+WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
+"""Of a model: far above any that was ever trained, and far below what hangs or overflows where it is made."""
+
+
 class Section(BaseModel):
     """One section of a config file: immutable, and every key is known."""
 
@@ -114,6 +118,15 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
 PathStr = Annotated[str, BeforeValidator(_resolve)]
 """A path, made absolute on loading: relative to the config file, or to the current directory when it comes
 from the command line or from a preset. URLs are left alone."""
+
+
+def check_path(path: Path) -> Path:
+    """A run directory as it is; raises UsageError if its name is no UTF-8, which logs and configs are written in."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{str(path)!r}: a run directory's path must be UTF-8: choose another") from None
+    return path
 
 
 def by_name(*known: type[Section], other: type[Section]) -> BeforeValidator:

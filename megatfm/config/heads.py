@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
 
-from megatfm.config.base import Section, by_name
+from megatfm.config.base import WIDEST, Section, by_name
 
 
 class SentenceHeadConfig(Section):
     """Classes of whole sequences, told from the first token through a tanh pooler (BERT, ALBERT)."""
 
     name: Literal["sentence"] = "sentence"
-    classes: PositiveInt = 2
+    classes: PositiveInt = Field(default=2, le=WIDEST)
     """How many."""
 
 

@@ -41,8 +41,8 @@ def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence
     path, is_preset = find_config(path_or_preset)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, lists in lists
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
     for override in overrides:
@@ -109,6 +109,8 @@ def _parse(text: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return FromCommandLine(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"override …={text[:40]}…: {error}") from None
     return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
 
 
@@ -138,7 +140,9 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
-    return f"{key} = {given!r}: {message[0].lower()}{message[1:]}{_example(section, place[-1])}{more}"
+    shown = repr(given)
+    shown = f"{shown[:80]}…" if len(shown) > 100 else shown
+    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place[-1])}{more}"
 
 
 def _walk(

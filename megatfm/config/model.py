@@ -5,7 +5,7 @@ from typing import Any, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatfm.config.attention import AttentionConfig
-from megatfm.config.base import Rate, Section, nested
+from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
     EmbeddingConfig,
@@ -29,21 +29,21 @@ class ModelConfig(Section):
 
     family: str = "decoder"
     """decoder, encoder, encoder_decoder, xlnet, electra or discriminator (ELECTRA's, alone)."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: PositiveInt | None = Field(default=None, le=WIDEST)
     """Rows of the embedding; left out, the tokenizer's size."""
-    d_model: PositiveInt = Field(examples=[256])
+    d_model: PositiveInt = Field(examples=[256], le=WIDEST)
     """Width of the residual stream."""
-    n_layers: PositiveInt = Field(examples=[4])
+    n_layers: PositiveInt = Field(examples=[4], le=DEEPEST)
     """Number of blocks, of the decoder in an encoder-decoder."""
-    n_encoder_layers: PositiveInt | None = None
+    n_encoder_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
     """Number of blocks of an encoder-decoder's encoder; left out, `n_layers`."""
-    distinct_layers: PositiveInt | None = None
+    distinct_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
     """Blocks with weights of their own, each used for a run of neighbouring layers (ALBERT: 1); left out, all."""
     dropout: Rate = 0.0
     """Dropout of the embeddings and of what sublayers add to the residual stream."""
     drop_path: Rate = 0.0
     """Stochastic depth: probability of skipping a sublayer of the last block, rising linearly from 0."""
-    future_tokens: NonNegativeInt = 0
+    future_tokens: NonNegativeInt = Field(default=0, le=DEEPEST)
     """Heads that predict tokens beyond the next one (Gloeckle et al. 2024), each one block."""
 
     blocks: tuple[str, ...] = ()

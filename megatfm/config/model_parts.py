@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatfm.config.base import Rate, Section, by_name
+from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, by_name
 
 NORM_AFTER = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs none at its end."""
@@ -14,7 +14,7 @@ class DenseFFNConfig(Section):
     """One feed-forward network, which all tokens go through."""
 
     name: Literal["dense"] = "dense"
-    d_ff: PositiveInt = Field(examples=[1024])
+    d_ff: PositiveInt = Field(examples=[1024], le=WIDEST)
     """Inner width."""
     activation: str = "swiglu"
     """Activation."""
@@ -82,11 +82,11 @@ class EmbeddingSection(Section):
     """What every embedding has."""
 
     name: str
-    dim: PositiveInt | None = None
+    dim: PositiveInt | None = Field(default=None, le=WIDEST)
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
     scale: PositiveFloat = 1.0
     """Factor on the token embeddings."""
-    n_segments: NonNegativeInt = 0
+    n_segments: NonNegativeInt = Field(default=0, le=WIDEST)
     """Rows of the segment embedding; 0: none."""
     norm: bool = False
     """A norm on the sum of the embeddings."""
@@ -208,18 +208,18 @@ InitConfig = Annotated[
 class GeneratorConfig(Section):
     """The generator of an ELECTRA pair; everything else is as in the discriminator."""
 
-    d_model: PositiveInt = Field(examples=[64])
+    d_model: PositiveInt = Field(examples=[64], le=WIDEST)
     """Width of the generator."""
-    n_heads: PositiveInt = Field(examples=[1])
+    n_heads: PositiveInt = Field(examples=[1], le=WIDEST)
     """Attention heads of the generator."""
-    d_ff: PositiveInt = Field(examples=[256])
+    d_ff: PositiveInt = Field(examples=[256], le=WIDEST)
     """Inner width of the generator's feed-forward network."""
-    n_layers: PositiveInt | None = None
+    n_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
     """Blocks of the generator; left out, as many as in the discriminator."""
 
 
 class MuPConfig(Section):
     """Maximal update parametrisation (Yang et al. 2022, table 8): hyperparameters tuned at a base width carry over."""
 
-    base_width: PositiveInt = Field(examples=[256])
+    base_width: PositiveInt = Field(examples=[256], le=WIDEST)
     """The d_model at which learning rate and init.std were chosen."""

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import PathStr, Section
+from megatfm.config.base import LONGEST, WIDEST, PathStr, Section
 from megatfm.config.data import DataConfig as DataConfig
 
 
@@ -13,7 +13,7 @@ class ParallelConfig(Section):
 
     engine: str = Field(default="native", min_length=1)
     """Who carries out the steps: "native", or the name of a plugin's engine."""
-    dp_replicate: PositiveInt = 1
+    dp_replicate: PositiveInt = Field(default=1, le=WIDEST)
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Data-parallel ranks over which a ZeRO stage shards; -1: all that are left."""
@@ -22,11 +22,11 @@ class ParallelConfig(Section):
     accumulate: Literal["whole", "shards"] = "whole"
     """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
     reduced after each micro-batch: less memory, more traffic."""
-    tp: PositiveInt = 1
+    tp: PositiveInt = Field(default=1, le=WIDEST)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
-    pp: PositiveInt = 1
+    pp: PositiveInt = Field(default=1, le=WIDEST)
     """Pipeline ranks, each with its share of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
     """Order in which pipeline ranks take micro-batches forward and backward."""
@@ -34,9 +34,9 @@ class ParallelConfig(Section):
     """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
     cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
-    cp: PositiveInt = 1
+    cp: PositiveInt = Field(default=1, le=WIDEST)
     """Context-parallel ranks (reserved: only 1 yet)."""
-    ep: PositiveInt = 1
+    ep: PositiveInt = Field(default=1, le=WIDEST)
     """Expert-parallel ranks (reserved: only 1 yet)."""
 
     @model_validator(mode="after")
@@ -84,13 +84,13 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """The run: how long, in what batches, from what seed, on what."""
 
-    steps: PositiveInt = Field(examples=[1000])
+    steps: PositiveInt = Field(examples=[1000], le=2**53)
     """Optimizer steps."""
-    global_batch: PositiveInt = Field(examples=[32])
+    global_batch: PositiveInt = Field(examples=[32], le=LONGEST)
     """Rows per step, over all ranks."""
-    micro_batch: PositiveInt = Field(examples=[8])
+    micro_batch: PositiveInt = Field(examples=[8], le=LONGEST)
     """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = Field(default=0, le=2**63 - 1)
     """Seed of initial weights and of the sample order."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of the model; weights and optimizer stay in float32 under bf16 and fp16, whose loss is scaled as its

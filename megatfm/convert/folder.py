@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MegatfmError(f"{path}: can't read it: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MegatfmError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise MegatfmError(f"{path}: not a JSON object")

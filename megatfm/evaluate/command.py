@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +83,8 @@ def evaluate_run(
         )
     source = find_checkpoint(run_dir)
     state = checkpoint.read_state(source)
+    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
     with bootstrap.joined(device=config.train.device) as rank:
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         corpora = open_corpora(config, tokenizer)

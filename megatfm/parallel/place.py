@@ -15,6 +15,7 @@ FIRST_PORT, N_PORTS = 12_000, 20_000
 
 # Rank, world size and local rank as the two families of mpirun tell them (Intel MPI is of MPICH's).
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 
@@ -51,6 +52,7 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks, rather than only the helper that started it."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return False
+    _numbers(environment, "SLURM_PROCID")
     if "OMPI_COMM_WORLD_RANK" in environment:
         return False
     pmi = environment.get("PMI_SIZE", environment.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -59,10 +61,11 @@ def _is_step(environment: Mapping[str, str]) -> bool:
 
 def _from_torchrun(environment: Mapping[str, str]) -> Place:
     rank, world_size = _numbers(environment, "RANK", "WORLD_SIZE")
+    _numbers(environment, *(name for name in LOCAL if name in environment))
     if world_size == 1:
         return Place("torchrun")
     (local_rank,) = _numbers(environment, "LOCAL_RANK")
-    (port,) = _numbers(environment, "MASTER_PORT")
+    port = _port(environment)
     return Place("torchrun", rank, world_size, local_rank, _text(environment, "MASTER_ADDR"), port)
 
 
@@ -72,8 +75,17 @@ def _from_srun(environment: Mapping[str, str]) -> Place:
     )
     job, step = _numbers(environment, "SLURM_JOB_ID", "SLURM_STEP_ID")
     address = environment.get("MASTER_ADDR") or _head_node(_text(environment, "SLURM_STEP_NODELIST"))
-    port = environment.get("MASTER_PORT") or str(FIRST_PORT + (31 * job + step) % N_PORTS)
-    return Place("srun", rank, world_size, local_rank, address, int(port))
+    port = _port(environment) if environment.get("MASTER_PORT") else FIRST_PORT + (31 * job + step) % N_PORTS
+    return Place("srun", rank, world_size, local_rank, address, port)
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    (port,) = _numbers(environment, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise UsageError(
+            f"MASTER_PORT={port} in the environment: ports are 1 to 65535: set another, or unset it"
+        )
+    return port
 
 
 def _head_node(nodes: str) -> str:
@@ -96,9 +108,9 @@ def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
     values = []
     for name in names:
         text = _text(environment, name)
-        if not text.isdecimal():
+        if not (text.isascii() and text.isdecimal() and len(text) < 16):
             raise UsageError(
-                f"{name}={text!r} in the environment is not a number: unset it or mend the launcher"
+                f"{name}={text[:40]!r} in the environment is not a number: unset it or mend the launcher"
             )
         values.append(int(text))
     if len(values) > 1 and names[0].endswith(("RANK", "PROCID")) and values[0] >= values[1]:

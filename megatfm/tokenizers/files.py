@@ -70,7 +70,7 @@ def _is_hugging_face(data: bytes) -> bool:
     """Whether this is the tokenizers library's tokenizer.json, not the facts that prep leaves beside a model."""
     try:
         values = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return True  # the library's reader says best what is wrong
     return not (isinstance(values, dict) and "blake3" in values and "model" not in values)
 

@@ -193,7 +193,7 @@ def _named(config: bytes | None, name: str) -> dict[str, str]:
     try:
         values = json.loads(config) if config else {}
         tokens = {role: values.get(f"{role}_token") for role in ROLES}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
     texts = {
         role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()

@@ -50,7 +50,7 @@ class Line:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 

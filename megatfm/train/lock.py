@@ -125,7 +125,7 @@ def _read(file: int) -> dict[str, Any]:
     """Who holds it, or held it last and died; nothing where it was given back."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
-    except ValueError:  # empty, or torn by a kill
+    except (ValueError, RecursionError):  # empty, or torn by a kill
         return {}
     return holder if isinstance(holder, dict) and {"host", "pid"} <= holder.keys() else {}
 

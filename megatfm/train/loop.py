@@ -66,7 +66,8 @@ def train(config: Config) -> int:
                 wanted = found.state["precision"]
             watch.tick(0, "start")
             precision = choose_precision(wanted, rank.device)
-            engine = build_engine(config, mesh, rank.device, precision)
+            with explained(run.folder, rank.rank):
+                engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
             watch.tick(0, "start")
             trainer.restore(found)

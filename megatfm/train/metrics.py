@@ -142,7 +142,7 @@ def _rewind(path: Path, first_step: int) -> None:
     for line in old.splitlines(keepends=True):
         try:
             step = int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
             continue
         if not line.endswith(b"\n"):

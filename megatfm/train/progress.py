@@ -39,7 +39,7 @@ def _count(run: Run, agent: str, restarts: int, step: int) -> int:
         before = json.loads(path.read_bytes())
         if (before["agent"], before["step"]) == (agent, step):
             first = int(before["restarts"])
-    except (OSError, ValueError, TypeError, KeyError):  # none, or not what was written here
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or not what was written here
         pass
     # An agent that was started anew counts from 0 again, under the same name if the user gave one.
     if first is None or first > restarts:

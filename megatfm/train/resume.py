@@ -40,6 +40,22 @@ class Found:
     state: Mapping[str, Any]
     held: Held | None = None
 
+    def __post_init__(self) -> None:
+        """Raise MegatfmError for a state that no run of ours has written, though its hash may be right."""
+        data = self.state.get("data")
+        counts = {
+            "step": self.state.get("step"),
+            "tokens": self.state.get("tokens"),
+            "data.position": data.get("position") if isinstance(data, Mapping) else None,
+        }
+        for key, value in counts.items():
+            if type(value) is not int or value < 0:
+                raise MegatfmError(
+                    f"{self.path}: not a checkpoint of a run: its {key} is {value!r:.80}, no number that can be"
+                )
+        if not isinstance(self.state.get("precision"), str):
+            raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
+
     @property
     def step(self) -> int:
         return int(self.state["step"])

@@ -11,6 +11,7 @@ from typing import Self
 
 from megatfm import __version__, tokenizers
 from megatfm.config import Config, to_toml
+from megatfm.config.base import check_path
 from megatfm.errors import MegatfmError
 from megatfm.train import machine
 from megatfm.train.agree import told_by_rank_0
@@ -22,7 +23,7 @@ from megatfm.train.trouble import DECISIONS, Decisions
 
 def run_folder(config: Config) -> Path:
     """Where a config's run lives."""
-    return Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name
+    return check_path(Path(config.run_dir) if config.run_dir else Path.cwd() / "runs" / config.name)
 
 
 def environment() -> dict[str, str]:

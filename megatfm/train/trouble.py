@@ -177,7 +177,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if record.pop("check") != _check(record):
                 raise ValueError
             records.append({"decision": record["decision"], "step": int(record["step"]), **record})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise MegatfmError(
                 f"{path}, line {number + 1}: damaged: restore or remove the file; it says which steps the run skips"
             ) from error

@@ -175,6 +175,12 @@ def exits() -> None:
     os._exit(3)
 
 
+def asks_for_too_much() -> None:
+    import torch
+
+    torch.empty(2**60, dtype=torch.uint8)
+
+
 def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatfm import checkpoint
+from megatfm.checkpoint import metadata
 from megatfm.errors import DONE, FAILED, REQUEUE
 from tests.e2e.ranks import Fault, Start
 
@@ -112,6 +113,28 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
     for rank in range(2):
         assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
     assert [line["event"] for line in again.events()] == ["started", "finished", "failed"], "no step was made"
+
+
+def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
+    run = start(fault=Fault(-1, "startup", "asks_for_too_much"))
+    assert run.wait(120) == [FAILED, FAILED]
+    said = run.said(0)
+    assert "is out of memory: it held" in said
+    assert "Traceback" not in said
+
+
+def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> None:
+    """With the right hash, as an accident never has it."""
+    first = start(*QUICK, "train.steps=4")
+    assert first.wait(120) == [DONE, DONE], first.said(0)
+    path = first.folder / "checkpoints" / "step-00000004"
+    content = metadata.read(path)
+    content.state["step"] = "four"
+    (path / metadata.FILENAME).write_bytes(metadata.encode(content))
+    again = start(*QUICK, "train.steps=8")
+    assert again.wait(120) == [FAILED, FAILED]
+    assert f"{path}: not a checkpoint of a run: its step is 'four'" in again.said(0)
+    assert "Traceback" not in again.said(0)
 
 
 IMPATIENT = """

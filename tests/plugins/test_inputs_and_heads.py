@@ -64,7 +64,9 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     still = {one.name for one in found.gradients if one.norm == 0}
     if plugin == "labels":
         assert {name for name in still if not name.endswith("bias")} == {
-            name for name in moved | still if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))
+            name
+            for name in moved | still
+            if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))
         }
         assert "topic.classifier.weight" in moved
     else:
@@ -107,7 +109,7 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
 
 
 def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, workers: Workers) -> None:
-    texts = [f"{'ab cd ef gh ij'.split()[n % 5]} " * (3 + n % 40) for n in range(200)]
+    texts = [f"{['ab', 'cd', 'ef', 'gh', 'ij'][n % 5]} " * (3 + n % 40) for n in range(200)]
     (tmp_path / "tokenizer.model").write_bytes(tokenizers.train_sentencepiece(texts, vocab_size=300))
     tokenizer = tokenizers.load(tmp_path / "tokenizer.model")
     with ShardWriter(tmp_path / "topics", tokenizer_hash=tokenizer.hash, token_dtype="uint16") as out:

@@ -35,6 +35,10 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.attention.n_kv_heads=true", "model.attention: n_kv_heads = true: this is a number: write one"),
         ("optimizer.eps=true", "optimizer: eps = true: this is a number: write one"),
         ("train.compile=perhaps", "train.compile = 'perhaps': input should be a valid boolean, "),
+        # sizes that would hang or overflow where the model is made
+        ("model.d_model=1000000000000000000", "model.d_model = 1000000000000000000: input should be less than or eq"),
+        ("model.n_layers=1000000000", "model.n_layers = 1000000000: input should be less than or equal to 16384"),
+        (f"train.steps={'9' * 4000}", f"train.steps = {'9' * 80}…: input should be less than or equal to"),
         ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
         ("model=7", "model = 7: input should be a valid dictionary"),
         ("plugins=mine", "plugins = 'mine': input should be a valid list; the default is []"),
@@ -187,3 +191,16 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config("quickstrat")
     with pytest.raises(UsageError, match="no such config file or preset"):
         load_config(tmp_path)  # a folder, but no run directory
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("9" * 5000, "Exceeds the limit (4300 digits)"), ("[" * 5000, "recursion depth")]
+)
+def test_what_toml_itself_can_not_take(
+    load: Callable[..., Config], file: Path, value: str, reason: str
+) -> None:
+    assert reason in mistake(load, f"train.steps={value}")
+    file.write_text(f"name = {value}\n")
+    said = mistake(load)
+    assert said.startswith(f"{file}: not valid TOML: ")
+    assert reason in said

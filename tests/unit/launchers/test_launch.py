@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from launchers import Job, Local, Mpi, add_arguments, main
+from launchers.files import last_records, read_json
 from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
 
@@ -224,6 +225,20 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
 def test_flags_that_do_not_go_together(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         launch(*words, "--dry-run")
+
+
+def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = folder / os.fsdecode(b"\xff")
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    with pytest.raises(UsageError, match="a run directory's path must be UTF-8"):
+        launch("--nproc", "1")
+
+
+def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text("[" * 100_000)
+    assert read_json(tmp_path / "launch.json", "nothing") == "nothing"
+    assert last_records(tmp_path / "launch.json", 1) == []
 
 
 def test_processes_of_a_job() -> None:

@@ -60,6 +60,14 @@ def test_launchers_are_told_apart(environment: dict[str, str], place: Place) -> 
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment is not a number"),
         ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4: ranks are 0 to 3"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment: ports are 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "ports are 1 to 65535"),
+        ({"RANK": "9" * 5000}, "RANK='9999"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two'"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"},
+            "LOCAL_RANK='x' in the environment is not a number",
+        ),
     ],
 )
 def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None:
@@ -67,6 +75,21 @@ def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None
         find_place(TORCHRUN | change)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_PROCID": "first"}, "SLURM_PROCID='first' in the environment is not a number"),
+        ({"SLURM_PROCID": "first", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_PROCID='first'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
+        ({"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
+    ],
+)
+def test_what_srun_and_a_user_made_of_it_is_one_line(change: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        find_place(STEP | change)
+    assert words in str(error.value)
 
 
 def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:

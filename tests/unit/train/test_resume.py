@@ -179,7 +179,7 @@ def find(folder: Path) -> str:
 def save(folder: Path, step: int) -> Path:
     import torch
 
-    return checkpoint.save(folder, step, {"w": torch.ones(2)}, {"step": step})
+    return checkpoint.save(folder, step, {"w": torch.ones(2)}, {**state(), "step": step})
 
 
 def test_all_ranks_find_the_same(workers: Workers, tmp_path: Path) -> None:
@@ -253,3 +253,17 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
     assert resume.elsewhere(resume.Found(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
     assert resume.elsewhere(resume.Found(PATH, before), HERE) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("step", "five"), ("step", None), ("step", -1), ("tokens", 1.5), ("tokens", True)],
+        *[("data.position", []), ("precision", 3)],
+    ],
+)
+def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
+    with pytest.raises(
+        MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"
+    ):
+        resume.Found(PATH, change(state(), key, value))

@@ -15,7 +15,7 @@ import torch
 
 from megatfm import tokenizers
 from megatfm.config import Config, load_config
-from megatfm.errors import LockedError, MegatfmError
+from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.train.console import RunLog, log
 from megatfm.train.judge import Verdict
 from megatfm.train.run import Run, run_folder
@@ -78,6 +78,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def test_where_a_run_lives(tmp_path: Path, config: Config) -> None:
     assert run_folder(config) == tmp_path / "runs" / "quickstart"
     assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
+
+
+def test_a_path_that_is_no_text_is_refused(config: Config) -> None:
+    with pytest.raises(UsageError, match=r"udcff': a run directory's path must be UTF-8"):
+        run_folder(config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}))
 
 
 def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
