@@ -31,6 +31,7 @@ COMMANDS = {
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.doctor", "what this machine can run"),
+    "completion": ("megatfm.commands.completion", "a script with which bash, zsh or fish complete commands"),
     "quickstart": ("megatfm.commands.quickstart", "all of the above, once, on a small corpus"),
 }
 """Name → (module with `add_arguments(parser)` and `main(args) -> exit code`, help)."""
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    parser = build_parser(words[0] if words else None)
+    parser = build_parser(words[0] if words else "")
     args = parser.parse_args(words)
     try:
         code = args.run(args)
@@ -86,14 +87,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; with the name of one, only that one's arguments are looked up."""
+    """The parser of all commands. only: the one whose arguments are looked up; others need not even be imported."""
     parser = Parser(prog="megatfm", description="Pretrain transformers under any parallel layout.")
     parser.add_argument("--version", action="version", version=f"megatfm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (place, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if only is None or only == name or only not in COMMANDS:
+        if only in (None, name):
             module = importlib.import_module(place)
             module.add_arguments(command)
             command.set_defaults(run=module.main)

@@ -1,0 +1,81 @@
+"""The command line itself: what it imports to say what there is, and what shells complete."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatfm.cli import COMMANDS
+from megatfm.commands.completion import SHELLS, script
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "launchers", "data_prep")
+PROGRAM = """
+import sys
+from megatfm import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as left:
+    code = left.code
+found = [name for name in {heavy!r} if name in sys.modules]
+assert not found, found
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
+def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert done.returncode == code, done.stderr
+    if words == ["--help"]:
+        assert all(f"    {name}" in done.stdout for name in COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def bash_script() -> str:
+    return script("bash")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("la", ["launch"]),
+        ("launch quickst", ["quickstart", "quickstart-data"]),
+        ("launch --nproc 2 train.micro", ["train.micro_batch="]),
+        ("launch x --reserv", ["--reservation"]),
+        ("train optimizer.matrix_", ["optimizer.matrix_lr="]),
+        ("prep x read.fol", ["read.folder="]),
+        ("config sho", ["show"]),
+        ("generate --prom", ["--prompt"]),
+        ("status ru", ["runs"]),
+        ("completion f", ["fish"]),
+        ("nonsense x", []),
+    ],
+)
+def test_bash_completes(bash_script: str, tmp_path: Path, line: str, found: list[str]) -> None:
+    (tmp_path / "runs").mkdir()
+    words = ["megatfm", *line.split(" ")]
+    asks = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megatfm; echo ${{COMPREPLY[@]}}"
+    command = ["bash", "-c", f"{bash_script}\n{asks}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == found
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
+    text = bash_script if shell == "bash" else script(shell)
+    for word in (*COMMANDS, "quickstart-data", "train.global_batch="):
+        assert word in text
+    for flag in ("max-tokens", "gpus-per-node"):
+        assert (f"-l {flag}" if shell == "fish" else f"--{flag}") in text
+    if not shutil.which(shell):
+        return  # what is asserted above holds everywhere; the shell's own check where there is one
+    done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
