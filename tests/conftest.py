@@ -9,7 +9,8 @@ import pytest
 os.environ.update(
     GLOO_SOCKET_IFNAME="lo",  # whatever the machine calls itself need not resolve
     HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",  # the numbers of a single process must not depend on the machine's cores
+    # The numbers of a single process must not depend on the machine's cores; `make test-cpus` takes two threads, too.
+    OMP_NUM_THREADS=os.environ.get("MEGATFM_TEST_THREADS", "1"),
     WANDB_MODE="offline",
 )
 

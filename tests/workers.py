@@ -46,6 +46,8 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 MOST_THREADS = 60
 """A pair of connected ranks has about ten; hundreds, which nobody needs any more, once slowed everything down."""
 PR_SET_PDEATHSIG = 1
+THREADS = int(os.environ.get("MEGATFM_TEST_THREADS", "1"))
+"""Of each rank."""
 
 
 class WorkerFailure(Exception):
@@ -129,7 +131,7 @@ def clean_state(call: Call) -> Iterator[None]:
         os.environ.update(environment)
         os.chdir(folder)
         torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(1)
+        torch.set_num_threads(THREADS)
 
 
 @contextlib.contextmanager
@@ -188,7 +190,7 @@ def serve(connection: Connection, log: str) -> None:
 
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     gc.freeze()  # torch itself need not be searched after every call
     with contextlib.suppress(EOFError):
         while True:

@@ -68,9 +68,8 @@ class Staging:
     def _allocate(self, size: int, pin: bool) -> None:
         self._release()
         try:
-            memory = aligned_bytes(
-                size, BLOCK_BYTES
-            )  # by huge pages: the first copy then takes half the time
+            # In huge pages, so that the first copy takes half the time.
+            memory = aligned_bytes(size, BLOCK_BYTES)
         except MemoryError as error:
             raise MegatfmError(
                 f'no memory for a copy of what this rank saves ({size / 1e9:.2g} GB): set checkpoint.mode = "sync", '

@@ -62,8 +62,8 @@ class FullySharded:
             stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
 
     def reduce(self) -> None:
-        """Nothing where it was done in the last backward pass, after which no other stage could have one; but what
-        FSDP2 leaves anywhere in its buffers is then laid where memory begins."""
+        """Nothing where it was done in the last backward pass, after which no other stage could have one; then what
+        FSDP2 left anywhere in its buffers is laid where memory begins."""
         for stage in self._stages if self._left else ():
             # All that is asked of a torch stage: which modules, and that no gradient is to be scaled.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]

@@ -63,8 +63,8 @@ class Replicated:
             for name, shape in bucket.shapes.items():
                 first, count = bucket.rows(name, self._rank(bucket, data))
                 rows = self._parameters[name].detach()[first : first + count]
-                # Without a precision of its own, what the optimizer moves are the model's weights themselves, or rows
-                # of them that begin where memory does.
+                # Without a precision of its own, what the optimizer moves are the model's weights themselves; of a cut,
+                # rows that don't begin where memory does are moved in a copy, from which weights are gathered too.
                 stored = rows.to(precision.stored)
                 self.local[name] = aligned(stored) if bucket.ranks > 1 else stored
                 offsets = (first, *[0] * (len(shape) - 1))

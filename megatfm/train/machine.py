@@ -1,4 +1,4 @@
-"""On what kind of machine a run computes, as far as its bits depend on that: processor, threads, libraries, settings."""
+"""On what kind of machine a run computes, as far as bits depend on that: processor, threads, libraries, settings."""
 
 import os
 import platform

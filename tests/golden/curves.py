@@ -1,9 +1,16 @@
-"""Training a small model on keyed documents, from a config, through objective, packing, engine and optimizer."""
+"""Training a small model on keyed documents, from a config, through objective, packing, engine and optimizer.
 
+A curve is golden in float64, and as long as it does not depend on the processor: training is chaotic, and a difference
+of rounding grows, in some of these models a thousandfold in a dozen steps. docs/LOG.md has the measured spread.
+"""
+
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -12,9 +19,21 @@ from megatfm.config import Config
 from megatfm.data.block import pack
 from megatfm.data.packing import Packing
 from megatfm.objectives import Objective, SpecialTokens, make
+from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.schedules import factor
+from tests.workers import Workers
+
+FOLDER = Path(__file__).parent
+Curves = dict[str, list[float]]
+"""Term → its value in each step."""
+TOLERANCE = 1e-8
+"""Relative, in float64: a thousand times the spread over instruction sets and threads."""
+SEEN = 1e-3
+"""Relative: another learning rate moves every term by more, somewhere in the golden steps."""
+FIRST = 4
+"""Steps in which float32's own rounding has not grown yet."""
 
 RESERVED, TOPICS, WORDS = 24, 4, 16
 """Ids below RESERVED are no text; each topic has a vocabulary of WORDS of its own."""
@@ -61,17 +80,17 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
 
 
 def curves(
-    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None
-) -> dict[str, list[float]]:
+    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64"
+) -> Curves:
     """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced.
 
     values: a config, dumped. steps: only the first ones. Runs inside a process group.
     """
     config = Config.model_validate(values)
-    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     objective = make(config.objective, config.model, SPECIAL, lengths)
-    found: dict[str, list[float]] = {}
+    found: Curves = {}
     if config.model.family == "electra":
         real = engine.model._replaced
 
@@ -93,3 +112,44 @@ def curves(
 def share(replaced: torch.Tensor) -> float:
     """Of the tokens that count, those that are not the original."""
     return float((replaced == 1).sum() / (replaced >= 0).sum())
+
+
+def golden(preset: str) -> Path:
+    return FOLDER / f"curve-{preset}.json"
+
+
+def wanted(preset: str) -> Curves:
+    found: Curves = json.loads(golden(preset).read_text())
+    return found
+
+
+def check(preset: str, ours: Curves) -> None:
+    """The golden steps are those that were found."""
+    assert ours.keys() == wanted(preset).keys()
+    for term, values in wanted(preset).items():
+        assert ours[term][: len(values)] == pytest.approx(values, rel=TOLERANCE), term
+
+
+def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+    """A learning rate ten per cent higher shows in every term."""
+    steps = len(wanted(preset)["loss"])
+    (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=200)
+    for term, values in wanted(preset).items():
+        assert other[term] != pytest.approx(values, rel=SEEN), term
+
+
+def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+    """As users train."""
+    (ours,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=200)
+    for term, values in wanted(preset).items():
+        assert ours[term] == pytest.approx(values[:FIRST], rel=1e-5), term
+
+
+def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
+    """Accept a change: preset → its config, and how many steps are golden."""
+    with bootstrap.joined(device="cpu"):
+        for preset, (config, steps) in models.items():
+            found = curves(config, steps=steps)
+            golden(preset).write_text(json.dumps(found, indent=1) + "\n")
+            for term, values in found.items():
+                print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")

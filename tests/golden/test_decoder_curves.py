@@ -1,25 +1,18 @@
-"""A small GPT-2 and a small T5 learn, and their loss curves are the golden ones.
+"""A small GPT-2 and a small T5 learn, and their loss curves begin as the golden ones.
 
 They are the presets, made small: objective, optimizer and schedule are theirs. To accept a change:
 `python tests/golden/test_decoder_curves.py` writes the curves anew; say in the commit why they moved.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatfm.config import load_config
-from megatfm.parallel import bootstrap
-from tests.golden.curves import VOCABULARY, WORDS, curves
+from tests.golden.curves import VOCABULARY, WORDS, Curves, check, check_float32, check_rate, curves, write
+from tests.workers import Workers
 
-FOLDER = Path(__file__).parent
-TOLERANCE = 1e-4
-"""Relative; another CPU's float32 kernels differ by far less, a learning rate × 1.1 by more than ten times this."""
-FEW = 30
-"""Steps after which another learning rate must have shown."""
 SMALL = {
     "model.vocab_size": VOCABULARY,
     "model.d_model": 32,
@@ -39,6 +32,8 @@ MODELS = {
         "model.head.scale": 32**-0.5, "optimizer.lr": 0.1, "data.target_length": 16, "train.steps": 120,
     },
 }  # fmt: skip
+STEPS = {"gpt2-124m": 60, "t5-base": 24}
+"""So many are golden: after 24, T5's curve depends on the processor (docs/LOG.md)."""
 
 
 def config_of(preset: str) -> dict[str, Any]:
@@ -46,33 +41,30 @@ def config_of(preset: str) -> dict[str, Any]:
     return load_config(preset, overrides).model_dump()
 
 
-def golden(preset: str) -> Path:
-    return FOLDER / f"curve-{preset}.json"
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request: pytest.FixtureRequest, workers: Workers) -> tuple[str, Curves]:
+    (found,) = workers.run(curves, 1, config_of(request.param), timeout=200)
+    return request.param, found
 
 
-@pytest.mark.parametrize("preset", MODELS)
-def test_the_curve_is_the_golden_one_and_another_learning_rate_is_not(preset: str, workers: Any) -> None:
-    wanted = json.loads(golden(preset).read_text())
-    (ours,) = workers.run(curves, 1, config_of(preset), timeout=200)
-    assert ours.keys() == wanted.keys()
-    for term, values in wanted.items():
-        assert ours[term] == pytest.approx(values, rel=TOLERANCE), term
-    (other,) = workers.run(curves, 1, config_of(preset), 1.1, FEW, timeout=100)
-    for term, values in wanted.items():
-        assert other[term] != pytest.approx(values[:FEW], rel=10 * TOLERANCE), term
+def test_the_curve_begins_as_the_golden_one(trained: tuple[str, Curves]) -> None:
+    check(*trained)
 
 
-@pytest.mark.parametrize("preset", MODELS)
-def test_learns(preset: str) -> None:
+def test_learns(trained: tuple[str, Curves]) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
-    loss = json.loads(golden(preset).read_text())["loss"]
-    assert sum(loss[-10:]) / 10 < 0.75 * math.log(WORDS)
+    assert sum(trained[1]["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_with_another_learning_rate_it_does_not(preset: str, workers: Workers) -> None:
+    check_rate(workers, preset, config_of(preset))
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_in_float32_the_first_steps_are_the_same(preset: str, workers: Workers) -> None:
+    check_float32(workers, preset, config_of(preset))
 
 
 if __name__ == "__main__":
-    with bootstrap.joined(device="cpu"):
-        for name in MODELS:
-            found = curves(config_of(name))
-            golden(name).write_text(json.dumps(found, indent=1) + "\n")
-            for term, values in found.items():
-                print(name, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
+    write({name: (config_of(name), STEPS[name]) for name in MODELS})

@@ -143,7 +143,6 @@ def module(path: Path) -> ModuleType:
 
 @pytest.mark.parametrize("kind", GENERATED.values())
 def test_the_reference_explains_every_key(kind: type[Config]) -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
     generator = module(ROOT / "docs" / "gen_reference.py")
     rows = [line.split(" | ") for line in generator.page("x", kind).splitlines() if line.startswith("| `")]
     keys = {row[0].removeprefix("| `").removesuffix("`") for row in rows}
@@ -157,7 +156,6 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 
 def test_the_reference_spells_types_and_defaults() -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
     text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
         "| `d_model` | integer > 0 | required, e.g. `256` | Width of the residual stream. |",
@@ -172,7 +170,6 @@ def test_the_reference_spells_types_and_defaults() -> None:
 
 
 def test_every_command_and_flag_is_explained() -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'megatfm[docs]'")
     cli = importlib.import_module("megatfm.cli")
     text = module(ROOT / "docs" / "gen_commands.py").page(cli.build_parser())
     headings = re.findall(r"^## `megatfm ([\w ]+)`\n\n\S", text, re.MULTILINE)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.workers import WorkerFailure, Workers
+from tests.workers import THREADS, WorkerFailure, Workers
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def test_results_come_by_rank_and_processes_are_reused(workers: Workers) -> None
     assert workers.run(sum_of_ranks, 2, Pair(1, 5), scale=2.0) == [(Pair(5, 1), 6.0)] * 2
     first = workers.run(facts, 2)
     assert [fact["rank"] for fact in first] == ["0", "1"]
-    assert {(fact["world"], fact["backend"], fact["threads"]) for fact in first} == {(2, "gloo", 1)}
+    assert {(fact["world"], fact["backend"], fact["threads"]) for fact in first} == {(2, "gloo", THREADS)}
     grown = workers.run(facts, 4)
     assert [fact["pid"] for fact in grown[:2]] == [fact["pid"] for fact in first]
     assert {fact["draw"] for fact in grown} == {first[0]["draw"]}, "every call starts from the same seed"

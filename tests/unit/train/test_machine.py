@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatfm.train import machine
-from tests.workers import Workers
+from tests.workers import THREADS, Workers
 
 X86 = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -96,14 +96,14 @@ def test_instruction_sets_are_told_by_what_came_and_went() -> None:
 
 def kinds_here() -> dict[str, object]:
     if int(os.environ["RANK"]) == 1:
-        torch.set_num_threads(2)
+        torch.set_num_threads(3)
     return machine.of_all_ranks(torch.device("cpu"))
 
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
     for found in workers.run(kinds_here, 3):
         assert found["of_rank"] == [0, 1, 0]
-        assert [kind["threads"] for kind in found["kinds"]] == ["1", "2"]
+        assert [kind["threads"] for kind in found["kinds"]] == [str(THREADS), "3"]
         assert found["kinds"][0].keys() >= {
             "cpu",
             "instruction sets",
