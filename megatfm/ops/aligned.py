@@ -1,8 +1,8 @@
 """Tensors that lie in memory as torch's own do: row by row, from a multiple of 64 bytes on.
 
-Kernels (of BLAS, LAPACK and others) may add up in another order where a tensor begins elsewhere, or lies by columns. What
-was loaded would then give other bits than what was computed here. So whatever brings tensors into a model, an optimizer
-or a batch passes them through here.
+Kernels (of BLAS, LAPACK and others) may add up in another order where a tensor begins elsewhere, or lies by columns.
+What was loaded would then give other bits than what was computed here. So whatever brings tensors into a model, an
+optimizer or a batch passes them through here.
 """
 
 from collections.abc import Mapping

@@ -13,6 +13,7 @@ from megatfm.config import load_config
 from tests.golden.curves import VOCABULARY, WORDS, Curves, check, check_float32, check_rate, curves, write
 from tests.workers import Workers
 
+pytestmark = pytest.mark.timeout(600)
 SMALL = {
     "model.vocab_size": VOCABULARY,
     "model.d_model": 32,
@@ -43,7 +44,7 @@ def config_of(preset: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def trained(request: pytest.FixtureRequest, workers: Workers) -> tuple[str, Curves]:
-    (found,) = workers.run(curves, 1, config_of(request.param), timeout=200)
+    (found,) = workers.run(curves, 1, config_of(request.param), timeout=500)
     return request.param, found
 
 

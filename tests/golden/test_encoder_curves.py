@@ -25,6 +25,7 @@ from tests.workers import Workers
 
 LENGTH = 14
 """Tokens of a document, its two marks included."""
+pytestmark = pytest.mark.timeout(600)
 SMALL = {
     "model.vocab_size": VOCABULARY,
     "model.d_model": 32,
@@ -57,7 +58,7 @@ def config_of(preset: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def trained(request: pytest.FixtureRequest, workers: Workers) -> tuple[str, Curves]:
-    (found,) = workers.run(curves, 1, config_of(request.param), timeout=200)
+    (found,) = workers.run(curves, 1, config_of(request.param), timeout=500)
     return request.param, found
 
 
