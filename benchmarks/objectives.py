@@ -76,7 +76,9 @@ class Partners:
 
 def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
-    parts = {"encoder": {"heads.sentence.classes": 2, "heads.boundary.name": "boundary", "embedding.n_segments": 2}}
+    parts = {
+        "encoder": {"heads.sentence.classes": 2, "heads.boundary.name": "boundary", "embedding.n_segments": 2}
+    }
     parts["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
     model = ModelConfig.of(
         family=family,

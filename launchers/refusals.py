@@ -106,7 +106,8 @@ def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "data.train", data.train, "manifest.json"
     for name, source in data.mixture.items():
         yield f"data.mixture.{name}.path", source.path, "manifest.json"
-    yield "data.tokenizer", data.tokenizer, ""
+    if data.tokenizer:
+        yield "data.tokenizer", data.tokenizer, ""
     if config.train.init_from:
         yield "train.init_from", config.train.init_from, ""
 

@@ -1,4 +1,4 @@
-"""`megatfm completion bash|zsh|fish`: a script for the shell, which then completes commands, flags, presets and keys."""
+"""`megatfm completion bash|zsh|fish`: a script for the shell, which completes commands, flags, presets and keys."""
 
 import argparse
 import shlex
@@ -62,7 +62,7 @@ def _words(parser: argparse.ArgumentParser, command: str, text: str) -> Words:
             if isinstance(action, argparse._SubParsersAction):
                 others += action.choices
             elif action.option_strings:
-                flags |= {option: action.help or "" for option in action.option_strings}
+                flags |= dict.fromkeys(action.option_strings, action.help or "")
             elif action.choices:
                 others += map(str, action.choices)
             elif action.dest == "config":

@@ -117,7 +117,7 @@ class HeadConfig(Section):
     """The output head over the vocabulary, and the loss on its logits."""
 
     name: Literal["linear", "transform", "none"] = "linear"
-    """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all that is wanted."""
+    """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all there is."""
     bias: bool = False
     """A bias for each token of the vocabulary."""
     scale: PositiveFloat = 1.0

@@ -21,9 +21,9 @@ from megatfm.registry import Registry
 EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
     "embedding (model.embedding.name)"
 )
-"""What is first made of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the field
-of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is `config.embedding_width`.
-In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
+"""What is first made of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
+field of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is
+`config.embedding_width`. In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
 
 
 @EMBEDDINGS.register("tokens")
@@ -36,7 +36,7 @@ def tokens(config: ModelConfig, initial: Initialiser) -> Table:
 
 
 class Embedding(nn.Module):
-    """What is read, positions and segments summed, normed, dropped and, from E to D, projected; each where there is one.
+    """What is read, positions and segments: summed, normed, dropped and, from E to D, projected, each where it is.
 
     shared: an embedding whose part that reads (a table of tokens) and, for `share_positions`, positions serve this one
     too. reads: the field of the batch that it is given.

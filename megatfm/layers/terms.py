@@ -14,7 +14,7 @@ def block_terms(config: ModelConfig) -> dict[str, Term]:
     """
     found: dict[str, Term] = {}
     kinds = [config.of_kind(kind) for kind in dict.fromkeys(config.blocks)] or [config]
-    parts = [(own, FFNS.get(own.ffn.name)) for own in kinds]
+    parts: list[tuple[ModelConfig, object]] = [(own, FFNS.get(own.ffn.name)) for own in kinds]
     # Some families have an attention of their own.
     named = ATTENTIONS.names()
     parts += [(own, ATTENTIONS.get(own.attention.name)) for own in kinds if own.attention.name in named]

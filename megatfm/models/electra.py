@@ -94,11 +94,12 @@ class Electra(nn.Module):
 
     def _generate(self, batch: Pass) -> Tensor:
         """The generator's loss, and what it puts in the place of masked tokens."""
-        made, targets = batch.carry["made"], batch["targets"]
-        batch.losses["generator"] = self.generator.head(made, targets)
+        made, targets, head = batch.carry["made"], batch["targets"], self.generator.head
+        assert head is not None  # the config refuses an ELECTRA without
+        batch.losses["generator"] = head(made, targets)
         with torch.no_grad():
             masked = targets != IGNORE
-            logits_MV = self.generator.head(made, where_BT=masked)
+            logits_MV = head(made, where_BT=masked)
             places = torch.arange(targets.shape[1], device=targets.device)
             keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.

@@ -132,8 +132,8 @@ def layout_of(
     cache: KVCache | None = None,
     memory: SequenceLayout | None = None,
 ) -> SequenceLayout:
-    """The layout of a batch. Without positions every row is one document, as long as `like` [B, T, …], and goes on where
-    the cache ends."""
+    """The layout of a batch. Without positions every row is one document, as long as `like` [B, T, …], and goes on
+    where the cache ends."""
     past = cache.length if cache else 0
     if positions_BT is None:
         rows, length = like_BT.shape[:2]

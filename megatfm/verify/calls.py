@@ -20,8 +20,8 @@ class Call:
     """A module's call in the plain forward pass of one micro-batch.
 
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
-    tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps something
-    for the backward pass after this call, so that recomputing the block goes through all of it.
+    tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
+    something for the backward pass after this call, so that recomputing the block goes through all of it.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""A decoder whose blocks run twice, as in Universal Transformers (Dehghani et al. 2019): a family made of known parts."""
+"""A decoder whose blocks run twice, as in Universal Transformers (Dehghani et al. 2019): a family of known parts."""
 
 from dataclasses import replace
 

@@ -53,7 +53,7 @@ class NextVector(nn.Module):
 
 @OBJECTIVES.register("next_vector")
 class PredictVectors(Objective):
-    """A sample's member "f32" holds float32 [n, width], and its tokens are n zeros: these tell the index how long it is."""
+    """A sample's member "f32" holds float32 [n, width]; its tokens are n zeros, which tell the index how long it is."""
 
     families = ("decoder",)
     weights = MappingProxyType({"next_vector": 1.0})
