@@ -80,7 +80,7 @@ def libraries() -> dict[str, str]:
     found = {name: re.search(pattern, built) for name, pattern in LIBRARIES.items()}
     said = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     return {
-        "torch": torch.__version__,  # with its build, as in 2.13.0+cpu
+        "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu
         **{name: match[1] for name, match in found.items() if match},
         "settings": " ".join(said) or "none",
     }

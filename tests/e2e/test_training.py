@@ -16,6 +16,7 @@ from megatfm.config import Config
 from megatfm.engines import NativeEngine
 from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
+from tests.workers import THREADS
 
 CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 
@@ -124,6 +125,33 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path, firs
     last, other = (lines[-1]["evaluation"]["held-out"] for lines in (whole, moved))
     assert other["bytes"] == last["bytes"]
     assert other["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-4)
+
+
+def run_with_another_thread(config: Config) -> int:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return train(config)
+
+
+def resumes(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["detail"] for event in events if event["event"] == "resumed"]
+
+
+def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_config, tmp_path):
+    config = make_config(run="moved")
+    assert workers.run(run_until, 1, config, 3) == [REQUEUE]
+    assert workers.run(run_until, 1, config, 3) == [REQUEUE]
+    assert workers.run(run_with_another_thread, 1, config) == [DONE]
+    here, elsewhere = resumes(tmp_path / "moved")
+    assert here == "from step-00000003", "the same machine is nothing to talk about"
+    assert elsewhere == (
+        f"from step-00000006; on another kind of machine (threads: {THREADS} → {THREADS + 1}): it goes on, but not to "
+        "the bit as it would have there"
+    )
+    (kind,) = checkpoint.read_state(tmp_path / "moved/checkpoints/step-00000012")["machines"]["kinds"]
+    noted = json.loads((tmp_path / "moved/environment.json").read_text())
+    assert kind["threads"] == str(THREADS + 1)
+    assert kind.items() <= noted.items()
 
 
 def test_a_finished_run_does_nothing_more(workers, make_config, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatfm.checkpoint import metadata
 from megatfm.train import machine
 from tests.workers import THREADS, Workers
 
@@ -102,6 +103,7 @@ def kinds_here() -> dict[str, object]:
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
     for found in workers.run(kinds_here, 3):
+        assert metadata.plain_state({"machines": found}), "a checkpoint can hold it"
         assert found["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in found["kinds"]] == [str(THREADS), "3"]
         assert found["kinds"][0].keys() >= {
