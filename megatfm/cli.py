@@ -78,12 +78,20 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, left = self.parse_known_args(args, namespace)
         overrides = getattr(parsed, "overrides", None)
-        unknown = [word for word in left if overrides is None or word.startswith("-") or "=" not in word]
+        unknown = [word for word in left if overrides is None or not _is_override(word)]
         if unknown:
-            self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}")
+            key, equals, value = unknown[0].lstrip("-").partition("=")
+            after = left[left.index(unknown[0]) + 1 :]
+            value = value if equals else next(iter(after), "…")
+            hint = f": settings have no dashes: {key}={value}" if overrides is not None and "." in key else ""
+            self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}{hint}")
         if overrides is not None:
             parsed.overrides = [*overrides, *left]
         return parsed
+
+
+def _is_override(word: str) -> bool:
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""`megatfm completion bash|zsh|fish`: a script for the shell, which completes commands, flags, presets and keys."""
+"""`megatfm completion SHELL`: a script with which a shell completes commands, flags, presets and keys."""
 
 import argparse
 import shlex

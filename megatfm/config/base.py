@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticUndefined
@@ -33,6 +33,19 @@ class Section(BaseModel):
             if isinstance(value, bool) and any(getattr(k, "__origin__", k) in (int, float) for k in kinds):
                 raise ValueError(f"{key} = {str(value).lower()}: this is a number: write one")
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _words_are_a_list(cls, values: Any) -> Any:
+        """`log.sinks=wandb,tensorboard` and `[wandb]`, of which a shell has taken the quotes, mean lists of words."""
+        if not isinstance(values, dict):
+            return values
+        words = {
+            key: [FromCommandLine(word.strip()) for word in value.strip("[]").split(",") if word.strip()]
+            for key, value in values.items()
+            if isinstance(value, FromCommandLine) and _is_list_of_words(cls, key)
+        }
+        return {**values, **words}
 
     @classmethod
     def of(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:
@@ -104,6 +117,15 @@ def expect(given: Section, kind: type[AnySection], key: str) -> AnySection:
 
 class FromCommandLine(str):
     """A value given as `key=value`: when it turns out to be a path, it is relative to the current directory."""
+
+
+def _is_list_of_words(section: type[BaseModel], key: str) -> bool:
+    field = section.model_fields.get(key)
+    annotation = field.annotation if field else None
+    if get_origin(annotation) not in (list, tuple):
+        return False
+    first = get_args(annotation)[0]
+    return str in (first, getattr(first, "__origin__", None)) or get_origin(first) is Literal
 
 
 def _resolve(value: Any, info: ValidationInfo) -> Any:

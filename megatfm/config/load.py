@@ -2,15 +2,15 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from datetime import date, time
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.base import FromCommandLine, Section
+from megatfm.config.base import Section
+from megatfm.config.edit import edit, name_of, sections_of
 from megatfm.config.root import Config
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
@@ -45,8 +45,7 @@ def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
-    for override in overrides:
-        _apply(values, override)
+    edit(kind, values, overrides)
     base = Path.cwd() if is_preset else path.resolve().parent
     try:
         return kind.model_validate(values, context={"base": base})
@@ -90,39 +89,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Set one dotted `key=value` in nested tables; the value is TOML, or a plain string."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UsageError(f"override {override!r}: expected key=value, for example train.steps=100")
-    table = values
-    for part in parts[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
-    table[parts[-1]] = _parse(text.strip())
-
-
-def _parse(text: str) -> Any:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return FromCommandLine(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"override …={text[:40]}…: {error}") from None
-    return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
-
-
-def _from_command_line(value: Any) -> Any:
-    """Mark the strings of a value, those inside tables and lists too."""
-    if isinstance(value, dict):
-        return {key: _from_command_line(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_command_line(item) for item in value]
-    return FromCommandLine(value) if isinstance(value, str) else value
-
-
 def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
     """The first of a config's mistakes: key = value: reason; way out."""
     first = error.errors(include_url=False)[0]
@@ -153,40 +119,22 @@ def _walk(
     section: type[BaseModel] | None = kind
     given: Any = values
     for index, part in enumerate(loc):
-        options = _sections(section, place[-1]) if section and place else []
-        tagged = [option for option in options if _name(option) == part]
+        options = sections_of(section, place[-1]) if section and place else []
+        tagged = [option for option in options if name_of(option) == part]
         if tagged:
             section = tagged[0]
             continue
         if options:
             named = given.get("name") if isinstance(given, Mapping) else None
-            section = next((o for o in options if _name(o) == named), options[0])
+            section = next((o for o in options if name_of(o) == named), options[0])
         place.append(str(part))
         if isinstance(given, Mapping):
             given = given.get(str(part))
         elif isinstance(given, list) and isinstance(part, int) and part < len(given):
             given = given[part]
-        if index < len(loc) - 1 and section and not _sections(section, place[-1]):
+        if index < len(loc) - 1 and section and not sections_of(section, place[-1]):
             break
     return place, section, given
-
-
-def _name(section: type[BaseModel]) -> object:
-    """The value of `name` that chooses this section among others."""
-    return section.model_fields["name"].default if "name" in section.model_fields else None
-
-
-def _sections(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
-    """The section classes that a field of `section` may hold."""
-    field = section.model_fields.get(key) if section else None
-    if field is None:
-        return []
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return [
-        candidate
-        for candidate in candidates
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
-    ]
 
 
 def _example(section: type[BaseModel] | None, key: str) -> str:

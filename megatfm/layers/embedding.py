@@ -23,7 +23,8 @@ EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry
 )
 """What is first made of a batch. Made as `embedding(config, initial)`: a module that makes vectors [B, T, E] of the
 field of the batch that it `reads`, which is called as the embedding is unless it says otherwise; E is
-`config.embedding_width`. In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection are not its concern."""
+`config.embedding_width`. In a model its name is `embedding.NAME`. Positions, segments, norm, dropout and projection
+are not its concern."""
 
 
 @EMBEDDINGS.register("tokens")

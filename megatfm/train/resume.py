@@ -1,10 +1,10 @@
 """What a checkpoint remembers of its run besides tensors, and what of it may differ on resume."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     if was != now_is:
         raise UsageError(
             f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the "
-            f"run another name, and start from these weights with train.init_from={found.path}"
+            f"run another name, and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
         )
     allowed: list[str] = []
     refused: dict[str, list[str]] = {}
@@ -168,7 +168,7 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
             f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the "
-            f"change with resume.allow={json.dumps(sorted([*allow, *refused]))}"
+            f"change with resume.allow={','.join(sorted([*allow, *refused]))}"
         )
     return allowed
 

@@ -112,7 +112,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
     assert again.wait(120) == [FAILED, FAILED]
     for rank in range(2):
         assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
-    assert [line["event"] for line in again.events()] == ["started", "finished", "failed"], "no step was made"
+    assert "resumed" not in [line["event"] for line in again.events()]
 
 
 def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:

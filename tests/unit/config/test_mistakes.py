@@ -41,7 +41,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         (f"train.steps={'9' * 4000}", f"train.steps = {'9' * 80}…: input should be less than or equal to"),
         ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
         ("model=7", "model = 7: input should be a valid dictionary"),
-        ("plugins=mine", "plugins = 'mine': input should be a valid list; the default is []"),
+        ("plugins=7", "plugins = 7: input should be a valid list; the default is []"),
         ("optimizer.betas=0.9", "optimizer.betas = 0.9: input should be a valid tuple; the default is (0.9, 0.95)"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: field required; the default is (0.9, 0.95)"),
         ("data.train=3", "data.train = 3: input should be a valid string; for example 'corpora/quickstart/train'"),
@@ -55,7 +55,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("train.precision=fp8", "train.precision = 'fp8': input should be 'auto', 'fp32', 'bf16', 'fp16' or"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("log.profile=5", "log.profile = 5: input should be a valid string; for example '10:13'"),
-        ("run_dir=", "run_dir: an empty path: give a path, or leave the key out"),
+        ('run_dir=""', "run_dir: an empty path: give a path, or leave the key out"),
         ('resume.allow=["all"]', "resume.allow = ['all']: input should be 'data', 'tokenizer', "),
         # the optimizer's name
         (

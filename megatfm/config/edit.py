@@ -1,0 +1,117 @@
+"""Changes to a config from the command line: `key=value`, `key=` and `~key`, before types and ranges are looked at."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from megatfm.config.base import FromCommandLine
+from megatfm.errors import UsageError
+
+CORPUS = "data.corpus"
+"""Stands for three keys: the parts of a corpus as `megatfm prep` makes it."""
+
+
+def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply overrides to the nested tables of a config, in their order. Raises UsageError.
+
+    `key=value` sets; the value is TOML, or a plain string. `key=` and `~key` take a key or a section out, so that its
+    default holds. Another `name` of a section takes out what the file says there and only the section of the old name
+    knows. `data.corpus=DIR` sets the training and validation corpus and the tokenizer.
+    """
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key, text = key.strip(), text.strip()
+        if key.startswith("~") and not equals:
+            key, equals = key[1:], "="
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise UsageError(f"override {override!r}: expected key=value, for example train.steps=100")
+        if key == CORPUS and text:
+            _set_corpus(values, override, text)
+            continue
+        table = _table(values, parts[:-1], override)
+        if not text:
+            table.pop(parts[-1], None)
+            continue
+        value = _parse(override, text)
+        if parts[-1] == "name" and len(parts) > 1:
+            _drop_the_others(kind, table, parts[:-1], value, given)
+        table[parts[-1]] = value
+
+
+def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
+    data = _table(values, ["data"], override)
+    for key in ("mixture", "mixture_changes"):
+        data.pop(key, None)
+    data["train"] = FromCommandLine(f"{folder}/train")
+    data["validation"] = {"validation": FromCommandLine(f"{folder}/validation")}
+    data["tokenizer"] = FromCommandLine(folder)
+
+
+def _table(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+    table = values
+    for part in parts:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"override {override!r}: {part!r} is a value in this config, not a section")
+    return table
+
+
+def _drop_the_others(
+    kind: type[BaseModel], table: dict[str, Any], parts: Sequence[str], name: Any, given: set[str]
+) -> None:
+    """Of a section that gets another name: take out what only the one of the old name has, unless it is given, too."""
+    section: type[BaseModel] | None = kind
+    options: list[type[BaseModel]] = []
+    for part in parts:
+        options = sections_of(section, part) if section else []
+        section = options[0] if options else None
+    by_name = {name_of(option): option for option in options}
+    old = by_name.get(table.get("name", name_of(options[0]) if options else None))
+    new = by_name.get(name, options[-1] if options else None)  # a plugin's
+    if old is None or new is None or old is new:
+        return
+    for key in old.model_fields.keys() - new.model_fields.keys():
+        if ".".join([*parts, key]) not in given:
+            table.pop(key, None)
+
+
+def name_of(section: type[BaseModel]) -> object:
+    """The value of `name` that chooses this section among others."""
+    return section.model_fields["name"].default if "name" in section.model_fields else None
+
+
+def sections_of(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
+    """The section classes that a field of `section` may hold."""
+    field = section.model_fields.get(key) if section else None
+    if field is None:
+        return []
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return [
+        candidate
+        for candidate in candidates
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+    ]
+
+
+def _parse(override: str, text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return FromCommandLine(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"override {override[:40]}…: {error}") from None
+    return FromCommandLine(text) if isinstance(value, date | time) else _from_command_line(value)
+
+
+def _from_command_line(value: Any) -> Any:
+    """Mark the strings of a value, those inside tables and lists too."""
+    if isinstance(value, Mapping):
+        return {key: _from_command_line(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_command_line(item) for item in value]
+    return FromCommandLine(value) if isinstance(value, str) else value
