@@ -23,7 +23,7 @@ class DistinctBlocks:
         device: torch.device,
         *,
         sharded: bool,
-        counted: Callable[[str], bool],
+        counted: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._mesh, self._device, self.counted = mesh, device, counted
         axes = {name: _axes(placement, sharded) for name, placement in layout.items()}

@@ -19,8 +19,8 @@ class ModuleState:
     share each, and over the pipeline ranks that hold it.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, ties: Ties) -> None:
-        self._mesh, self._ties = mesh, ties
+    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, ties: Ties | None = None) -> None:
+        self._mesh, self._ties = mesh, ties or Ties(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
             axes = _axes(path, module, layout, mesh)

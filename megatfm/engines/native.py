@@ -22,17 +22,15 @@ from megatfm.engines.losses import LossSums, to_device
 from megatfm.engines.memory import memory_needed
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.norms import LayerNorms
-from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.passes import Passes, WholeModel
 from megatfm.engines.pipelined import StagePasses
 from megatfm.engines.precision import PRECISIONS, Precision
+from megatfm.engines.prepare import draw_initial, make_optimizers
 from megatfm.engines.recompute import recompute
 from megatfm.engines.replicated import Replicated
 from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
-from megatfm.layers.initialisation import initials
-from megatfm.ops.initial import draw
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Layout
 from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
@@ -71,9 +69,13 @@ class NativeEngine:
             block.compile(fullgraph=True)
         self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
-        self._initialise(seed)
-        self.optimizers = [self._optimizer(group) for group in optimizers]
-        weights = {name: self.stored(name, block) for name, block in self.local.items()}
+        weights = {
+            name: StoredBox(block, layout[name].shape, self.boxes[name][0])
+            for name, block in self.local.items()
+        }
+        draw_initial(model, layout, weights, seed)
+        self.data.weights_changed(frozen=True)
+        self.optimizers = make_optimizers(optimizers, weights, mesh)
         self.ties = Ties(pipeline, mesh)
         self.module_state = ModuleState(model, layout, mesh, self.ties)
         self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers)
@@ -200,32 +202,6 @@ class NativeEngine:
         """Those of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
         ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
         return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes)
-
-    def stored(self, name: str, block: Tensor) -> StoredBox:
-        """A block shaped like the parameter `name`, as the checkpoint sees it."""
-        return StoredBox(block, self.layout[name].shape, self.boxes[name][0])
-
-    def _optimizer(self, group: OptimizerGroup) -> "ElementwiseOptimizer | WholeTensorOptimizer":
-        local = {name: self.local[name] for name in group.names if name in self.local}
-        if group.needs == "elementwise":
-            return ElementwiseOptimizer(group, local)
-        boxes = self.mesh.gather_objects({name: self.boxes[name] for name in local}, OWNERS)
-        if not local:  # all of them are of other pipeline stages
-            return ElementwiseOptimizer(group, local)
-        shapes = {name: self.layout[name].shape for name in local}
-        by_name = {name: [rank[name] for rank in boxes] for name in local}
-        return WholeTensorOptimizer(group, local, by_name, shapes, self.mesh.flat_group(OWNERS))
-
-    def _initialise(self, seed: int) -> None:
-        """Draw this rank's blocks of parameters and buffers."""
-        for name, tensor, initial in initials(self.model):
-            if name in self.boxes:
-                offsets, sizes = self.boxes[name]
-                self.local[name].copy_(draw(initial, seed, name, self.layout[name].shape, offsets, sizes))
-            else:
-                placement = self.layout.buffers[name]
-                tensor.copy_(draw(initial, seed, name, placement.shape, *placement.box))
-        self.data.weights_changed(frozen=True)
 
     def _all_have_gradients(self) -> None:
         trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}

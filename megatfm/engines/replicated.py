@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Work
-from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from megatfm.engines.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
 from megatfm.engines.data_parallel import Stages, named_parameters
 from megatfm.engines.precision import Precision
+from megatfm.engines.prepare import materialise
 from megatfm.ops.aligned import aligned, all_aligned
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
@@ -40,7 +40,7 @@ class Replicated:
         device: torch.device,
     ) -> None:
         for stage in stages:
-            _materialise(stage, precision, device)
+            materialise(stage, precision, device)
             if precision.is_mixed:
                 _cast_inputs(stage, precision.computed)
         self._mesh, self._precision = mesh, precision
@@ -176,21 +176,6 @@ class Replicated:
             elif self._precision.is_mixed:
                 for name in bucket.shapes:
                     self._parameters[name].copy_(self.local[name])
-
-
-def _materialise(stage: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Give meta tensors memory, not yet set: parameters in the computed precision, their gradients in the stored."""
-    for parameter in stage.parameters():
-        real = torch.empty_like(parameter, dtype=precision.computed, device=device)
-        swap_tensors(
-            parameter, nn.Parameter(real, parameter.requires_grad)
-        )  # in place, so that ties stay tied
-        if precision.is_mixed:
-            parameter.grad_dtype = precision.stored
-    for module in stage.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            dtype = precision.stored if buffer.is_floating_point() else buffer.dtype
-            vars(module)["_buffers"][key] = torch.empty_like(buffer, dtype=dtype, device=device)
 
 
 def _cast_inputs(stage: nn.Module, dtype: torch.dtype) -> None:

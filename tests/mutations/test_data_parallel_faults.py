@@ -125,14 +125,14 @@ def the_scale_is_not_lowered(patch: Patch) -> None:
 
 
 def gradients_add_up_in_bfloat16(patch: Patch) -> None:
-    real = replicated._materialise
+    real = replicated.materialise
 
     def materialise(stage: Any, precision: Any, device: Any) -> None:
         real(stage, precision, device)
         for parameter in stage.parameters():
             parameter.grad_dtype = precision.computed
 
-    patch.setattr(replicated, "_materialise", materialise)
+    patch.setattr(replicated, "materialise", materialise)
 
 
 def gradients_differ(layout: str) -> bool:

@@ -1,0 +1,66 @@
+"""What an engine does before its first step: memory for a model on the meta device, initial weights, optimizers."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+
+from megatfm.checkpoint import Box
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
+from megatfm.engines.precision import Precision
+from megatfm.layers.initialisation import initials
+from megatfm.ops.initial import draw
+from megatfm.parallel.layout import Layout
+from megatfm.parallel.mesh import OWNERS, Mesh
+
+
+def materialise(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Give meta tensors memory, not yet set: parameters in the computed precision, their gradients in the stored."""
+    for parameter in model.parameters():
+        real = nn.Parameter(
+            torch.empty_like(parameter, dtype=precision.computed, device=device), parameter.requires_grad
+        )
+        swap_tensors(parameter, real)  # in place, so that ties stay tied
+        if precision.is_mixed:
+            parameter.grad_dtype = precision.stored
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            dtype = precision.stored if buffer.is_floating_point() else buffer.dtype
+            vars(module)["_buffers"][key] = torch.empty_like(buffer, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def draw_initial(model: nn.Module, layout: Layout, weights: Mapping[str, Box], seed: int) -> None:
+    """Set this rank's blocks of the weights, and its buffers, to what they begin with."""
+    for name, tensor, initial in initials(model):
+        if name in weights:
+            box = weights[name]
+            block, shape, offsets, sizes = box.tensor, box.global_shape, box.offsets, tuple(box.tensor.shape)
+        else:
+            placement = layout.buffers[name]
+            block, shape, (offsets, sizes) = tensor, placement.shape, placement.box
+        block.copy_(draw(initial, seed, name, shape, offsets, sizes))
+
+
+def make_optimizers(
+    groups: Sequence[OptimizerGroup], weights: Mapping[str, Box], mesh: Mesh
+) -> list[ElementwiseOptimizer | WholeTensorOptimizer]:
+    """Over this rank's blocks, or over whole tensors that those who hold their blocks share out. A collective."""
+    made: list[ElementwiseOptimizer | WholeTensorOptimizer] = []
+    for group in groups:
+        own = {name: weights[name] for name in group.names if name in weights}
+        local = {name: box.tensor for name, box in own.items()}
+        if group.needs == "elementwise":
+            made.append(ElementwiseOptimizer(group, local))
+            continue
+        places = {name: (box.offsets, tuple(box.tensor.shape)) for name, box in own.items()}
+        everyone = mesh.gather_objects(places, OWNERS)
+        if not own:  # all of them are of other pipeline stages
+            made.append(ElementwiseOptimizer(group, local))
+            continue
+        boxes = {name: [rank[name] for rank in everyone] for name in own}
+        shapes = {name: box.global_shape for name, box in own.items()}
+        made.append(WholeTensorOptimizer(group, local, boxes, shapes, mesh.flat_group(OWNERS)))
+    return made

@@ -1,0 +1,57 @@
+"""A run with the engine of docs/how-to/add-an-engine.md: it trains, resumes to the bit, and goes on under another."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.errors import DONE
+from megatfm.train.loop import train
+from tests.workers import Workers
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+DDP = ["plugins=['plain_ddp']", "parallel.engine=ddp", "parallel.zero=0", "train.steps=8"]
+MakeConfig = Callable[..., Config]
+
+
+def run(config: Config) -> int:
+    sys.path.insert(0, str(PLUGINS))
+    return train(config)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.read_tensors(folder / "checkpoints/step-00000008")
+
+
+def forget_the_end(folder: Path) -> None:
+    (folder / "checkpoints/step-00000008").rename(folder / "later")
+
+
+def test_it_trains_as_native_does_and_resumes_under_either(
+    workers: Workers, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    native: list[Any] = ["parallel.zero=0", "train.steps=8"]
+    for ranks, name, overrides in ((2, "ddp", DDP), (2, "native", native)):
+        assert workers.run(run, ranks, make_config(*overrides, run=name)) == [DONE] * ranks
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)
+    whole = weights(tmp_path / "ddp")
+    forget_the_end(tmp_path / "ddp")
+    assert workers.run(run, 2, make_config(*DDP, run="ddp")) == [DONE] * 2
+    again = weights(tmp_path / "ddp")
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    (tmp_path / "ddp" / "later").rename(tmp_path / "ddp" / "later still")
+    forget_the_end(tmp_path / "ddp")
+    other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]
+    assert workers.run(run, 1, make_config(*other, run="ddp")) == [DONE]
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)

@@ -1,0 +1,110 @@
+"""Plain data parallelism: torch's DistributedDataParallel over whole copies of a model or its parts."""
+
+from contextlib import nullcontext
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megatfm.checkpoint import Box
+from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
+from megatfm.engines.interface import MOMENTS, PRECISIONS, MemoryNeeds
+from megatfm.engines.losses import LossSums, to_device
+from megatfm.engines.module_state import ModuleState
+from megatfm.engines.norms import LayerNorms
+from megatfm.engines.prepare import draw_initial, make_optimizers, materialise
+from megatfm.engines.registry import ENGINES
+from megatfm.engines.state import TrainedState
+from megatfm.errors import UsageError
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.mesh import OWNERS
+
+
+@ENGINES.register("ddp")
+class DdpEngine:
+    def __init__(self, setup):
+        parallel, train = setup.config.parallel, setup.config.train
+        if parallel.pp > 1 or parallel.zero or setup.precision not in ("fp32", "fp64"):
+            raise UsageError(
+                f"parallel.engine = 'ddp' with parallel.pp = {parallel.pp}, parallel.zero = {parallel.zero} and "
+                f"train.precision = {setup.precision!r}: set pp = 1, zero = 0 and 'fp32', or engine = 'native'"
+            )
+        if train.compile or train.recompute != "none":
+            raise UsageError(
+                "parallel.engine = 'ddp' has no train.compile and no train.recompute: leave them out"
+            )
+        self.layout, self.mesh, self.device = setup.layout, setup.mesh, setup.device
+        self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.data_axes
+        self.model = setup.model
+        materialise(self.model, self.precision, self.device)
+        self.parameters = dict(self.model.named_parameters())
+        self.blocks = {
+            name: Box(p.detach(), self.layout[name].shape, self.layout[name].box[0])
+            for name, p in self.parameters.items()
+        }
+        draw_initial(self.model, self.layout, self.blocks, train.seed)
+        self.distinct = DistinctBlocks(self.layout, self.mesh, self.device, sharded=False)
+        self.norms = LayerNorms(self.model, self.layout, self.mesh, self.distinct, compiled=False)
+        self.modules = ModuleState(self.model, self.layout, self.mesh)
+        optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
+        self.state = TrainedState({**self.blocks, **self.modules.boxes}, optimizers)
+        self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
+        self.empty_state_dict, self.weights_changed = self.state.empty_state_dict, self.state.refresh
+        data = self.mesh.flat_group(self.mesh.data_axes)
+        self.ddp = DistributedDataParallel(self.model, process_group=data, init_sync=False)
+
+    def forward_backward(self, microbatches, objective, *, watch=False):
+        self.ddp.train()
+        self.norms.watch(watch)
+        batches = [to_device(batch, self.device) for batch in microbatches]
+        losses = LossSums(objective, self.mesh, self.device)
+        losses.count(batches)
+        for batch in batches:
+            with nullcontext() if batch is batches[-1] else self.ddp.no_sync():
+                terms = objective(self.ddp, batch)
+                # DDP takes the mean over ranks; a global loss is a sum.
+                (losses.weigh(terms) * self.mesh.data_ranks).backward()
+            losses.add({name: term.detach() for name, term in terms.items()})
+        sum_partial(self.gradients(), self.layout, self.mesh)
+        return losses.result()
+
+    def step(self, lr, clip, *, skip=False):
+        gradients = self.gradients()
+        norm = self.distinct.norm(gradients, spoiled=skip)
+        if torch.isfinite(norm):
+            clip_gradients(gradients, norm, clip)
+            for optimizer in self.state.optimizers:
+                optimizer.step(gradients, lr)
+            self.modules.update()
+        self.zero_grad()
+        return float(norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches, objective):
+        self.model.eval()
+        losses = LossSums(objective, self.mesh, self.device)
+        with self.state.averaged_weights(lambda: None):
+            for batch in (to_device(each, self.device) for each in batches):
+                losses.add(objective(self.model, batch))
+                losses.count([batch])
+        return losses.result()
+
+    def gradients(self):
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def zero_grad(self):
+        self.model.zero_grad()
+        self.modules.forget()
+
+    def layer_norms(self):
+        return self.norms.measure({name: box.tensor for name, box in self.blocks.items()}, self.gradients())
+
+    def weights(self):
+        return self.state.weights
+
+    def memory_needed(self, microbatches, block_input):
+        """Gradients lie in their tensors and in DDP's buckets."""
+        weights = sum(box.tensor.nbytes for box in self.blocks.values())
+        return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(blocks(self.model))) * block_input)
+
+    def process_groups(self):
+        return self.mesh.group_names(self.mesh.data_axes, OWNERS)
