@@ -66,7 +66,7 @@ class DriftingNorm(nn.Module):
         self.observed = {}
 
 
-DRIFTING = MODEL.model_copy(update={"norm": "drifting"})
+DRIFTING = MODEL.changed({"norm.name": "drifting"})
 DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
@@ -207,6 +207,4 @@ def test_a_plain_model_has_none(workers: Workers) -> None:
 
 
 def names_of() -> list[str]:
-    return list(
-        make_engine(MODEL.model_copy(update={"position": "alibi"}), ParallelConfig(), ADAMW).state_dict()
-    )
+    return list(make_engine(MODEL.changed({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict())
