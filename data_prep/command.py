@@ -14,12 +14,14 @@ from typing import Any
 from rich.console import Console
 
 import data_prep
+from data_prep.cluster import dask_workers
 from data_prep.progress import Reporter
 from data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
-from megatfm.errors import FAILED, REQUEUE, MegatfmError
+from megatfm.errors import FAILED, REQUEUE, MegatfmError, UsageError
 
+DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
 PART_HELP = "this is task I of N that share the work, counted from 1, for example in a SLURM array"
 
 
@@ -31,6 +33,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="a TOML file or the name of a preset, for example quickstart-data")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example read.folder=my-texts")
     parser.add_argument("--part", metavar="I/N", help=PART_HELP)
+    parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
     before = signal.signal(signal.SIGTERM, _interrupt)
@@ -39,11 +42,15 @@ def cli(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(PrepConfig, arguments.config, arguments.overrides)
         started = read_part(arguments.part) if arguments.part else None
-        if started is None and (started := ranks(os.environ)):
+        if arguments.dask:
+            if started:
+                raise UsageError("--part and --dask: give one of them")
+        elif started is None and (started := ranks(os.environ)):
             speaks = started[0] == 1
             if config.overwrite or not has_locks(Path(config.out)):
                 world = mpi_world(started[1])
-        _prepare(config, world, started, speaks)
+        with dask_workers(arguments.dask, config) as workers:
+            _prepare(config, workers or _team(world, started), speaks)
         code = 0
     except MegatfmError as error:
         if arguments.debug:
@@ -66,13 +73,14 @@ def cli(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _prepare(config: PrepConfig, world: Any, started: tuple[int, int] | None, speaks: bool) -> None:
-    """Alone, with MPI's world, or as one of several that were started."""
-    team: Callable[[Path], Team] | None = None
+def _team(world: Any, started: tuple[int, int] | None) -> Callable[[Path], Team] | None:
+    """With MPI's world, or as one of several that were started; None for one that is alone."""
     if world is not None:
-        team = lambda _: Mpi(world)  # noqa: E731
-    elif started:
-        team = partial(Claims, *started)
+        return lambda _: Mpi(world)
+    return partial(Claims, *started) if started else None
+
+
+def _prepare(config: PrepConfig, team: Callable[[Path], Team] | None, speaks: bool) -> None:
     console = Console(stderr=True) if speaks else Console(file=io.StringIO())
     reporter = Reporter(console)
     summary = data_prep.run(config, reporter, team)

@@ -21,7 +21,7 @@ from data_prep.summary import PrepSummary
 from data_prep.take_ids import IdFiles
 from data_prep.take_images import ImageFiles
 from data_prep.take_over import Source, TakeOver
-from data_prep.team import Alone, Claims, Team
+from data_prep.team import FINISH, Alone, Claims, Team
 from data_prep.thin import Thin
 from data_prep.work import Workspace, identity
 from megatfm import tokenizers
@@ -141,7 +141,7 @@ def _finish(workspace: Workspace, stages: Stages, result: Facts) -> Facts:
         workspace.finish(result, clean=not isinstance(stages.team, Claims))
         return result
 
-    return stages.team.once("finish", workspace.result, finish)
+    return stages.team.once(FINISH, workspace.result, finish)
 
 
 def _libraries(config: PrepConfig, tokenizer: Facts) -> dict[str, str]:

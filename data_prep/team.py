@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from megatfm.errors import MegatfmError, UsageError
 
 POLL_SECONDS = 0.2
+FINISH = "finish"
+"""The last stage, which commits the whole."""
 
 Result = dict[str, Any]
 

@@ -1,0 +1,100 @@
+"""Dask's workers make the same bytes, over TLS, and any of them may die."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import LocalCluster
+from distributed.security import Security
+
+import data_prep
+from data_prep.cluster import dask_workers
+from data_prep.command import cli
+from data_prep.work import Workspace
+from megatfm.config.prep import PrepConfig
+from megatfm.errors import MegatfmError
+from tests.unit.data_prep.conftest import tree
+
+Make = Callable[..., PrepConfig]
+ALL: dict[str, Any] = {
+    "steps": [{"name": "redact"}],
+    "duplicates": [{"name": "lines"}, {"name": "near"}],
+    "part_bytes": 20_000,
+    "workers": 1,
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A scheduler and two workers, with keys of their own, which Dask's config names."""
+    keys = Security.temporary()
+    tls: dict[str, Any] = {"distributed.comm.tls.ca-file": _written(tmp_path / "ca.pem", keys.tls_ca_file)}
+    for role in ("scheduler", "worker", "client"):
+        key = getattr(keys, f"tls_{role}_key") + getattr(keys, f"tls_{role}_cert")
+        for kind in ("cert", "key"):
+            tls[f"distributed.comm.tls.{role}.{kind}"] = _written(tmp_path / f"{role}.pem", key)
+    with (
+        dask.config.set({**tls, "distributed.comm.require-encryption": True}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, security=Security(), host="127.0.0.1"
+        ) as made,
+    ):
+        yield made
+
+
+def _written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
+    config: Make, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    whole = tree(data_prep.run(config(**ALL)).out)
+    assert cluster.scheduler_address.startswith("tls://")
+    pids = [nanny.pid for nanny in cluster.workers.values()]
+    together = config("together", **ALL)
+    work = tmp_path / "together" / ".work"
+
+    def kill() -> None:
+        while not list(work.glob("scan-0.*.json")):
+            time.sleep(0.01)
+        os.kill(pids[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with dask_workers(cluster.scheduler_address, together) as team:
+        data_prep.run(together, team=team)
+    killer.join(1)
+    assert [nanny.pid for nanny in cluster.workers.values()] != pids
+    assert tree(tmp_path / "together") == whole
+
+
+def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
+    (corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
+    wrong = config(**ALL)
+    with pytest.raises(MegatfmError) as alone:
+        data_prep.run(wrong)
+    with pytest.raises(MegatfmError) as together, dask_workers(cluster.scheduler_address, wrong) as team:
+        data_prep.run(wrong, team=team)
+    with Workspace(wrong).lock():
+        pass  # as all have left
+    assert str(together.value) == str(alone.value)
+
+
+def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "scheduler.json").write_text('{"address": "tcp://node7:8786"}')
+    for where, what in (
+        ("tcp://10.1.2.3:8786", "is open to whoever reaches it: start scheduler and workers with TLS"),
+        (str(tmp_path / "scheduler.json"), "tcp://node7:8786 is open"),
+        (str(tmp_path / "nothing.json"), "neither an address"),
+    ):
+        assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", where]) == 2
+        assert what in capsys.readouterr().err
+    assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--part", "1/2"]) == 2
