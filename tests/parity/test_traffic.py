@@ -1,7 +1,7 @@
 """Bytes that a step sends, counted where torch dispatches them, equal the closed forms: by axis, collective, rank."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -99,11 +99,13 @@ def config_of(
     *,
     optimizer: OptimizerSection = ADAMW,
     recompute: str = "none",
+    plugins: Sequence[str] = (),
 ) -> Config:
     """Two micro-batches a step, and one more with stages."""
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     return Config(
         name="x",
+        plugins=tuple(plugins),
         model=model,
         objective=objective,
         data=DataConfig(

@@ -180,11 +180,19 @@ def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers
 
 COUNTED = {
     2: {
-        "zero0": config_of(DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0)),
-        "tp2": config_of(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1)),
-        "pp2, shared": config_of(SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1)),
+        "zero0": config_of(
+            DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]
+        ),
+        "tp2": config_of(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]),
+        "pp2, shared": config_of(
+            SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1), plugins=[__name__]
+        ),
     },
-    4: {"hsdp": config_of(DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2))},
+    4: {
+        "hsdp": config_of(
+            DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2), plugins=[__name__]
+        )
+    },
 }
 
 
