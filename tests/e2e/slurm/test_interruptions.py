@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from tests.e2e.slurm.cluster import Job
+from tests.e2e.slurm.cluster import Job, run
 from tests.e2e.slurm.conftest import STEPS
 from tests.e2e.test_training import curve
 
@@ -125,7 +125,8 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
     first.until_step(2)
     again = [*project.small, "--slurm", "--nodes", 2, "--nproc", 1]
     assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again, code=2)
-    said = project.cluster.slurm("sbatch", "--parsable", project.run_dir / "slurm" / "pretrain.sbatch")
+    script = project.run_dir / "slurm" / "pretrain.sbatch"
+    said = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(said.strip(), project.run_dir)  # past us
     assert second.finish("FAILED")["ExitCode"] == "77:0"
     assert "another process is training in this run directory (process " in second.log
