@@ -135,8 +135,8 @@ class PrepConfig(Section):
     """Text in a part of the work: what a process does at a time, and loses at most when it is killed. The result does
     not depend on it."""
     memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
-    """What the search for identical texts and `duplicates` may hold in memory at a time of an index that lies on
-    disk. The result does not depend on it."""
+    """What a process that looks for identical texts and `duplicates` may hold in memory at a time, about, of an index
+    that lies on disk. The result does not depend on it."""
     read: ReadConfig
     steps: tuple[StepConfig, ...] = ()
     """What is done with one document at a time, in this order."""

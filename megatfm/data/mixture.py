@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -46,10 +48,14 @@ class Mixture:
     """An endless order of rows, each from one of several sources: a pure function of the position.
 
     Position p belongs to stream p mod `streams`. In each run of `block` rows of a stream, every source has its quota,
-    weight·block rounded by largest remainders; they are spread evenly, with a random offset in each stream and block,
-    so that any stretch comes close to the weights. A stream of the mixture reads the same stream of each source, so
-    that what is local in the sources is local here, and a source's rows are read in its own order, each once in its
-    epoch. What a stream has read before a position follows from the quotas: nothing is remembered.
+    weight·block rounded by largest remainders. Across the streams they are quasi-random: the rows of a block of all
+    streams are the points of a circle, met in steps of about the golden ratio, and each source has an arc of it. So any
+    stretch has its share of each source but for a row or two, where independent draws of 64 would be off by three, and
+    as a stream's points are spaced evenly, it has its quotas. Each block begins at a random point.
+
+    A stream of the mixture reads the same stream of each source, so that what is local in the sources is local here,
+    and a source's rows are read in its own order, each once in its epoch. What a stream has read before a position
+    follows from the quotas: nothing is remembered.
 
     Raises a UsageError if the sources don't make rows alike, or a weight is too small for the block.
     """
@@ -71,6 +77,7 @@ class Mixture:
         self.phases = tuple(phases)
         self._rows = list(self.sources.values())
         self.row_tokens, self.splits = self._rows[0].row_tokens, self._rows[0].splits
+        self._step = _golden_step(block, streams)
         self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
         self._spans: list[_Span] = []
         self._make_spans()
@@ -106,6 +113,7 @@ class Mixture:
             shared
             | of_sources
             | {"seed": self.seed, "mixture": phases, "mixture_block": self.block, "turn": self.turn}
+            | {"mixture_step": self._step}
         )
 
     def epoch(self, position: int) -> str:
@@ -166,11 +174,13 @@ class Mixture:
 
     def _spread(self, phase: int, stream: int, block: int) -> _Block:
         quotas = self._spans[phase].quotas
-        sources, numbers = np.repeat(np.arange(len(quotas)), quotas), _counted(quotas)
-        offsets = fractions(raw(self.block, self.seed, "mixture", phase, stream, block))
-        order = np.argsort((numbers + offsets) / quotas[sources], kind="stable")
-        # Of one source the slots stay in order, so that a slot's number is how many are before it.
-        return _Block(sources[order], numbers[order])
+        points = self.block * self.streams
+        (begin,) = (fractions(raw(1, self.seed, "mixture", phase, block)) * points).astype(np.int64)
+        at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
+        sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
+        before = np.empty(self.block, np.int64)
+        before[np.argsort(sources, kind="stable")] = _counted(quotas)
+        return _Block(sources, before)
 
     def _make_spans(self) -> None:
         taken = np.zeros((self.streams, len(self._rows)), np.int64)
@@ -197,6 +207,28 @@ def quotas_of(weights: Mapping[str, float], names: Sequence[str], block: int) ->
                 f"weight, or data.mixture_block = {int(np.ceil(1 / share))}"
             )
     return quotas
+
+
+def _golden_step(block: int, streams: int) -> int:
+    """A step that meets all block·streams points of a circle, evenly at any time, as do the steps of one stream.
+
+    Both are the more even, the smaller the terms of the continued fraction of step and circle are; those of the golden
+    ratio are 1 (Niederreiter 1978, "Quasi-Monte Carlo methods and pseudo-random numbers", section 3).
+    """
+    points = block * streams
+    golden = round(points * (5**0.5 - 1) / 2)
+    candidates = (step for offset in range(points) for step in (golden - offset, golden + offset))
+    coprime = islice((step for step in candidates if 0 < step < points and gcd(step, points) == 1), 256)
+    return min(coprime, key=lambda step: max(*_terms(step, points), *_terms(step % block, block)), default=1)
+
+
+def _terms(over: int, under: int) -> list[int]:
+    """Of the continued fraction of a number between 0 and 1, but for the last one, which the end of the circle is."""
+    terms = []
+    while over:
+        terms.append(under // over)
+        over, under = under % over, over
+    return terms or [0]
 
 
 def source_seed(seed: int, name: str) -> int:

@@ -55,6 +55,42 @@ def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
                 assert abs(found[name] - share * length) <= 2 * STREAMS, (begin, length, name)
 
 
+@pytest.mark.parametrize("turn", [1, 4])
+@pytest.mark.parametrize("streams", [64, 60, 8])
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (0.5, 0.3, 0.2), (0.9, 0.06, 0.04)])
+def test_shares_of_batches_vary_less_than_those_of_independent_draws(
+    memory_corpus: Any, causal_type: Any, weights: tuple[float, ...], streams: int, turn: int
+) -> None:
+    """Of the same batches, over seeds; and no prefix is off by more than a few rows."""
+    errors = {64: [], 256: []}  # type: ignore[var-annotated]
+    worst = 0.0
+    for seed in range(3):
+        sources = {
+            name: PackedRows(
+                memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams
+            )
+            for name, _ in zip("abc", weights, strict=False)
+        }
+        mixture = Mixture(
+            sources,
+            [Phase(0, dict(zip(sources, weights, strict=True)))],
+            seed=seed,
+            streams=streams,
+            turn=turn,
+        )
+        names = np.array([mixture.place(position)[0] for position in range(4096)])
+        for name, share in zip(sources, weights, strict=True):
+            is_here = names == name
+            prefixes = np.cumsum(is_here) - share * np.arange(1, 4097)
+            worst = max(worst, np.abs(prefixes[streams * turn - 1 :: streams * turn]).max())
+            for batch, found in errors.items():
+                independent = np.sqrt(share * (1 - share) / batch)
+                found += ((is_here.reshape(-1, batch).mean(axis=1) - share) / independent).tolist()
+    assert np.std(errors[64]) < 0.7
+    assert np.std(errors[256]) < 0.4
+    assert worst < 5
+
+
 def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) -> None:
     """Over the change of weights, too; a stream lags behind another only within its blocks."""
     mixture = make_mixture()

@@ -72,7 +72,7 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
         time.sleep(0.01)
     assert list(work.glob(".read.*.partial")), "in the middle of a part, which it holds"
     others = [start("--part", f"{number}/3") for number in (1, 3)]
-    while len(list(work.glob("clean.*.json"))) < 3:
+    while len(list(work.glob("read.*.json"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     victim.kill()
