@@ -139,9 +139,9 @@ def spelled(kind: Any, metadata: list[Any] = ()) -> str:  # type: ignore[assignm
 
 
 def bounds(metadata: list[Any]) -> Iterator[str]:
-    """The limits of a number: > 0, ≤ 1."""
-    for item in metadata:
-        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+    """The limits of a number, the lower first: > 0, ≤ 1."""
+    for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+        for item in metadata:
             limit = getattr(item, name, None)
             if limit is not None:
-                yield f"{sign} {limit}"
+                yield f"{sign} {limit:,}" if isinstance(limit, int) else f"{sign} {limit}"

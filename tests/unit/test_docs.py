@@ -158,7 +158,7 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 def test_the_reference_spells_types_and_defaults() -> None:
     text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
-        "| `d_model` | integer > 0 | required, e.g. `256` | Width of the residual stream. |",
+        "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | none, e.g. `"corpora/quickstart/tokenizer.model"` |',
         "| `compile` | `true` or `false` | `false` |",
         "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
