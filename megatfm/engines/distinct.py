@@ -68,7 +68,7 @@ def sum_partial(gradients: Mapping[str, Tensor], layout: Layout, mesh: Mesh) -> 
 
 def clip_gradients(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
     """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are)."""
-    if largest and norm > largest:
+    if gradients and largest and norm > largest:  # a pipeline rank may have none, where all is frozen
         torch._foreach_mul_(list(gradients.values()), float(largest / (norm + 1e-6)))
 
 

@@ -115,7 +115,7 @@ class NativeEngine:
         self._all_have_gradients()
         self.ties.sum(self.gradients())
         sum_partial(self.gradients(), self.layout, self.mesh)
-        if self.loss_scale:
+        if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
         return losses.result()
 

@@ -48,5 +48,8 @@ class Looped(nn.Module):
 class LoopedCausal(Causal):
     families = ("looped",)
 
+    def __init__(self, special, config, model, row_lengths):
+        super().__init__(special, model=model)  # with the defaults of its section
+
 
 PLANS.register("looped")(PLANS.get("decoder"))

@@ -19,7 +19,7 @@ from megatfm.objectives import OBJECTIVES, Objective
 class Vectors(nn.Module):
     """The field "vectors" [B, T, width] times a matrix."""
 
-    plan = (("", "sequence output"), ("matrix", "whole"))
+    plan = (("", "sequence output"), ("matrix", "sequence"))
 
     def __init__(self, config, initial):
         super().__init__()

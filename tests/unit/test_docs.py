@@ -273,3 +273,13 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     assert float(loss.detach()) / int(objective.counts(batch)["causal"]) == pytest.approx(4.56, abs=0.2), (
         "log(96)"
     )
+
+
+def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
+    text = (ROOT / "docs" / "life-of-a-batch.md").read_text(encoding="utf-8")
+    stations = re.findall(r"`(megatfm/[\w/]+\.py)`(?: `([\w.]+)`)?", text)
+    assert len(stations) > 20
+    for file, name in stations:
+        found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        for part in name.split(".") if name else []:
+            found = getattr(found, part)
