@@ -129,6 +129,11 @@ def _own_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.register_forward_hook(lambda _, __, output: ranks.own(output))
 
 
+def _summed_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    if ranks.sequence_parallel:
+        module.register_forward_hook(lambda _, __, output: sum_partial(output, ranks.group))
+
+
 def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
     biased = "bias" in own
 
@@ -222,6 +227,9 @@ OWN_OUTPUT = Style("sequence output", gradient="sequence", install=_own_output)
 
 WHOLE_OUTPUT = Style("sequence, gathered", gradient="sequence", install=_whole_output)
 """Whole weights on the residual stream whose output every rank needs whole."""
+
+SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True)
+"""A module whose output is a sum over tokens, e.g. a block's term of the loss: over each rank's part, then over all."""
 
 WHOLE = Style("whole")
 """Whole weights that every rank uses alike."""

@@ -79,11 +79,16 @@ class Watcher:
         self._inside = None
 
     def _note(self, path: str, inputs: tuple[Any, ...], output: Any) -> None:
-        first, made = (
-            value if isinstance(value, Tensor) else torch.empty(0) for value in ((*inputs, None)[0], output)
-        )
-        shapes = first.numel(), made.numel(), first.shape[0], made.dim() == 0, made.requires_grad
+        first, made = _tensor((*inputs, None)[0]), _tensor(output)
+        rows = first.shape[0] if first.dim() else 1
+        shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
         self._calls.append((Call(path, self.stage, *shapes), self._kept))
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor, or the first of a tuple, as a block's output comes first; else an empty one."""
+    values = value if isinstance(value, tuple) else (value,)
+    return next((one for one in values if isinstance(one, Tensor)), torch.empty(0))
 
 
 def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline | None) -> list[list[Call]]:

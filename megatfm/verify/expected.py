@@ -123,6 +123,8 @@ def _activations(
             ledger.all_gather(TENSOR, given // tp)
         elif style == "sequence, gathered" and sequence:
             ledger.all_gather(TENSOR, made // tp)
+        elif style == "sequence sum" and sequence:
+            ledger.all_reduce(TENSOR, call.made * max(size, 4), times=sums)  # in float32 or better
         _vocabulary(ledger, config, model, fitted, call)
 
 

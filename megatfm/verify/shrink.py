@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
 from megatfm.config import Config, HeadsAttentionConfig, ModelConfig
-from megatfm.config.base import Section
+from megatfm.config.base import Section, nested
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import SHARD, axis_sizes
@@ -24,7 +25,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
 
     Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
     feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
-    beside other axes. There are as many layers as pipeline stages, whose cuts are where they are by themselves.
+    beside other axes. There are as many layers as pipeline stages, and a block of every kind; the cuts are where they
+    are by themselves.
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
@@ -80,7 +82,9 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig
     joined = model.d_model == model.attention.n_heads * model.head_width
     changes = {
         "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
-        "n_layers": min(model.n_layers, max(LAYERS, stages)),
+        "n_layers": min(
+            model.n_layers, max(LAYERS, stages, *(model.blocks.index(kind) + 1 for kind in model.block))
+        ),
         "d_model": heads * head_dim if joined else _fit(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
         "attention.head_dim": model.attention.head_dim and head_dim,
@@ -88,7 +92,23 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig
     }
     if isinstance(model.attention, HeadsAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
+    changes["block"] = {kind: _block(model, kind, tp, shards) for kind in model.block}
     return model.changed(changes)
+
+
+def _block(model: ModelConfig, kind: str, tp: int, shards: int) -> dict[str, Any]:
+    """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
+    keys, own = nested(model.block[kind]), model.of_kind(kind)
+    if "d_ff" in keys.get("ffn", {}):
+        keys["ffn"] = {**keys["ffn"], "d_ff": _fit(own.ffn.d_ff, WIDTH, shards)}
+    if {"n_heads", "n_kv_heads", "head_dim"} & keys.get("attention", {}).keys():
+        kv_heads = min(own.attention.kv_heads, 2 * tp)
+        heads = kv_heads * (own.attention.n_heads // own.attention.kv_heads)
+        sizes = {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
+        if isinstance(own.attention, HeadsAttentionConfig):
+            sizes["n_kv_heads"] = kv_heads
+        keys["attention"] = {**keys["attention"], **sizes}
+    return keys
 
 
 def _fit(size: int, least: int, modulus: int) -> int:

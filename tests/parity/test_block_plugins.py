@@ -5,18 +5,22 @@ import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.initialisation import initialise
+from megatfm.layers.terms import block_terms
 from megatfm.models import build
+from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_families import SMALL, PassOn, batch_for
-from tests.plugins import dilated
+from tests.plugins import plugin
 from tests.workers import Workers
 
+for part in ("dilated", "chosen"):
+    plugin(part)
 WINDOWS = ModelConfig.of(
     {
         **SMALL,
         "attention.n_kv_heads": 2,
         "attention.dropout": 0.1,
-        "attention.pattern": {"name": dilated.dilated.__name__, "width": 2, "step": 2},
+        "attention.pattern": {"name": "dilated", "width": 2, "step": 2},
         "blocks": ["near", "far", "all"],
         "block.near": {},
         "block.far.attention.pattern": {"step": 3},
@@ -29,6 +33,19 @@ MODELS = {
     "windows of a decoder": WINDOWS,
     "windows of an encoder": WINDOWS.changed({"family": "encoder", "head.bias": True}),
 }
+CHOSEN = ModelConfig.of(
+    {
+        **SMALL,
+        "dropout": 0.2,
+        "n_layers": 3,
+        "blocks": ["plain", "chosen"],
+        "block.plain": {},
+        "block.chosen.ffn": {"name": "chosen", "choices": 3, "rate": 0.01, "weight": 0.3},
+        "future_tokens": 1,
+    }
+)
+PAIRED = CHOSEN.changed({"family": "encoder_decoder", "future_tokens": 0})
+ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
     2: {
@@ -42,11 +59,15 @@ LAYOUTS = {
 
 def compare(name: str, ranks: int) -> list[str]:
     """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
-    config = MODELS[name]
+    config = {**MODELS, **ROUTED}[name]
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
-    terms = PassOn([])(model, batch)
-    objective = PassOn(list(terms))
+    terms, added = PassOn([])(model, batch), block_terms(config)
+    objective = PassOn([term for term in terms if term not in added])
+    objective.sides = TWO_SIDES if config.family == "encoder_decoder" else ONE_SIDE
+    if added:
+        assert added.keys() <= terms.keys()
+        objective = WithBlockTerms(objective, added)
     counts = objective.counts(batch)
     loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
@@ -61,6 +82,6 @@ def compare(name: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ROUTED])
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])

@@ -15,6 +15,14 @@ from megatfm.layers.sequence import SequenceLayout
 class FFN(nn.Module):
     """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) where the activation is gated."""
 
+    plan = (
+        ("", "enter"),
+        ("w_gate", "column"),
+        ("w_up", "column"),
+        ("dropout", "keys of own part"),
+        ("w_down", "row"),
+    )
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         activation, d, d_ff = ACTIVATIONS.get(config.ffn.activation), config.d_model, config.ffn.d_ff

@@ -53,20 +53,13 @@ CROSS_ATTENTION: Plan = (
     ("*.layers.*.cross.core.dropout", PART_DROPOUT),
     ("?*.layers.*.cross.[qk]_norm", SHARED_BY_HEADS),
 )
-FFN: Plan = (
-    ("*.layers.*.ffn", ENTER),
-    ("?*.layers.*.ffn.w_gate", COLUMN),
-    ("*.layers.*.ffn.w_up", COLUMN),
-    ("*.layers.*.ffn.dropout", PART_DROPOUT),
-    ("*.layers.*.ffn.w_down", ROW),
-)
 RESIDUAL: Plan = (
     ("*.layers.*_residual.norm", SEQUENCE),
     ("?*.layers.*_residual.norm_out", SEQUENCE),
     ("*.layers.*_residual.branch.dropout", TOKEN_DROPOUT),
     ("?*coder.norm", SEQUENCE),
 )
-STACK: Plan = (*EMBEDDING, *RESIDUAL, *ATTENTION, *FFN)
+STACK: Plan = (*EMBEDDING, *RESIDUAL, *ATTENTION)
 HEAD: Plan = (
     ("?head", VOCABULARY_HEAD),
     ("?head.transform", SHARED_BY_HEADS),

@@ -1,7 +1,7 @@
 """XLNet: both streams are cut along their own sequences; what the content is to the queries is gathered in a seam."""
 
 from megatfm.parallel.plan import PLANS, Plan
-from megatfm.parallel.plans.transformer import EMBEDDING, FFN, HEAD, RESIDUAL
+from megatfm.parallel.plans.transformer import EMBEDDING, HEAD, RESIDUAL
 from megatfm.parallel.styles import (
     COLUMN,
     ENTER_HEADS,
@@ -23,7 +23,6 @@ XLNET: Plan = (
     ("*.layers.*.attn.wk_position", COLUMN),
     ("*.layers.*.attn.dropout", PART_DROPOUT),
     ("*.layers.*.attn.wo", ROW),
-    *FFN,
     ("encoder.dropout", TOKEN_DROPOUT),
     *HEAD,
 )

@@ -8,9 +8,10 @@ from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
-from tests.plugins import dilated
+from tests.plugins import plugin
 
 SMALL = {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "ffn.d_ff": 24}
+plugin("dilated")
 KINDS = {
     "blocks": ["near", "far"],
     "block.near.attention.pattern": {"name": "dilated", "width": 2, "step": 2},
@@ -28,7 +29,7 @@ def test_each_block_is_as_its_kind_says() -> None:
     assert [block.depth for block in blocks] == [0, 1, 2]
     assert [block.ffn.w_up.weight.shape[0] for block in blocks] == [24, 40, 24]
     assert [block.attn.wk.weight.shape[0] for block in blocks] == [16, 8, 16]
-    near = dilated.Dilated(2, 2, causal=True)
+    near = plugin("dilated").Dilated(2, 2, causal=True)
     assert [block.attn.core.pattern == near for block in blocks] == [True, False, True]
 
     # Each block alone, from a model of its kind only, with the same weights.
