@@ -9,25 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatfm.atomic import write_whole
+
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LAUNCH = "launch.json"
 TAIL_BYTES = 2**18
 _COMMITTED = re.compile(r"step-(\d+)")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that its name never holds a half. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.unlink(missing_ok=True)
-        with partial.open("x", encoding="utf-8") as file:  # a link in its place is not followed
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path, default: Any) -> Any:

@@ -10,10 +10,11 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from launchers import scheduler, snapshot
 from launchers.beside import check_free
-from launchers.files import note_evaluation, note_launch, write_whole
+from launchers.files import note_evaluation, note_launch
 from launchers.job import Job, State, words
 from launchers.queue import jobs_of, queue_state
 from launchers.site import Site
+from megatfm.atomic import write_whole
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from blake3 import blake3
 
 import megatfm
-from launchers.files import write_whole
+from megatfm.atomic import write_whole
 from megatfm.errors import UsageError
 
 PACKAGES = ("megatfm", "data_prep", "launchers", "slurm")

@@ -9,7 +9,7 @@ folder under its final name finds all of it. `Saver` does so in the background w
 """
 
 from megatfm.checkpoint.box import Box
-from megatfm.checkpoint.folder import clean, latest, latest_together, verify
+from megatfm.checkpoint.folder import clean, find_checkpoint, latest, latest_together, verify
 from megatfm.checkpoint.saver import Saver
 from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
 from megatfm.checkpoint.stream import save_stream
@@ -18,6 +18,7 @@ __all__ = [
     "Box",
     "Saver",
     "clean",
+    "find_checkpoint",
     "latest",
     "latest_together",
     "load",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatfm.checkpoint import disk, metadata, ranks, reader, shard
 from megatfm.checkpoint.metadata import FileEntry
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 
 log = logging.getLogger("megatfm")
 
@@ -32,6 +32,24 @@ def latest(folder: Path, *, hashes: bool = False) -> Path | None:
     if found:
         raise _none_is_whole(folder, len(found))
     return None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one of a run directory. Raises UsageError."""
+    path = Path(path)
+    if (path / "metadata.json").is_file():
+        return path
+    newest = latest(path / "checkpoints") if path.is_dir() else None
+    if newest is None and (path / "config.json").is_file():
+        raise UsageError(
+            f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
+            "megatfm`"
+        )
+    if newest is None:
+        raise UsageError(
+            f"{path}: neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
+        )
+    return newest
 
 
 def latest_together(folder: Path) -> Path | None:

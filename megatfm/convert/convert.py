@@ -20,7 +20,6 @@ from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.registry import import_plugins
-from megatfm.train.init import find_checkpoint
 
 SHARD_BYTES = 5 * 10**9
 """Largest file by default, as in transformers."""
@@ -46,7 +45,7 @@ def convert(
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
-    found = find_checkpoint(source)
+    found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
     try:
         config = Config.model_validate(state.get("config"))

@@ -9,6 +9,7 @@ from typing import IO
 
 from blake3 import blake3
 
+from megatfm import atomic
 from megatfm.errors import MegatfmError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
@@ -123,10 +124,9 @@ class WholeFile:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` as a whole: temporary name, fsync, rename."""
-    file = WholeFile(path)
-    file.write(data)
-    file.commit()
+    """Write `data` to `path` as a whole. Raises MegatfmError that names it."""
+    with writing(path):
+        atomic.write_whole(path, data)
 
 
 @contextmanager

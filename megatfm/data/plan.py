@@ -1,7 +1,6 @@
 """How many rows each block of a corpus makes: planned once from the index, and kept beside the corpus."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from megatfm.atomic import write_whole
 from megatfm.data.corpus import Corpus
 from megatfm.data.packing import Objective
 from megatfm.data.pieces import Pieces, pieces_of
@@ -71,14 +71,9 @@ def stored_plan(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Ranks may write the same plan at once: each its own temporary file, and the last rename stays."""
+    """Ranks may write the same plan at once: the last one's stays."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
     for old in plans[:-KEPT]:
         old.unlink(missing_ok=True)

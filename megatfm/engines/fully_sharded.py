@@ -1,11 +1,8 @@
 """ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -15,6 +12,7 @@ from megatfm.ops.aligned import all_aligned
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import Box, Layout
 from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
+from megatfm.parallel.torch_stage import reduce_gradients
 
 
 class FullySharded:
@@ -65,8 +63,7 @@ class FullySharded:
         """Nothing where it was done in the last backward pass, after which no other stage could have one; then what
         FSDP2 left anywhere in its buffers is laid where memory begins."""
         for stage in self._stages if self._left else ():
-            # All that is asked of a torch stage: which modules, and that no gradient is to be scaled.
-            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+            reduce_gradients(stage)
         self._left = False
         before = self.gradients()
         for name, gradient in all_aligned(before).items():

@@ -9,7 +9,6 @@ also has the end of its generator) when the backward pass is split. See docs/des
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,8 @@ from megatfm.engines.data_parallel import DataParallel
 from megatfm.engines.interface import Batch, Objective
 from megatfm.engines.passes import Terms, Weigh
 from megatfm.engines.split_backward import Later, backward_of_inputs
-from megatfm.parallel.pipeline_cut import Field, Pipeline, Stage, activation_shape
+from megatfm.parallel.forward import replace_forward
+from megatfm.parallel.pipeline_cut import Field, Pipeline, Stage, StageOutput, activation_shape
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
 
 Carry = dict[str, Tensor]
@@ -92,7 +92,7 @@ class StagePasses:
         self._stages = {stage.index: stage for stage in pipeline.mine(self._rank)}
         self.splits = pipeline.schedule in SPLITS_BACKWARD
         self._plan = cache(self._planned)
-        vars(model)["forward"] = self._forward
+        replace_forward(model, self._forward)
 
     def _planned(self, microbatches: int) -> list[Action]:
         pipeline = self._pipeline
@@ -148,7 +148,7 @@ class StagePasses:
         def model(**inputs: Tensor) -> Any:
             made, losses = self._model(stage, inputs, carry)
             gives.update({name: made[name] if name in made else carry[name] for name in stage.gives})
-            return SimpleNamespace(losses=losses)
+            return StageOutput(losses)
 
         return gives, objective(cast(nn.Module, model), batch)
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatfm.parallel.collectives import functional
+from megatfm.parallel.forward import replace_forward
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -45,9 +46,9 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str, *, compil
     budget = Budget(stage, size_of(how)) if how not in ("none", "full", "selective") else None
     for block in blocks:
         if budget:
-            vars(block)["forward"] = partial(budget.run, block, block.forward)
+            replace_forward(block, partial(budget.run, block, block.forward))
         elif how != "none":
-            vars(block)["forward"] = partial(_again, block, block.forward, how)
+            replace_forward(block, partial(_again, block, block.forward, how))
 
 
 def size_of(text: str) -> int:

@@ -62,7 +62,7 @@ def evaluate_run(
     from megatfm.train.build import build_engine
     from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
     from megatfm.train.evaluation import evaluate
-    from megatfm.train.init import find_checkpoint, load_weights
+    from megatfm.train.init import load_weights
     from megatfm.train.run import Run
 
     if not (run_dir / "config.toml").is_file():
@@ -81,7 +81,7 @@ def evaluate_run(
             f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
             "leave it out"
         )
-    source = find_checkpoint(run_dir)
+    source = checkpoint.find_checkpoint(run_dir)
     state = checkpoint.read_state(source)
     if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
         raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")

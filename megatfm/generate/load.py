@@ -16,7 +16,6 @@ from megatfm.models import build
 from megatfm.ops.aligned import aligned
 from megatfm.registry import import_plugins
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.init import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
     The model is in float32 and in evaluation mode. Raises UsageError where nothing can be opened, MegatfmError
     where something is damaged or does not fit.
     """
-    source = find_checkpoint(path)
+    source = checkpoint.find_checkpoint(path)
     state, config = _state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
@@ -65,7 +64,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
-    source = find_checkpoint(path)
+    source = checkpoint.find_checkpoint(path)
     _, config = _state(source)
     import_plugins(config.plugins)
     model = build(config.model)

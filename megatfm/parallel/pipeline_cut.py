@@ -81,6 +81,13 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class StageOutput:
+    """Of a model's output what an objective reads, made by one stage or all."""
+
+    losses: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """All stages of a model, and on which pipeline ranks each parameter is."""
 

@@ -16,8 +16,9 @@ beyond are left out, so each schedule takes any number of micro-batches.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
+
+from megatfm.parallel.torch_stage import StageStandIn, planned_order
 
 Kind = Literal["F", "B", "I", "W", "send F", "recv F", "send B", "recv B"]
 """Forward; backward, whole (B) or in two parts: of the input (I) and later of the weights (W); transfers."""
@@ -67,7 +68,6 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 
 
 def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Orders:
-    from torch import nn
     from torch.distributed.pipelining import schedules
 
     made, at_least = {
@@ -79,19 +79,12 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
     fitting = max(microbatches, at_least)
     if fitting % max(1, fitting // ranks):
         fitting = -(-fitting // ranks) * ranks
-    # All that the classes ask of a stage before it runs.
     stages = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=ranks * virtual,
-            group_size=ranks,
-            group_rank=0,
-            submod=nn.Identity(),
-        )
+        StageStandIn(stage_index=stage, num_stages=ranks * virtual, group_size=ranks)
         for stage, rank in enumerate(stage_ranks(schedule, ranks, virtual))
         if rank == 0
     ]
-    planned = made(stages, fitting).pipeline_order  # type: ignore[arg-type]
+    planned = planned_order(made, stages, fitting)
     found: Orders = []
     for rank in range(ranks):
         steps = [part for step in planned[rank] if step is not None for part in (step.sub_actions or (step,))]

@@ -21,6 +21,7 @@ from megatfm.parallel.collectives import (
     scatter_sum,
     sum_partial,
 )
+from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.layout import Placement
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
@@ -142,7 +143,7 @@ def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
         # Added to the sum, and not by every rank to its part of it.
         return y + module.bias if biased else y  # type: ignore[operator]
 
-    module.forward = forward
+    replace_forward(module, forward)
 
 
 def _sliced_heads(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -153,7 +154,7 @@ def _sliced_heads(module: nn.Module, ranks: Ranks, own: Own) -> None:
         parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in own]
         return F.linear(x, *parts)
 
-    module.forward = forward
+    replace_forward(module, forward)
 
 
 def _vocabulary_embedding(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -162,7 +163,7 @@ def _vocabulary_embedding(module: nn.Module, ranks: Ranks, own: Own) -> None:
     def embed(tokens_BT: Tensor) -> Tensor:
         return ranks.leave(embed_shard(tokens_BT, module.get_parameter("weight"), first))
 
-    module.forward = embed
+    replace_forward(module, embed)
 
 
 def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -182,7 +183,7 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
         return gather_replicated(padded, output.dim() - 1, ranks.group)[..., :vocabulary]
 
     _enter_hook(module, ranks, own)
-    seam.forward = loss
+    replace_forward(seam, loss)
     module.register_forward_hook(whole_logits)
 
 

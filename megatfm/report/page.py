@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
 import statistics
@@ -19,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import megatfm
+from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError
 from megatfm.report.chart import Chart, Level, Line, chart, number, smooth
 from megatfm.report.layers import layer_charts
@@ -44,16 +44,9 @@ def write_report(folder: str | Path) -> Path:
     """
     run = Run(Path(folder))
     path = run.folder / "report.html"
-    draft = path.with_name(f".{path.name}.partial")
     try:
-        draft.unlink(missing_ok=True)
-        with draft.open("x", encoding="utf-8") as file:  # a link in its place is not followed
-            file.write(render(run))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(path, render(run))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise MegatfmError(f"can't write {path}: {error.strerror}; free space or mend its rights") from error
     return path
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatfm.config import Config
@@ -13,6 +12,7 @@ from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
@@ -93,9 +93,10 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     """Resolve "auto", on all ranks together: bf16 where a matrix product is faster in it, else fp32."""
     if wanted != "auto":
         return wanted
-    faster = [product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)]
-    dist.broadcast_object_list(faster)
-    return "bf16" if faster[0] else "fp32"
+    faster = run_on_rank_0(
+        lambda: product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)
+    )
+    return "bf16" if faster else "fp32"
 
 
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:

@@ -12,25 +12,6 @@ from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest whole one of a run directory. Raises UsageError."""
-    path = Path(path)
-    if (path / "metadata.json").is_file():
-        return path
-    newest = checkpoint.latest(path / "checkpoints") if path.is_dir() else None
-    if newest is None and (path / "config.json").is_file():
-        raise UsageError(
-            f"{path}: in the Hugging Face format: make a folder of ours of it with `megatfm convert {path} NEW --to "
-            "megatfm`"
-        )
-    if newest is None:
-        raise UsageError(
-            f"{path}: neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
-        )
-    return newest
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 SHOWN = 6
 """So many names of a kind are listed, and the others counted."""
@@ -71,7 +52,7 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
     only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
     Raises UsageError if one that is wanted is not there, or has another shape.
     """
-    source = find_checkpoint(path)
+    source = checkpoint.find_checkpoint(path)
     stored = {
         name.removeprefix("model."): tuple(shape)
         for name, (_, shape) in checkpoint.names(source).items()

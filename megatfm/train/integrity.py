@@ -1,19 +1,17 @@
 """Silent corruption: does the same step give the same bits, and do replicas hold the same weights?"""
 
 import math
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
 
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import Arrays, Engine, Objective, StepStats
 from megatfm.errors import MegatfmError
+from megatfm.parallel.agreement import gather_problems
 
 SHOWN = 5
 
@@ -89,12 +87,8 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _end_if(differ: list[str], what: str) -> None:
-    mine = (socket.gethostname(), differ)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = {rank: (host, names) for rank, (host, names) in enumerate(everyone) if names}
-    if found:
-        where = "; ".join(f"rank {rank} on {host}: {_few(names)}" for rank, (host, names) in found.items())
+    if found := gather_problems(differ):
+        where = "; ".join(f"{rank}: {_few(names)}" for rank, names in found.items())
         raise MegatfmError(
             f"{what}: {where}. A processor, its memory or a kernel is at fault: nothing was saved since, so resume "
             "without that machine"

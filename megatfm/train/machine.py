@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatfm.parallel.agreement import gather
+
 CPUINFO = Path("/proc/cpuinfo")
 MODEL = (
     "vendor_id",
@@ -89,10 +91,7 @@ def libraries() -> dict[str, str]:
 def of_all_ranks(device: torch.device) -> dict[str, list[Any]]:
     """The kind of machine of every rank. A collective."""
     mine = {**libraries(), **(gpu() if device.type == "cuda" else processor())}
-    ranks: list[dict[str, str]] = [mine]
-    if dist.is_initialized():
-        ranks *= dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+    ranks = gather(mine)
     kinds = [facts for number, facts in enumerate(ranks) if facts not in ranks[:number]]
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 

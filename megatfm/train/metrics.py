@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.registry import Registry
 
@@ -154,18 +155,7 @@ def _rewind(path: Path, first_step: int) -> None:
     new = b"".join(lines)
     if new == old:
         return
-    draft = path.with_name(f".{path.name}.partial")
-    draft.unlink(missing_ok=True)
-    with draft.open("xb") as file:  # a link in its place is not followed
-        file.write(new)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, new)
 
 
 @contextmanager
@@ -269,7 +259,5 @@ class WeightsAndBiases:
 def _kept_id(path: Path) -> str:
     with _naming(path):
         if not path.exists():
-            draft = path.with_name(f".{path.name}.partial")
-            draft.write_text(secrets.token_hex(4))
-            draft.replace(path)
+            write_whole(path, secrets.token_hex(4))
         return path.read_text().strip()

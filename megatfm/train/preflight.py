@@ -11,17 +11,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from megatfm.atomic import write_whole
 from megatfm.checkpoint.folder import committed
 from megatfm.checkpoint.nodes import KEEP, Nodes
 from megatfm.config import Config
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError
+from megatfm.parallel.agreement import gather, gather_problems
 from megatfm.parallel.mesh import AXES, Mesh
 from megatfm.train.run import Run
 
@@ -76,19 +77,12 @@ def checkpoint_bytes(run: Run, engine: Engine) -> int:
 
 def probe_disk(folder: Path, rank: int) -> None:
     """Write, sync and rename a file, as a save does. Raises MegatfmError that names what could not be done."""
-    draft, probe = folder / f".probe-{rank}.tmp", folder / f".probe-{rank}"
+    probe = folder / f".probe-{rank}"
     try:
-        draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:  # a link in its place is not followed
-            file.write(os.urandom(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(probe)
+        write_whole(probe, os.urandom(PROBE_BYTES))
         if probe.stat().st_size != PROBE_BYTES:
             raise MegatfmError(f"{probe} came out with {probe.stat().st_size} bytes instead of {PROBE_BYTES}")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise MegatfmError(
             f"{folder}: can't write, sync and rename a file there: {error.strerror}"
         ) from error
@@ -185,9 +179,7 @@ def axis_seconds(mesh: Mesh, device: torch.device) -> dict[str, float]:
 
 def slow_ranks(seconds: Mapping[str, float]) -> list[str]:
     """Compare what each check took on every rank; a line for each rank far above the median. A collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), dict(seconds)))
-    return find_slow(everyone)
+    return find_slow(gather((socket.gethostname(), dict(seconds))))
 
 
 def find_slow(everyone: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
@@ -225,12 +217,10 @@ def _missing(run: Run) -> list[str]:
 
 def _end_if(problems: list[str]) -> None:
     """Raise the same error on all ranks if any has a problem."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), problems))
     ranks: dict[str, list[str]] = {}  # problem → those who have it
-    for rank, (host, texts) in enumerate(everyone):
+    for rank, texts in gather_problems(problems).items():
         for text in texts:
-            ranks.setdefault(text, []).append(f"rank {rank} on {host}")
+            ranks.setdefault(text, []).append(rank)
     if ranks:
         said = [f"{_few(names)}: {text}" for text, names in ranks.items()]
         more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from megatfm.errors import NoProgressError
-from megatfm.train.agree import told_by_rank_0
+from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.train.run import Run
 
 ATTEMPTS = "attempts.json"
@@ -23,7 +23,7 @@ def check_progress(
         return
     agent = environment["TORCHELASTIC_RUN_ID"]
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    failures = told_by_rank_0(lambda: _count(run, agent, restarts, step))
+    failures = run_on_rank_0(lambda: _count(run, agent, restarts, step))
     if failures >= max_failures:
         raise NoProgressError(
             f"{run.folder}: {failures} restarts in a row gained no checkpoint beyond step {step} "

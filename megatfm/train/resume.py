@@ -15,7 +15,7 @@ from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.train.agree import told_by_rank_0
+from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.train.machine import Machines, differences
 from megatfm.train.run import Run
 
@@ -69,7 +69,7 @@ def find(folder: Path, nodes: Nodes | None = None) -> Found | None:
     """
 
     path = checkpoint.latest_together(folder)
-    shared = told_by_rank_0(lambda: Found(path, checkpoint.read_state(path)) if path else None)
+    shared = run_on_rank_0(lambda: Found(path, checkpoint.read_state(path)) if path else None)
     held = newest_on_nodes(nodes) if nodes else None
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared
@@ -101,7 +101,7 @@ def meet_nodes(config: Config, run: Run) -> Nodes | None:
             f"checkpoint.local = {config.checkpoint.local!r} is {folder} here: give an absolute path on the node's own "
             "disk, in which every variable is set"
         )
-    return Nodes.meet(folder / f"{config.name}-{told_by_rank_0(name)}", None)
+    return Nodes.meet(folder / f"{config.name}-{run_on_rank_0(name)}", None)
 
 
 def run_state(

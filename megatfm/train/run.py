@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Self
 
 from megatfm import __version__, tokenizers
+from megatfm.atomic import write_whole
 from megatfm.config import Config, to_toml
 from megatfm.config.base import check_path
 from megatfm.errors import MegatfmError
+from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.train import machine
-from megatfm.train.agree import told_by_rank_0
 from megatfm.train.judge import Verdict
 from megatfm.train.lock import RunLock
 from megatfm.train.metrics import log_event
@@ -74,7 +75,7 @@ class Run:
         """
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            told_by_rank_0(lambda: self._lock.take() if self.is_main else None)
+            run_on_rank_0(lambda: self._lock.take() if self.is_main else None)
             if not self.is_main:
                 self._lock.note()
         except OSError as error:
@@ -108,14 +109,9 @@ class Run:
     def write(self, name: str, content: str | bytes) -> None:
         """Write a small file of the run whole, or not at all."""
         path = self.folder / name
-        draft = path.with_name(f".{name}.tmp")
         try:
-            draft.unlink(missing_ok=True)
-            with draft.open("xb") as file:  # a link in its place is not followed
-                file.write(content.encode() if isinstance(content, str) else content)
-            draft.replace(path)
+            write_whole(path, content)
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
     def describe(self, config: Config, plan: str) -> None:

@@ -10,8 +10,8 @@ from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines.interface import Engine
+from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.train import generators, machine, resume
-from megatfm.train.agree import told_by_rank_0
 from megatfm.train.corpora import Corpora
 from megatfm.train.run import Run
 from megatfm.train.trouble import Trouble
@@ -73,7 +73,7 @@ class State:
         if found.held:
             names = found.held.content(found.path).names()
         else:  # rank 0 sees what is there and tells the others, whose machines may see it later
-            names = told_by_rank_0(lambda: checkpoint.names(found.path))
+            names = run_on_rank_0(lambda: checkpoint.names(found.path))
         stored = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
         drawn = generators.room(names, rank, dist.get_world_size(), device)

@@ -20,7 +20,7 @@ from megatfm.checkpoint import disk
 from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError
-from megatfm.train.agree import told_by_rank_0
+from megatfm.parallel.agreement import run_on_rank_0
 
 DECISIONS = "decisions.jsonl"
 SMALLEST_SPREAD = 1e-3
@@ -42,7 +42,7 @@ class Decisions:
     def read(self) -> None:
         """Take up what was decided before; all ranks together. Raises MegatfmError for a file that can't be read."""
         self.skips, self.jumps, self.rollbacks = set(), {}, {}
-        for record in told_by_rank_0(lambda: _read(self.path)):
+        for record in run_on_rank_0(lambda: _read(self.path)):
             self._apply(record)
 
     def forget(self) -> None:

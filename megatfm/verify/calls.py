@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.parallel.pipeline_cut import Pipeline, StageOutput
 from megatfm.verify.batch import Arrays, objective_of
 
 
@@ -95,7 +94,7 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline 
     """The calls of each micro-batch of the global batch, in its order."""
     watcher, objective, rows = Watcher(model), objective_of(config), config.train.micro_batch
 
-    def through_stages(**inputs: Tensor) -> SimpleNamespace:
+    def through_stages(**inputs: Tensor) -> StageOutput:
         assert pipeline is not None
         carry: dict[str, Tensor] = {}
         losses: dict[str, Tensor] = {}
@@ -103,7 +102,7 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline 
             watcher.stage = stage.index
             done = stage.steps.start(inputs, carry)
             carry, losses = done.carry, losses | done.losses
-        return SimpleNamespace(losses=losses)
+        return StageOutput(losses)
 
     def found() -> Iterator[list[Call]]:
         for start in range(0, config.train.global_batch, rows):

@@ -16,6 +16,7 @@ from megatfm.layers.sequence import SequenceLayout
 from megatfm.ops.attention import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import Normal, draw
+from megatfm.parallel.forward import replace_forward
 from megatfm.train.build import build_model
 from megatfm.verify.batch import Arrays, objective_of
 
@@ -45,9 +46,9 @@ def reference_step(config: Config, batch: Arrays) -> Step:
     _initialise(model, config.train.seed)
     for module in model.modules():
         if isinstance(module, Core):
-            vars(module)["forward"] = partial(_attention, module)
+            replace_forward(module, partial(_attention, module))
         elif isinstance(module, CrossEntropy):
-            vars(module)["forward"] = partial(_cross_entropy, module)
+            replace_forward(module, partial(_cross_entropy, module))
     objective = objective_of(config)
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.counts(tensors)

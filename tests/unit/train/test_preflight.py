@@ -27,7 +27,7 @@ def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / ".probe-3.tmp").mkdir()  # root may write where permissions forbid it
+    (tmp_path / ".probe-3").mkdir()  # root may write where permissions forbid it
     with pytest.raises(
         MegatfmError, match=rf"{tmp_path}: can't write, sync and rename a file there: Is a directory"
     ):

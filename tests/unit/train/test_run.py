@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megatfm import tokenizers
+from megatfm.atomic import draft_of
 from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.train.console import RunLog, log
@@ -119,16 +121,16 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given:
 def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     run = Run(tmp_path, 0)
     run.write("plan.txt", "old")
-    (tmp_path / ".plan.txt.tmp").mkdir()  # stands for a full disk
+    draft_of(tmp_path / "plan.txt").mkdir()  # stands for a full disk
     with pytest.raises((MegatfmError, OSError)):
         run.write("plan.txt", "new")
     assert (tmp_path / "plan.txt").read_text() == "old"
 
 
-@pytest.mark.parametrize("name", [".plan.txt.tmp", "plan.txt"])
-def test_a_planted_link_is_not_written_through(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("place", [draft_of, Path])
+def test_a_planted_link_is_not_written_through(tmp_path: Path, place: Callable[[Path], Path]) -> None:
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / name).symlink_to(tmp_path / "precious")
+    place(tmp_path / "plan.txt").symlink_to(tmp_path / "precious")
     Run(tmp_path, 0).write("plan.txt", "new")
     assert (tmp_path / "plan.txt").read_text() == "new"
     assert (tmp_path / "precious").read_text() == "precious"

@@ -1,0 +1,40 @@
+"""What ranks tell one another: rank 0's result or error, everyone's items, and who has problems."""
+
+import socket
+
+import torch.distributed as dist
+
+from megatfm.errors import UsageError
+from megatfm.parallel.agreement import gather, gather_problems, run_on_rank_0
+from tests.workers import Workers
+
+
+def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
+    rank, calls = dist.get_rank(), list[int]()
+
+    def work() -> int:
+        calls.append(rank)
+        return 7
+
+    def fails() -> None:
+        raise UsageError(f"rank {rank} says no")
+
+    result = run_on_rank_0(work)
+    assert calls == ([0] if rank == 0 else [])
+    try:
+        run_on_rank_0(fails)
+        said = "nothing"
+    except UsageError as error:
+        said = str(error)
+    return result, said, gather(rank), gather_problems(["bad"] if rank == 2 else [])
+
+
+def test_all_ranks_know_the_same(workers: Workers) -> None:
+    problems = {f"rank 2 on {socket.gethostname()}": ["bad"]}
+    assert workers.run(agreed, 3) == [(7, "rank 0 says no", [0, 1, 2], problems)] * 3
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert run_on_rank_0(lambda: 3) == 3
+    assert gather("x") == ["x"]
+    assert gather_problems([]) == {}

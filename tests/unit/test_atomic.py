@@ -1,0 +1,75 @@
+"""Small files are there whole or not at all, and on the disk when the call returns."""
+
+import errno
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from megatfm.atomic import draft_of, write_whole
+
+
+def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
+    for content, expected in (("ä", "ä".encode()), (b"\0", b"\0")):
+        write_whole(tmp_path / "a", content)
+        assert (tmp_path / "a").read_bytes() == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_leaves_the_old_file_and_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write_whole(tmp_path / "a", "old")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os if call == "fsync" else Path, call, fails)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "a", "new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_file_and_name_are_forced_to_the_disk_in_that_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = list[bool](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        assert (tmp_path / "a").exists() == synced[-1]
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_whole(tmp_path / "a", "new")
+    assert synced == [False, True]
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    for place in (draft_of(tmp_path / "a"), tmp_path / "a"):
+        place.symlink_to(tmp_path / "precious")
+        write_whole(tmp_path / "a", "new")
+        assert (tmp_path / "precious").read_text() == "precious"
+        assert (tmp_path / "a").read_text() == "new"
+        (tmp_path / "a").unlink()
+
+
+def write_often(path: Path, letter: str) -> None:
+    for _ in range(50):
+        write_whole(path, letter * 1000)
+
+
+def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_often, args=(tmp_path / "a", letter)) for letter in "xyz"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert (tmp_path / "a").read_text() in {letter * 1000 for letter in "xyz"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
