@@ -36,7 +36,6 @@ from megatfm.layers.sequence import SequenceLayout
 from megatfm.models import build
 from megatfm.parallel.mesh import AXES, build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.train.memory import keep_freed_memory
 from megatfm.verify.traffic import Traffic
 
@@ -116,7 +115,7 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build(model_config(width, layers, parts))
-    layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=parallel.sequence_parallel)
+    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel)
     sharing = Sharing(parallel.zero, parallel.accumulate)
     blocks = Blocks(model)
     data = share([blocks], layout, mesh, sharing, PRECISIONS["fp32"], torch.device("cpu"))

@@ -105,7 +105,9 @@ def default(field: FieldInfo) -> str:
         return "required" + (f", e.g. `{toml(field.examples[0])}`" if field.examples else "")
     if isinstance(value, BaseModel):
         return "see below"
-    return "not set" if value is None else f"`{toml(value)}`"
+    if value is None:
+        return "not set" + (f", e.g. `{toml(field.examples[0])}`" if field.examples else "")
+    return f"`{toml(value)}`"
 
 
 def toml(value: Any) -> str:

@@ -15,9 +15,9 @@ class DenseFFNConfig(Section):
 
     name: Literal["dense"] = "dense"
     d_ff: PositiveInt = Field(examples=[1024], le=WIDEST)
-    """Inner width."""
+    """Inner width of the network."""
     activation: str = "swiglu"
-    """Activation."""
+    """Activation: gelu, swiglu or another that is registered."""
     bias: bool = False
     """Biases in its projections."""
     dropout: Rate = 0.0
@@ -40,7 +40,7 @@ class NormSection(Section):
 
     name: str
     eps: PositiveFloat = 1e-5
-    """Epsilon."""
+    """Epsilon of the normalisation."""
     placement: str = "pre"
     """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
     final: bool | None = None

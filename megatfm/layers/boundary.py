@@ -33,6 +33,13 @@ class BoundaryHead(nn.Module):
     reads = ("targets", "span_left", "span_right")
     predicts = False
 
+    plan = (
+        ("", "vocabulary head"),
+        ("positions", "shared by heads"),
+        ("dense[12]", "shared by heads"),
+        ("norm[12]", "shared by heads"),
+    )
+
     def __init__(self, config: ModelConfig, section: Any, tokens: Table | None) -> None:
         super().__init__()
         if tokens is None:

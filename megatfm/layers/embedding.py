@@ -43,6 +43,15 @@ class Embedding(nn.Module):
     too. reads: the field of the batch that it is given.
     """
 
+    plan = (
+        ("tokens", "vocabulary embedding"),
+        ("positions", "sequence output"),
+        ("segments", "sequence output"),
+        ("norm", "sequence"),
+        ("dropout", "keys of own tokens"),
+        ("projection", "sequence"),
+    )
+
     def __init__(
         self,
         config: ModelConfig,

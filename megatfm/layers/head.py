@@ -43,6 +43,8 @@ class CrossEntropy(nn.Module):
 class Transform(nn.Module):
     """BERT's dense layer, activation and norm before the output matrix, from D to E."""
 
+    plan = (("dense", "shared by heads"), ("norm", "shared by heads"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser, d_in: int) -> None:
         super().__init__()
         width = config.embedding_width
@@ -61,6 +63,8 @@ class Head(nn.Module):
 
     Where few tokens have a target, as in masked language models, only those go through.
     """
+
+    plan = (("", "vocabulary head"),)
 
     def __init__(self, config: ModelConfig, tied_to: Table | None, *, sparse: bool = False) -> None:
         super().__init__()
@@ -115,6 +119,8 @@ class SentenceHead(nn.Module):
     share = 0.0
     reads = ("sentence_targets",)
     predicts = True
+
+    plan = (("", "whole input"), ("*", "whole"))
 
     def __init__(self, config: ModelConfig, section: Any, tokens: Table | None = None) -> None:
         super().__init__()

@@ -118,6 +118,8 @@ class FutureHead(nn.Module):
     depth: of the block, after those of the stack.
     """
 
+    plan = (("final_norm", "sequence"),)
+
     def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({"0": Block(config, "decoder", depth)})

@@ -118,6 +118,8 @@ class Electra(nn.Module):
 class Discriminator(nn.Module):
     """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own."""
 
+    plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

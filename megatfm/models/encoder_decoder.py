@@ -19,6 +19,8 @@ from megatfm.models.steps import Pass, Step, Steps
 class EncoderDecoder(nn.Module):
     """A bidirectional stack whose output a causal stack attends to; both share the token embedding."""
 
+    plan = (("memory", "enter output"),)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

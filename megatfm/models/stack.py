@@ -26,6 +26,8 @@ from megatfm.models.steps import Field, Pass, Step
 class Stack(nn.Module):
     """Tokens to hidden vectors. kind: whose depth and initial weights it has; embedding: one made by another stack."""
 
+    plan = (("norm", "sequence"),)
+
     def __init__(
         self,
         config: ModelConfig,

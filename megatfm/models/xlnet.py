@@ -112,6 +112,13 @@ class Query(nn.Module):
 class TwoStreamStack(nn.Module):
     """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
 
+    plan = (
+        ("query", "sequence output"),
+        ("query_dropout", "keys of own tokens"),
+        ("norm", "sequence"),
+        ("dropout", "keys of own tokens"),
+    )
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.d_model = config.d_model

@@ -90,7 +90,7 @@ def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) ->
         steps = [part for step in planned[rank] if step is not None for part in (step.sub_actions or (step,))]
         found.append(
             [
-                Action(step.stage_index, step.computation_type.value, step.microbatch_index)  # type: ignore[arg-type]
+                Action(step.stage_index, step.computation_type.value, step.microbatch_index)
                 for step in steps
                 if step.microbatch_index is not None and step.microbatch_index < microbatches
             ]

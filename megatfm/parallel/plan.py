@@ -1,6 +1,12 @@
-"""A plan is a table: module-name pattern → style. This file lays it over a model."""
+"""A plan is a table, pattern over module names → style. This file collects it from a model's parts, and lays it.
 
-from collections.abc import Sequence
+A module's class says in `plan` how it and the modules in it are cut: rows of (pattern relative to the module, "" for
+itself; name of a style), such as `plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))`. They are strings, so
+that layers know nothing of parallelism. A row that matches nothing is for a part that not every model has.
+"""
+
+import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -9,25 +15,29 @@ from torch import Tensor, nn
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import Cut, Layout, Placement
 from megatfm.parallel.mesh import TENSOR, Mesh
-from megatfm.parallel.styles import Ranks, Style
-from megatfm.registry import Registry
+from megatfm.parallel.styles import STYLES, Ranks, Style
 
-Plan = Sequence[tuple[str, Style]]
-"""Rows of (pattern over module names, style); exactly one row for each module that owns parameters or buffers. A
-pattern that begins with "?" may match nothing."""
+NO_ROW = Style("no row")
+"""Of a module that nobody speaks of, where nothing is cut."""
+GENERAL = (
+    "torch.",
+    "megatfm.layers.linear",
+    "megatfm.layers.table",
+    "megatfm.layers.norm",
+    "megatfm.layers.dropout",
+)
+"""Packages whose modules are used in many roles: how they are cut is said by what is around them."""
 
-PLANS: Registry[Plan] = Registry("parallel plan")
 
-
-def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
+def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
     """Cut the model's parameters (still on the meta device) and install what travels. Returns the layout table.
 
-    Raises UsageError when a parameter or buffer matches no row or two, when a row matches nothing, or when the axis
-    does not divide a dim.
+    Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
+    when these do not divide a dim.
     """
-    styles = match(model, plan)
     parts = mesh.size(TENSOR)
     ranks = Ranks(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
+    styles = match(model, complete=parts > 1)
     local: dict[Tensor, tuple[Placement, Tensor]] = {}
     buffers: dict[str, Placement] = {}
     state: list[str] = []
@@ -36,7 +46,7 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
         style = planned.fitted(module, parts)
         own: dict[str, Placement] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            own[key] = placement = _place(f"{path}.{key}", tensor, style, mesh, sequence_parallel)
+            own[key] = placement = _place(f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel)
             shard = torch.empty(placement.box[1], dtype=tensor.dtype, device=tensor.device)
             if not isinstance(tensor, nn.Parameter):
                 buffers[placement.name] = placement
@@ -55,7 +65,7 @@ def lay(model: nn.Module, plan: Plan, mesh: Mesh, *, sequence_parallel: bool) ->
         if ranks:
             style.install(module, ranks, own)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return Layout(placements, _table(plan, styles, placements, mesh), buffers, state)
+    return Layout(placements, _table(model, styles, placements, mesh), buffers, state)
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
@@ -70,58 +80,91 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
     return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)
 
 
-def match(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """Module name → style, in the order of the model's modules. Raises UsageError as `lay` does."""
-    from megatfm.parallel import styles as _styles
+def match(model: nn.Module, *, complete: bool = True) -> dict[str, Style]:
+    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
 
-    known = {v.name: v for v in vars(_styles).values() if isinstance(v, Style)}
-    plan = [
-        *plan,
-        *(
-            (f"?{path}.{pattern}" if pattern else f"?{path}", known[style])
-            for path, module in model.named_modules()
-            for pattern, style in getattr(type(module), "plan", ())
-        ),
-    ]
+    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
+    that owns parameters or buffers and has none.
+    """
+    said = _said(model)
     styles: dict[str, Style] = {}
-    unused = {pattern for pattern, _ in plan if not pattern.startswith("?")}
     for path, module in model.named_modules():
-        rows = [row for row in plan if path and fnmatchcase(path, row[0].removeprefix("?"))]
-        owned = [
-            name
-            for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        ]
-        if len(rows) > 1:
-            raise UsageError(f"{path} matches {len(rows)} rows of the plan, {[p for p, _ in rows]}: keep one")
-        if owned and not rows:
-            raise UsageError(f"{path}.{owned[0]} matches no row of the plan: add a row for {path!r}")
-        unused -= {pattern for pattern, _ in rows}
+        rows = said.get(module, [])
+        for row in rows[1:]:
+            if row.style != rows[0].style:
+                raise UsageError(
+                    f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows"
+                )
         if rows:
-            styles[path] = rows[0][1]
-    if unused:
-        raise UsageError(
-            f"rows of the plan match no module: {sorted(unused)}: remove them or mend the pattern"
-        )
+            styles[path] = STYLES.get(rows[0].style)
+        elif owned := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if complete:
+                raise UsageError(_missing(model, path, owned[0][0]))
+            styles[path] = NO_ROW
     return styles
 
 
-def _table(plan: Plan, styles: dict[str, Style], placements: dict[str, Placement], mesh: Mesh) -> str:
+@dataclass(frozen=True)
+class _Row:
+    """A row of a plan where it was found. place: of the module that brought it; its numbers are *."""
+
+    place: str
+    brought_by: str
+    pattern: str
+    style: str
+
+    def __str__(self) -> str:
+        return f"{self.style!r} of {self.brought_by}"
+
+    @property
+    def modules(self) -> str:
+        return ".".join(filter(None, (self.place, self.pattern)))
+
+
+def _said(model: nn.Module) -> dict[nn.Module, list[_Row]]:
+    """What the plans of a model's modules say of each of them."""
+    said: dict[nn.Module, list[_Row]] = {}
+    for path, owner in model.named_modules():
+        for pattern, style in getattr(type(owner), "plan", ()):
+            row = _Row(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
+            for inner, module in owner.named_modules():
+                if bool(inner) == bool(pattern) and fnmatchcase(inner, pattern):
+                    said.setdefault(module, []).append(row)
+    return said
+
+
+def _missing(model: nn.Module, path: str, key: str) -> str:
+    """How to give a module a style: a row in its class, or in that of the first around it that is not a mere layer."""
+    owner, inner = path, ""
+    while owner and type(model.get_submodule(owner)).__module__.startswith(GENERAL):
+        owner, _, last = owner.rpartition(".")
+        inner = f"{last}.{inner}" if inner else last
+    name = type(model.get_submodule(owner)).__name__
+    return (
+        f"{f'{path}.{key}'.lstrip('.')} has no style, and several tensor-parallel ranks need one: give the class "
+        f'{name} a row for it, plan = (("{inner}", STYLE),), with one of: {", ".join(STYLES.names())}'
+    )
+
+
+def _table(model: nn.Module, styles: dict[str, Style], placements: dict[str, Placement], mesh: Mesh) -> str:
+    said, rows = _said(model), dict[tuple[str, Style], list[str]]()
+    for path, style in styles.items():
+        brought = said.get(model.get_submodule(path))
+        rows.setdefault((brought[0].modules if brought else path, style), []).append(path)
+    width = 2 + max(len(shown) for shown, _ in rows)
     lines = [
         f"mesh  {mesh.describe()}",
         "",
-        f"{'modules':<28}{'style':<24}{'parameters':<40}partial gradient",
+        f"{'modules':<{width}}{'style':<24}{'parameters':<40}partial gradient",
     ]
-    for pattern, style in plan:
-        shown = pattern.removeprefix("?")
-        paths = [path for path in styles if fnmatchcase(path, shown)]
+    for (shown, style), paths in rows.items():
         own = [p for p in placements.values() if p.name.rpartition(".")[0] in paths]
-        if not paths or not (own or style.shown):
+        if not (own or style.shown):
             continue
         shapes = dict.fromkeys(
             f"{list(p.shape)} → {list(p.box[1])}" if p.cuts else str(list(p.shape)) for p in own
         )
         partial = ", ".join(dict.fromkeys(axis for p in own for axis in p.sum_over))
-        lines.append(
-            f"{shown:<28}{style.name:<24}{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}{partial}".rstrip()
-        )
+        held = f"{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}"
+        lines.append(f"{shown:<{width}}{style.name:<24}{held}{partial}".rstrip())
     return "\n".join(lines) + "\n"

@@ -25,6 +25,7 @@ from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.layout import Placement
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
+from megatfm.registry import Registry
 
 SEQUENCE_DIM = 1
 
@@ -249,3 +250,28 @@ TOKEN_DROPOUT = Style("keys of own tokens", install=_own_tokens_dropout)
 
 PART_DROPOUT = Style("keys of own part", install=_own_channels_dropout)
 """Keyed dropout of cut heads or channels."""
+
+STYLES: Registry[Style] = Registry("style of a plan")
+"""Styles by the names that plans use. A package in `plugins` may add its own."""
+
+for _style in (
+    SLICED_HEADS,
+    COLUMN,
+    ROW,
+    LAST_DIM,
+    SHARED_BY_HEADS,
+    ENTER,
+    ENTER_HEADS,
+    ENTER_OUTPUT,
+    SEQUENCE,
+    OWN_OUTPUT,
+    WHOLE_OUTPUT,
+    WHOLE,
+    WHOLE_INPUT,
+    VOCABULARY_EMBEDDING,
+    VOCABULARY_HEAD,
+    TOKEN_DROPOUT,
+    PART_DROPOUT,
+    SEQUENCE_SUM,
+):
+    STYLES.register(_style.name)(_style)

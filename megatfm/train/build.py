@@ -16,7 +16,6 @@ from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 
@@ -26,9 +25,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     with torch.device("meta"):
         model = build_model(config)
     optimizers = optimizer_groups(config.optimizer, model)
-    layout = lay(
-        model, PLANS.get(config.model.family), mesh, sequence_parallel=config.parallel.sequence_parallel
-    )
+    layout = lay(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
     pipeline = None
     if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)

@@ -15,7 +15,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.parallel import styles
 from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
-from megatfm.parallel.plan import PLANS, match
+from megatfm.parallel.plan import match
 from megatfm.parallel.styles import Style
 from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
@@ -43,7 +43,9 @@ def unpredicted(config: Config) -> dict[str, str]:
             TENSOR: f"train.recompute = {recompute!r}: what blocks keep is measured while they run, so how many of "
             "them repeat their gathers is not known beforehand"
         }
-    strange = [style.name for _, style in PLANS.get(config.model.family) if style not in KNOWN]
+    with torch.device("meta"):
+        planned = match(build_model(config), complete=False)
+    strange = [style.name for style in planned.values() if style not in KNOWN]
     if strange:
         return {
             TENSOR: f"the style {strange[0]!r} comes from a plugin, and only its author knows what it sends"
@@ -58,7 +60,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     initialise(model, config.train.seed)
     parallel = config.parallel
     pipeline = cut_model(config, model) if parallel.pp > 1 else None
-    planned = match(model, PLANS.get(config.model.family))
+    planned = match(model, complete=parallel.tp > 1)
     fitted = {path: style.fitted(model.get_submodule(path), parallel.tp) for path, style in planned.items()}
     calls = observe(config, model, batch, pipeline)
     data_ranks = parallel.dp_replicate * parallel.dp_shard

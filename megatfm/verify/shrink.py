@@ -80,7 +80,7 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
     joined = model.d_model == model.attention.n_heads * model.head_width
-    changes = {
+    changes: dict[str, Any] = {
         "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(
             model.n_layers, max(LAYERS, stages, *(model.blocks.index(kind) + 1 for kind in model.block))

@@ -20,7 +20,6 @@ from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
 from megatfm.train.schedules import factor
 from tests.golden.curves import FIRST, SEEN, TOLERANCE
@@ -72,7 +71,7 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, PLANS.get("decoder"), mesh, sequence_parallel=True)
+    layout = lay(model, mesh, sequence_parallel=True)
     engine = NativeEngine(
         model,
         layout,

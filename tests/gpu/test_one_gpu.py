@@ -16,7 +16,6 @@ from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.train.memory import explained, record_allocations
 from megatfm.train.optimizers import optimizer_groups
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, one_device, one_device_gradients
@@ -32,7 +31,7 @@ def engine_on(device: str, precision: str, **options: object) -> NativeEngine:
     with torch.device("meta"):
         model = build(MODEL)
     groups = optimizer_groups(ADAMW, model)
-    layout = lay(model, PLANS.get(MODEL.family), mesh, sequence_parallel=True)
+    layout = lay(model, mesh, sequence_parallel=True)
     return NativeEngine(
         model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
         sharing=Sharing(parallel.zero), **options,

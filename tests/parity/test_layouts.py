@@ -14,7 +14,6 @@ from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
 
 MODEL = ModelConfig(
@@ -104,7 +103,7 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, PLANS.get(config.family), mesh, sequence_parallel=parallel.sequence_parallel)
+    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel)
     return NativeEngine(
         model,
         layout,

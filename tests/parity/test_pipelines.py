@@ -22,7 +22,6 @@ from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.pipeline_cut import cut, keep
 from megatfm.parallel.plan import lay
-from megatfm.parallel.plans import PLANS
 from megatfm.train.optimizers import optimizer_groups
 from megatfm.verify.traffic import Traffic
 from tests.parity import test_layouts
@@ -58,7 +57,7 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, PLANS.get(config.family), mesh, sequence_parallel=parallel.sequence_parallel)
+    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel)
     pipeline = cut(
         model,
         parallel.schedule,

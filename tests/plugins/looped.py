@@ -9,7 +9,6 @@ from megatfm.models import MODELS
 from megatfm.models.stack import Reads, Stack, layout_of
 from megatfm.models.steps import Pass, Step, Steps
 from megatfm.objectives import OBJECTIVES, Causal
-from megatfm.parallel.plans import PLANS
 
 
 @MODELS.register("looped")
@@ -50,6 +49,3 @@ class LoopedCausal(Causal):
 
     def __init__(self, special, config, model, row_lengths):
         super().__init__(special, model=model)  # with the defaults of its section
-
-
-PLANS.register("looped")(PLANS.get("decoder"))

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import pkgutil
 import re
 import shlex
 import sys
@@ -159,7 +160,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
     text = module(ROOT / "docs" / "gen_reference.py").page("x", Config)
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
-        '| `tokenizer` | path | none, e.g. `"corpora/quickstart/tokenizer.model"` |',
+        '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
         "| `compile` | `true` or `false` | `false` |",
         "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
         '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp16"` or `"fp64"` | `"auto"` |',
@@ -193,6 +194,21 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == written | generated
 
 
+def plan_rows() -> str:
+    """The rows that the parts of megatfm bring, as docs/parallel.md shows them."""
+    lines = []
+    for package in (importlib.import_module("megatfm.layers"), importlib.import_module("megatfm.models")):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, part in vars(importlib.import_module(found.name)).items():
+                if getattr(part, "__module__", "") == found.name and "plan" in vars(part):
+                    lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.plan]
+    return "\n".join(f"{modules:<36}{style}" for modules, style in lines)
+
+
+def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
+    assert f"```text\n{plan_rows()}\n```" in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+
+
 def follow(page: str, folder: Path) -> None:
     """Write the files of a page."""
     for path, title, text in fences("python"):
@@ -221,7 +237,12 @@ def test_adding_a_part_works_as_its_page_says(
     monkeypatch.syspath_prepend(tmp_path)
     for registry in (NORMS, POSITIONS):  # so that other tests don't meet the new part
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
-    options = [f'plugins=["my_{part}"]', f"model.{part}={option}", "model.vocab_size=32", "model.n_layers=1"]
+    options = [
+        f'plugins=["my_{part}"]',
+        f"model.{part}.name={option}",
+        "model.vocab_size=32",
+        "model.n_layers=1",
+    ]
     config = load(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)

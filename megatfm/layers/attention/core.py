@@ -20,6 +20,8 @@ log = logging.getLogger("megatfm")
 class Core(nn.Module):
     """softmax(q kᵀ · scale + bias) v over what the pattern and the layout let each query see."""
 
+    plan = (("dropout", "keys of own part"),)
+
     def __init__(
         self, config: ModelConfig, initial: Initialiser, pattern: Pattern, *, scale: float | None = None
     ) -> None:

@@ -25,6 +25,8 @@ class DisentangledAttention(nn.Module):
     Position-to-content reads the vector of query − key, as the released code does; equation 4 has key − query.
     """
 
+    plan = (("", "enter"), ("w[qkv]", "column"), ("w[qk]_position", "column"), ("wo", "row"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         if not isinstance(config.position, DisentangledPositionConfig) or pattern.plain != "all":
@@ -63,6 +65,8 @@ class DisentangledAttention(nn.Module):
 
 class DisentangledCore(nn.Module):
     """The scores and what follows from them. rows: of the table, for distances query − key."""
+
+    plan = (("dropout", "keys of own part"),)
 
     def __init__(self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

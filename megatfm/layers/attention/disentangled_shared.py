@@ -20,6 +20,8 @@ from megatfm.layers.sequence import SequenceLayout
 class DisentangledSharedAttention(nn.Module):
     """The table of relative positions goes through the content's projections of queries and keys."""
 
+    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         if not isinstance(config.position, DisentangledBucketsConfig) or pattern.plain != "all":

@@ -20,6 +20,8 @@ from megatfm.layers.sequence import SequenceLayout
 class HeadsAttention(nn.Module):
     """Projections around the core. Heads are viewed as −1, so that any number of local heads works."""
 
+    plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("[qk]_norm", "shared by heads"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         self.head_dim = config.head_width

@@ -23,6 +23,17 @@ from megatfm.layers.sequence import SequenceLayout
 class LatentAttention(nn.Module):
     """Queries and keys have H channels of content and R that are turned by position; R's keys serve all heads."""
 
+    plan = (
+        ("", "enter"),
+        ("wq_down", "shared by heads"),
+        ("q_norm", "shared by heads"),
+        ("wkv_down", "shared by heads"),
+        ("kv_norm", "shared by heads"),
+        ("wk_rope", "shared by heads"),
+        ("w[qkv]", "column"),
+        ("wo", "row"),
+    )
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         latent = expect(config.attention, LatentAttentionConfig, "model.attention")

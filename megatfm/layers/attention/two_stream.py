@@ -56,6 +56,15 @@ class TwoStreamAttention(nn.Module):
     The paper's u, v and b are the biases of content, position and segment; its s₊ and s₋ are `segments`.
     """
 
+    plan = (
+        ("", "enter, heads"),
+        ("content", "enter output"),
+        ("w[qkv]", "column"),
+        ("wk_position", "column"),
+        ("dropout", "keys of own part"),
+        ("wo", "row"),
+    )
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         if config.attention.pattern.name != "full":

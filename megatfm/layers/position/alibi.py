@@ -23,6 +23,8 @@ def alibi_slopes(n_heads: int) -> tuple[float, ...]:
 class Alibi(nn.Module):
     """−slope · |query − key|; the slopes are a buffer with a heads dimension."""
 
+    plan = (("", "last dim"),)
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         self.slopes: Tensor

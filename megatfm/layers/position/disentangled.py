@@ -14,6 +14,8 @@ from megatfm.layers.table import Table
 class RelativeTable(nn.Module):
     """A vector [D] for every relative position, one table for all layers."""
 
+    plan = (("table", "shared by heads"),)
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         rows = 2 * expect(config.position, DisentangledPositionConfig, "model.position").max_distance

@@ -32,6 +32,8 @@ def log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
 class BucketTable(nn.Module):
     """A vector [D] for every bucket, one table for all layers, and a norm on it."""
 
+    plan = (("table", "shared by heads"), ("norm", "shared by heads"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = expect(config.position, DisentangledBucketsConfig, "model.position")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # patterns live with attention, which reads positions
 class ShawCore(nn.Module):
     """Attention whose keys and values each get a vector for the clipped distance, shared by the heads."""
 
+    plan = (("", "shared by heads"), ("dropout", "keys of own part"))
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: "Pattern") -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")

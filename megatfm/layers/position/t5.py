@@ -37,6 +37,8 @@ def buckets(distances: Tensor, n_buckets: int, farthest: int, *, causal: bool) -
 class RelativeBias(nn.Module):
     """A learned number for each bucket and head, shared by all layers of a stack."""
 
+    plan = (("", "last dim"),)
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = expect(config.position, T5PositionConfig, "model.position")

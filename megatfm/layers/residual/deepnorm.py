@@ -13,6 +13,8 @@ from megatfm.layers.sequence import SequenceLayout
 class DeepNorm(nn.Module):
     """Post-norm with a residual stream scaled up by the depth; goes with `init = "deepnorm"`."""
 
+    plan = (("norm", "sequence"),)
+
     def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
         super().__init__()
         self.norm, self.branch = make_norm(config), Branch(config, place)

@@ -13,6 +13,8 @@ from megatfm.layers.sequence import SequenceLayout
 class PostNorm(nn.Module):
     """A norm on the sum."""
 
+    plan = (("norm", "sequence"),)
+
     def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
         super().__init__()
         self.norm, self.branch = make_norm(config), Branch(config, place)

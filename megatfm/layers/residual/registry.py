@@ -29,6 +29,8 @@ RESIDUALS: Registry[Callable[[ModelConfig, str, Stack], Residual]] = Registry("n
 class Branch(nn.Module):
     """What happens to a sublayer's output before it is added: dropout and stochastic depth."""
 
+    plan = (("dropout", "keys of own tokens"),)
+
     def __init__(self, config: ModelConfig, place: str) -> None:
         super().__init__()
         self.dropout = Dropout(config.dropout, place)

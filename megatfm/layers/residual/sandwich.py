@@ -13,6 +13,8 @@ from megatfm.layers.sequence import SequenceLayout
 class SandwichNorm(nn.Module):
     """A norm on the way into the sublayer, and one on the way out."""
 
+    plan = (("norm", "sequence"), ("norm_out", "sequence"))
+
     def __init__(self, config: ModelConfig, place: str, stack: Stack) -> None:
         super().__init__()
         self.norm, self.norm_out, self.branch = make_norm(config), make_norm(config), Branch(config, place)

@@ -1,6 +1,6 @@
 """Boxes of cut parameters, plans and what is wrong with them, and the sizes of a mesh's axes."""
 
-from fnmatch import fnmatchcase
+import re
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import axis_sizes, build_mesh
-from megatfm.parallel.plan import Plan, lay, match
-from megatfm.parallel.plans import DECODER
-from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, VOCABULARY_EMBEDDING
+from megatfm.parallel.plan import NO_ROW, lay, match
+from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, WHOLE
 from tests.workers import Workers
 
 # --------------------------------------------------------------------------------------------------- placements
@@ -72,6 +71,8 @@ def test_parts_of_unlike_size() -> None:
 
 
 class Block(nn.Module):
+    plan = (("up", "column"), ("down", "row"), ("norm", "sequence"), ("elsewhere.*", "whole"))
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
@@ -81,60 +82,105 @@ class Block(nn.Module):
         return self.down(self.up(self.norm(x)))
 
 
-GOOD: Plan = (("up", COLUMN), ("down", ROW), ("norm", SEQUENCE))
+class Around(nn.Module):
+    """A module around others, whose class has the rows of its subclass here."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
 
 
-def test_a_plan_that_fits() -> None:
-    assert match(Block(), GOOD) == {"up": COLUMN, "down": ROW, "norm": SEQUENCE}
+def test_a_plan_is_what_the_parts_say() -> None:
+    """Rows are relative to their module, and one that matches nothing is for another model."""
+    assert match(Block()) == {"up": COLUMN, "down": ROW, "norm": SEQUENCE}
+    both = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down", "norm")]
+    assert list(match(Around(Block(), Block()))) == both
 
 
-def without(name: str) -> Plan:
-    return [row for row in GOOD if row[0] != name]
+def test_a_row_for_the_module_itself_is_for_it_alone() -> None:
+    class Whole(Around):
+        plan = (("", "enter"), ("blocks.?", "whole input"), ("*.*.*", "whole"))
+
+    assert {p: s.name for p, s in match(Whole(nn.Sequential(nn.Linear(2, 2)))).items()} == {
+        "": "enter",
+        "blocks.0": "whole input",
+        "blocks.0.0": "whole",
+    }
 
 
-def test_a_parameter_without_a_row() -> None:
-    with pytest.raises(UsageError, match=r"^down\.weight matches no row of the plan: add a row for 'down'$"):
-        match(Block(), without("down"))
+def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
+    class Mine(Around):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(2, 2))
+
+    with pytest.raises(
+        UsageError,
+        match=r"^blocks\.1\.blocks\.0\.weight has no style, .* class Mine a row for it, "
+        r'plan = \(\("blocks\.0", STYLE\),\), with one of: column, enter, ',
+    ):
+        match(Around(Block(), Mine()))
+    styles = match(Around(Block(), Mine()), complete=False)
+    assert styles["blocks.1.blocks.0"] is NO_ROW
+    assert styles["blocks.0.up"] is COLUMN
 
 
 def test_a_buffer_needs_a_row_too() -> None:
-    model = Block()
-    model.register_module("slopes", nn.Module())
-    model.get_submodule("slopes").register_buffer("table", torch.ones(2))
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(2))
+
     with pytest.raises(
-        UsageError, match=r"^slopes\.table matches no row of the plan: add a row for 'slopes'$"
+        UsageError, match=r'^blocks\.0\.table has no style, .* class Slopes .* \(\("", STYLE\),\),'
     ):
-        match(model, GOOD)
+        match(Around(Slopes()))
 
 
-def test_a_parameter_of_the_model_itself_has_no_row() -> None:
-    model = Block()
-    model.scale = nn.Parameter(torch.ones(2))
-    with pytest.raises(UsageError, match="scale matches no row of the plan"):
-        match(model, GOOD)
+def test_a_parameter_of_the_model_itself() -> None:
+    class Scaled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(UsageError, match=r'^scale has no style, .* class Scaled .* \(\("", STYLE\),\),'):
+        match(Scaled())
+    Scaled.plan = (*Block.plan, ("", "whole"))
+    assert match(Scaled())[""] is WHOLE
 
 
-def test_two_rows_for_a_module() -> None:
-    with pytest.raises(UsageError, match=r"^up matches 2 rows of the plan, \['up', 'u\*'\]: keep one$"):
-        match(Block(), (*GOOD, ("u*", ROW)))
+def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> None:
+    class Other(Around):
+        plan = (("blocks.0.up", "column"),)
 
-
-def test_a_row_that_matches_nothing() -> None:
+    assert match(Other(Block()))["blocks.0.up"] is COLUMN
+    Other.plan = (("blocks.*.u*", "row"),)
     with pytest.raises(
-        UsageError, match=r"^rows of the plan match no module: \['upp'\]: remove them or mend the pattern$"
+        UsageError,
+        match=r"^blocks\.0\.up has two styles in plans, 'row' of Other and 'column' of Block: keep one of these rows$",
     ):
-        match(Block(), (*GOOD, ("upp", ROW)))
+        match(Other(Block()))
+
+
+def test_a_style_that_there_is_not() -> None:
+    class Wrong(Around):
+        plan = (("blocks.0", "colum"),)
+
+    with pytest.raises(
+        UsageError, match=r"unknown style of a plan 'colum' \(did you mean 'column'\?\); there are: "
+    ):
+        match(Wrong(nn.Linear(2, 2)))
 
 
 def lay_a_tie(second: str) -> str:
     with torch.device("meta"):
-        model = nn.Module()
-        model.first, model.second = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        model = Around(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+        model.first, model.second = model.blocks
+        del model.blocks
         model.second.weight = model.first.weight
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
-    plan = (("first", VOCABULARY_EMBEDDING), ("second", {"column": COLUMN, "row": ROW}[second]))
+    Around.plan = (("first", "vocabulary embedding"), ("second", second))
     try:
-        layout = lay(model, plan, mesh, sequence_parallel=True)
+        layout = lay(model, mesh, sequence_parallel=True)
     except UsageError as error:
         return str(error)
     assert model.first.weight is model.second.weight
@@ -154,7 +200,7 @@ def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
 
 def lay_decoder(
     vocabulary: int, sequence_parallel: bool
-) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str, list[str]]:
+) -> tuple[dict[str, Placement], dict[str, tuple[int, ...]], str]:
     with torch.device("meta"):
         model = build(
             ModelConfig(
@@ -166,15 +212,15 @@ def lay_decoder(
             )
         )
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
-    layout = lay(model, DECODER, mesh, sequence_parallel=sequence_parallel)
+    layout = lay(model, mesh, sequence_parallel=sequence_parallel)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    return dict(layout), shapes, layout.table, [path for path, _ in model.named_modules()]
+    return dict(layout), shapes, layout.table
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
-    for rank, (layout, shapes, table, paths) in enumerate(ranks):
+    for rank, (layout, shapes, table) in enumerate(ranks):
         assert shapes == {name: placement.box[1] for name, placement in layout.items()}
         cuts = {name: p.cuts for name, p in layout.items() if p.cuts}
         found = {name: (cut.dim, cut.part) for name, (cut,) in cuts.items() if cut.axis == "tp"}
@@ -193,18 +239,22 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
         assert partial == (norms if sequence_parallel else set())
         assert "mesh  dp_replicate 1 × dp_shard 1 × tp 2" in table
         assert "[10, 8] → [5, 8]" in table
-        for row, style in DECODER:
-            pattern = row.removeprefix("?")
-            lines = [line for line in table.splitlines() if line.startswith(f"{pattern} ")]
-            found = [path for path in paths if fnmatchcase(path, pattern)]
-            assert found or row.startswith("?")
-            owning = any(name.rpartition(".")[0] in found for name in layout)
-            assert len(lines) == (owning or (style.shown and bool(found)))
-            if not lines:
-                continue
-            (line,) = lines
-            assert style.name in line
-            assert line.endswith("tp") == (sequence_parallel and style is SEQUENCE)
+        lines = [re.split(r"\s{2,}", line) for line in table.splitlines()[3:]]
+        assert {line[0]: line[1] for line in lines} == {
+            "decoder.embedding.tokens": "vocabulary embedding",
+            "decoder.layers.*.attn_residual.norm": "sequence",
+            "decoder.layers.*.attn": "enter",
+            "decoder.layers.*.attn.w[qkv]": "column",
+            "decoder.layers.*.attn.wo": "row",
+            "decoder.layers.*.ffn_residual.norm": "sequence",
+            "decoder.layers.*.ffn": "enter",
+            "decoder.layers.*.ffn.w_gate": "column",
+            "decoder.layers.*.ffn.w_up": "column",
+            "decoder.layers.*.ffn.w_down": "row",
+            "decoder.norm": "sequence",
+        }
+        for line in lines:
+            assert (line[-1] == "tp") == (sequence_parallel and "sequence" in line), line
 
 
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:

@@ -13,7 +13,7 @@ from megatfm.data.loader import check_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.parallel.plan import PLANS, _place, match
+from megatfm.parallel.plan import _place, match
 from megatfm.train.build import cut_model
 
 GPT = (
@@ -49,7 +49,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     with torch.device("meta"):
         model = build(config.model)
     group: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: parallel.tp), sequence_parallel=True)
-    for path, planned in match(model, PLANS.get(config.model.family)).items():
+    for path, planned in match(model, complete=parallel.tp > 1).items():
         module = model.get_submodule(path)
         style = planned.fitted(module, parallel.tp)
         for key, tensor in module.named_parameters(recurse=False):

@@ -37,11 +37,9 @@ import megatfm.engines.pipelined as pipelined
 import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
-from megatfm.parallel.plans import PLANS
 
 def norm_row_not_partial():
-    rows = [(p, replace(s, gradient="whole") if s is styles.SEQUENCE else s) for p, s in PLANS.get("decoder")]
-    PLANS._parts["decoder"] = tuple(rows)
+    styles.STYLES._parts["sequence"] = replace(styles.SEQUENCE, gradient="whole")
 
 def adjoint_dropped():
     collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
