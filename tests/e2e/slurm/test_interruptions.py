@@ -120,7 +120,7 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
 
 
 def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
-    slow = project.trouble("slow", "0.5")
+    slow = project.trouble("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)
     again = [*project.small, "--slurm", "--nodes", 2, "--nproc", 1]
