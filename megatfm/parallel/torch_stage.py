@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageStandIn:
-    """What torch asks of a stage that is not run."""
+    """What torch asks of a stage that is not run; its schedules write on it where the others are."""
 
     submod: nn.Module = field(default_factory=nn.Identity)
     stage_index: int = 0

@@ -48,13 +48,13 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     )
     with torch.device("meta"):
         model = build(config.model)
-    group: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: parallel.tp), sequence_parallel=True)
     for path, planned in match(model, complete=parallel.tp > 1).items():
         module = model.get_submodule(path)
         style = planned.fitted(module, parallel.tp)
         for key, tensor in module.named_parameters(recurse=False):
             for part in range(parallel.tp) if parallel.tp > 1 else ():
-                _place(f"{path}.{key}", tensor, style, part, group)
+                mesh: Any = SimpleNamespace(size=lambda axis: parallel.tp, rank=lambda axis, part=part: part)
+                _place(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
         cut_model(config, model)
 
