@@ -63,9 +63,9 @@ class ModelConfig(Section):
     embedding: EmbeddingConfig = TokenEmbeddingConfig()
     """What tokens become vectors by."""
     head: HeadConfig = HeadConfig()
+    """The output head."""
     heads: HeadsConfig = Field(default_factory=dict)
     """Heads besides that, e.g. `[model.heads.sentence]` with `classes = 2`."""
-    """The output head."""
     init: InitConfig = GPT2InitConfig()
     """The initial weights."""
     generator: GeneratorConfig | None = None

@@ -202,7 +202,7 @@ def plan_rows() -> str:
             for name, part in vars(importlib.import_module(found.name)).items():
                 if getattr(part, "__module__", "") == found.name and "plan" in vars(part):
                     lines += [(f"{name}.{pattern}".rstrip("."), style) for pattern, style in part.plan]
-    return "\n".join(f"{modules:<36}{style}" for modules, style in lines)
+    return "\n".join(f"{modules:<40}{style}" for modules, style in lines)
 
 
 def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
