@@ -1,9 +1,13 @@
 """Blocks with parts that no file of megatfm knows: on every layout the gradients of one device."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.terms import block_terms
 from megatfm.models import build
@@ -78,7 +82,23 @@ def compare(name: str, ranks: int) -> list[str]:
         stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
+        compare_state(engine, model)
     return list(LAYOUTS[ranks])
+
+
+def compare_state(engine: NativeEngine, model: nn.Module) -> None:
+    """What is updated once a step from counts over all ranks: the same bits as on one device."""
+    engine.step(0.0, clip=0.0)
+    held = dict(engine.model.named_modules())
+    for path, module in model.named_modules():
+        if hasattr(module, "observed") and held.get(path) is not None:
+            alone = copy.deepcopy(module)
+            with torch.no_grad():
+                alone.update(alone.observed)
+            assert alone.bias.any()
+            assert torch.equal(held[path].bias, alone.bias), path
+            assert not held[path].observed
+            assert f"model.{path}.bias" in engine.state_dict()
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

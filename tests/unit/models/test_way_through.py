@@ -1,0 +1,42 @@
+"""From the training loop to the first matrix product: few enough calls to be read one after another."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import megatfm
+from megatfm.config import ParallelConfig
+from megatfm.layers import linear
+from megatfm.train.integrity import forward_backward
+from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
+from tests.workers import Workers
+
+HOPS = 8
+HERE = Path(megatfm.__file__).parent
+
+
+def way() -> list[str]:
+    """The functions of the package between the loop and the first product, the outermost first."""
+    engine, found = make_engine(MODEL, ParallelConfig(), ADAMW), list[str]()
+    real = linear.F.linear
+
+    def noted(*args: Any) -> Tensor:
+        if not found:
+            frames = [frame for frame in traceback.extract_stack() if HERE in Path(frame.filename).parents]
+            found.extend(f"{Path(frame.filename).relative_to(HERE)} {frame.name}" for frame in frames)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear.F, "linear", noted)
+        forward_backward(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
+    return found
+
+
+def test_the_way_is_short(workers: Workers) -> None:
+    (found,) = workers.run(way, 1)
+    assert found[0] == "train/integrity.py forward_backward"
+    assert found[-1] == "layers/linear.py forward"
+    assert len(found) <= HOPS, found
