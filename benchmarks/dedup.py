@@ -1,0 +1,350 @@
+"""How the search for duplicates grows with the corpus: CPU seconds, bytes read and written, disk and memory.
+
+    python benchmarks/dedup.py --gigabytes 1 2 4 8 --rounds 3 --out benchmarks/results
+
+What is measured is the search itself, on hashes as they come of distinct synthetic text with repeats: 12.5 million
+lines a GB (80 bytes a line; a tenth of them is one line, a tenth repeats others), and 200,000 signatures of documents a
+GB (5 KB a document; a tenth copies of others, with a tenth of the hashes changed). What comes before and after,
+scanning and thinning text, passes over it once each: `prep.py` measures its speed. Each measurement is a process of its
+own, on one thread; sizes, memories and others take turns. DuckDB gets the same hashes as Parquet, one thread and the
+same memory; datatrove's MinHash the same text as ours, `--text` megabytes, from documents to clusters, with words at
+white space, as spaCy's would be slower. Imports don't count.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+LINES, DOCUMENTS = 12_500_000, 200_000
+PARTS = 16
+LARGE, SMALL = 2**30, 2**27
+BANDS, SIMILARITY = 14, 0.75
+
+OURS = ("data_prep.duplicates", "data_prep.duplicates.alike", "megatfm.config.prep_steps")
+MODULES = {
+    "lines": OURS,
+    "near": OURS,
+    "near of text": OURS,
+    "duckdb": ("duckdb",),
+    "datatrove": ("datatrove.pipeline.dedup",),
+}
+
+Measured = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
+    parser.add_argument(
+        "--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one"
+    )
+    parser.add_argument("--out", type=Path, help="folder for DATE-dedup.json; left out, it is printed")
+    parser.add_argument(
+        "--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS
+    )
+    arguments = parser.parse_args()
+    if arguments.one:
+        kind, folder, size, memory = arguments.one
+        print(json.dumps(one(kind, Path(folder), float(size), int(memory))))
+        return
+    cases = [
+        (kind, size, memory)
+        for size in arguments.gigabytes
+        for kind, memory in (
+            ("lines", LARGE),
+            ("lines", SMALL),
+            ("duckdb", SMALL),
+            ("near", LARGE),
+            ("near", SMALL),
+        )
+    ]
+    cases += [(kind, arguments.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
+    found: dict[tuple[str, float, int], list[Measured]] = {case: [] for case in cases}
+    for number in range(arguments.rounds):
+        for case in cases if number % 2 == 0 else cases[::-1]:
+            found[case].append(measured(*case, arguments.folder))
+            print(*case, found[case][-1], file=sys.stderr)
+    report = json.dumps(summary(found), indent=1)
+    if arguments.out is None:
+        print(report)
+    else:
+        (arguments.out / f"{date.today()}-dedup.json").write_text(f"{report}\n", encoding="utf-8")
+
+
+def measured(kind: str, size: float, memory: int, parent: Path | None) -> Measured:
+    """A measurement in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
+        done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
+    found: Measured = json.loads(done.stdout)
+    return found
+
+
+def one(kind: str, folder: Path, size: float, memory: int) -> Measured:
+    import psutil
+
+    prepare, run = {
+        "lines": (make_lines, find_lines),
+        "near": (make_signatures, find_near),
+        "duckdb": (make_parquet, find_by_duckdb),
+        "near of text": (make_text, find_near_of_text),
+        "datatrove": (make_text, find_by_datatrove),
+    }[kind]
+    # What is made is not measured, so it is made by another process.
+    child = os.fork()
+    if child == 0:
+        prepare(folder, size)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for name in MODULES[kind]:
+        importlib.import_module(name)
+    process = psutil.Process()
+    before, begin = process.io_counters(), time.process_time()
+    marked = run(folder, size, memory)
+    after = process.io_counters()
+    return {
+        "seconds": round(time.process_time() - begin, 3),
+        "read": after.read_chars - before.read_chars,
+        "written": after.write_chars - before.write_chars,
+        "disk": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "marked": marked,
+    }
+
+
+def make_lines(folder: Path, size: float) -> None:
+    rng, total = np.random.default_rng(1), int(size * LINES)
+    for part in range(PARTS):
+        hashes = rng.integers(0, 2**64, total // PARTS, np.uint64)
+        kind = rng.random(len(hashes))
+        hashes[kind < 0.1] = 7
+        repeats = np.flatnonzero(kind > 0.9)
+        hashes[repeats] = hashes[rng.integers(0, len(hashes), len(repeats))]
+        hashes.tofile(folder / f"rows.{part}")
+
+
+def make_signatures(folder: Path, size: float) -> None:
+    rng, total = np.random.default_rng(1), int(size * DOCUMENTS)
+    for part in range(PARTS):
+        signs = rng.integers(0, 2**32, (total // PARTS, 8 * BANDS), np.uint32)
+        copies = np.flatnonzero(rng.random(len(signs)) < 0.1)
+        signs[copies] = signs[rng.integers(0, len(signs), len(copies))]
+        changed = rng.random((len(copies), 8 * BANDS)) < 0.1
+        signs[copies] = np.where(changed, rng.integers(0, 2**32, changed.shape, np.uint32), signs[copies])
+        signs.tofile(folder / f"rows.{part}")
+
+
+def make_parquet(folder: Path, size: float) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    make_lines(folder, size)
+    begin = 0
+    for part in range(PARTS):
+        hashes = np.fromfile(folder / f"rows.{part}", "<u8")
+        table = pa.table({"hash": hashes, "row": np.arange(begin, begin + len(hashes))})
+        pq.write_table(table, folder / f"{part}.parquet", compression="none", use_dictionary=False)
+        (folder / f"rows.{part}").unlink()
+        begin += len(hashes)
+
+
+def make_text(folder: Path, size: float) -> None:
+    """Documents of 5 KB, a tenth of them copies with a word in fifty changed."""
+    rng = np.random.default_rng(1)
+    words = np.array([f"w{number:x}" for number in range(50_000)])
+    documents: list[Any] = []
+    with open(folder / "text.jsonl", "w") as file:
+        for number in range(int(size * 1e9 / 5000)):
+            chosen = rng.integers(0, len(words), 890)
+            if rng.random() < 0.1 and documents:
+                chosen = documents[rng.integers(0, len(documents))].copy()
+                chosen[rng.integers(0, 890, 18)] = rng.integers(0, len(words), 18)
+            elif len(documents) < 1000:
+                documents.append(chosen)
+            file.write(json.dumps({"id": str(number), "text": " ".join(words[chosen])}) + "\n")
+
+
+def find_lines(folder: Path, size: float, memory: int) -> int:
+    from data_prep.duplicates.later import mark_later_ones
+
+    return _found(folder, "<u8", 1, int(size * LINES), memory, mark_later_ones)
+
+
+def find_near(folder: Path, size: float, memory: int) -> int:
+    from data_prep.duplicates.alike import mark_alike
+
+    return _found(
+        folder,
+        "<u4",
+        8 * BANDS,
+        int(size * DOCUMENTS),
+        memory,
+        lambda rows, index: mark_alike(rows, index, BANDS, SIMILARITY),
+    )
+
+
+def find_near_of_text(folder: Path, size: float, memory: int) -> int:
+    from data_prep.documents import Document
+    from data_prep.duplicates import make
+    from data_prep.duplicates.index import RowsWriter
+    from megatfm.config.prep_steps import AlikeConfig
+
+    search = make(AlikeConfig(name="near"))
+    with open(folder / "text.jsonl") as file:
+        documents = (Document(each["id"], each["text"]) for each in map(json.loads, file))
+        count = RowsWriter(folder / "rows.0").write(search.scan(documents))
+    return _found(folder, *search.row, count, memory, search.find, parts=1)
+
+
+def find_by_duckdb(folder: Path, size: float, memory: int) -> int:
+    import duckdb
+
+    (folder / "spilled").mkdir()
+    settings = {"threads": 1, "memory_limit": f"{memory}B", "temp_directory": str(folder / "spilled")}
+    query = f"""
+        COPY (
+            WITH firsts AS (
+                SELECT hash, min(row) AS first FROM '{folder}/*.parquet' GROUP BY hash HAVING count(*) > 1
+            )
+            SELECT row FROM '{folder}/*.parquet' JOIN firsts USING (hash) WHERE row <> first
+        ) TO '{folder}/later.out' (FORMAT parquet)
+    """
+    with duckdb.connect(config=settings) as connection:
+        connection.execute("SET preserve_insertion_order = false")
+        connection.execute(query)
+        (count,) = connection.execute(f"SELECT count(*) FROM read_parquet('{folder}/later.out')").fetchall()[
+            0
+        ]
+    return int(count)
+
+
+def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
+    import xxhash
+    from datatrove.data import Document
+    from datatrove.pipeline.dedup import minhash
+    from datatrove.utils.hashing import HashConfig
+    from datatrove.utils.logging import logger
+
+    logger.remove()
+    minhash.load_word_tokenizer = lambda _: SimpleNamespace(word_tokenize=str.split)  # instead of spaCy's
+    config = minhash.MinhashConfig(
+        n_grams=5, num_buckets=BANDS, hashes_per_bucket=8, hash_config=HashConfig(precision=64)
+    )
+    signatures, buckets, removed = (str(folder / name) for name in ("signatures", "buckets", "removed"))
+    with open(folder / "text.jsonl") as file:
+        documents = (Document(text=each["text"], id=each["id"]) for each in map(json.loads, file))
+        step = minhash.MinhashDedupSignature(output_folder=signatures, config=config)
+        step._hash_func = lambda words: xxhash.xxh64_intdigest(
+            words.encode()
+        )  # newer releases take bytes only
+        step.run(documents, 0, 1)
+    for band in range(BANDS):
+        minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run(
+            None, band, BANDS
+        )
+    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run(None, 0, 1)
+    return sum(path.stat().st_size // 4 for path in Path(removed).glob("*.remove"))
+
+
+def _found(
+    folder: Path,
+    dtype: str,
+    columns: int,
+    total: int,
+    memory: int,
+    find: Callable[[Any, Any], dict[str, Any]],
+    parts: int = PARTS,
+) -> int:
+    """How many rows are marked."""
+    from data_prep.duplicates.index import Index, Rows
+
+    def run(
+        step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}
+    ) -> Any:
+        return join([work(number, lambda _: None) for number in range(count)])
+
+    files = [folder / f"rows.{part}" for part in range(parts)]
+    rows = Rows(files, dtype, columns, [total // parts] * parts)
+    index = Index(folder, memory, run)
+    marks = index.marks(len(rows), find(rows, index)["each"])
+    step = 2**20
+    return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
+
+
+def summary(found: dict[tuple[str, float, int], list[Measured]]) -> dict[str, Any]:
+    medians = {
+        case: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        for case, rounds in found.items()
+    }
+
+    def slopes(kind: str, memory: int) -> dict[str, float]:
+        """By least squares over the logarithms: 1 is linear."""
+        points = sorted(
+            (case[1], each) for case, each in medians.items() if case[0] == kind and case[2] == memory
+        )
+        return {
+            key: round(slope([size for size, _ in points], [each[key] for _, each in points]), 3)
+            for key in ("seconds", "read", "written", "disk")
+        }
+
+    def ratio(one: tuple[str, float, int], other: tuple[str, float, int]) -> float:
+        pairs = zip(found[one], found[other], strict=True)
+        return round(statistics.median(a["seconds"] / b["seconds"] for a, b in pairs), 3)
+
+    sizes = sorted({case[1] for case in found if case[0] == "lines"})
+    text = next(case[1] for case in found if case[0] == "datatrove")
+    names = ("numpy", "scipy", "duckdb", "datatrove")
+    return {
+        "date": str(date.today()),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one used",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+        "memory_bytes": {"large": LARGE, "small": SMALL},
+        "medians": [
+            {"kind": kind, "gigabytes": size, "memory_bytes": memory, **each}
+            for (kind, size, memory), each in medians.items()
+        ],
+        "slopes": {
+            f"{kind}, {memory // 2**20} MiB": slopes(kind, memory)
+            for kind in ("lines", "near")
+            for memory in (LARGE, SMALL)
+            if len(sizes) > 1
+        },
+        "small over large memory": {
+            f"{kind}, {size:g} GB": ratio((kind, size, SMALL), (kind, size, LARGE))
+            for kind in ("lines", "near")
+            for size in sizes
+        },
+        "duckdb over ours": {
+            f"{size:g} GB": ratio(("duckdb", size, SMALL), ("lines", size, SMALL)) for size in sizes
+        },
+        "datatrove over ours": ratio(("datatrove", text, LARGE), ("near of text", text, LARGE)),
+    }
+
+
+def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+if __name__ == "__main__":
+    os.environ |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+    main()
