@@ -140,7 +140,7 @@ def test_compiled_blocks_train_the_same(config_file, tmp_path):
         (["train", "nowhere.toml"], 2, "nowhere.toml"),
         (["train", "quickstart", "train.stepz=3"], 2, "did you mean 'steps'"),
         (["train", "quickstart"], 2, "tokenizer.model"),
-        (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "tokenizer.model"),
+        (["launch", "quickstart", "--nproc", "3", "train.global_batch=16"], 2, "does not divide"),
         (["report", "nowhere"], 2, "nowhere"),
         (["evaluate", "nowhere"], 2, "nowhere"),
         (["data", "check", "nowhere"], 2, "nowhere"),

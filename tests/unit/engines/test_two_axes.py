@@ -3,7 +3,6 @@ starts, its gradients, their norm, checkpoints and comparisons of copies, each a
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from megatfm.ops.initial import Normal
 from megatfm.parallel.collectives import copy_to_shards, gather_shards, scatter_sum, sum_partial
 from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
-from megatfm.parallel.plan import Plan, lay
-from megatfm.parallel.styles import WHOLE, Own, Ranks, Style
+from megatfm.parallel.plan import lay
+from megatfm.parallel.styles import STYLES, Own, Ranks, Style
 from megatfm.train.integrity import compare_replicas
 from tests.workers import Workers
 
@@ -36,6 +35,8 @@ TP_DIMS = {"up": 2, "down": 1}
 
 class Experts(nn.Module):
     """y = Σₑ tanh(scale · x upₑ) downₑ, over all experts."""
+
+    plan = (("", "experts on two axes"),)
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +53,8 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
+    plan = (("dense", "whole"),)
+
     def __init__(self) -> None:
         super().__init__()
         self.dense, self.experts = nn.Linear(D, D), Experts()
@@ -62,6 +65,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    plan = (("head", "whole"),)
+
     def __init__(self) -> None:
         super().__init__()
         self.stack = nn.Module()
@@ -85,9 +90,12 @@ def placed(placement: Placement, mesh: Mesh) -> Placement:
     return replace(placement, cuts=cuts, data=data, data_dim=1 if key == "up" else 0)
 
 
-def route(experts: ProcessGroup, module: nn.Module, ranks: Ranks, own: Own) -> None:
+GROUPS: dict[str, ProcessGroup] = {}
+
+
+def route(module: nn.Module, ranks: Ranks, own: Own) -> None:
     """Every expert's ranks see the rows of all of them."""
-    genuine = module.forward
+    genuine, experts = module.forward, GROUPS[EXPERT_AXIS]
     module.first = ranks.rank * F // ranks.group.size()
 
     def forward(x: Tensor) -> Tensor:
@@ -98,9 +106,7 @@ def route(experts: ProcessGroup, module: nn.Module, ranks: Ranks, own: Own) -> N
     module.forward = forward
 
 
-def plan(mesh: Mesh) -> Plan:
-    style = Style("experts", place=placed, install=partial(route, mesh.group(EXPERT_AXIS)))
-    return (("stack.layers.*.dense", WHOLE), ("stack.layers.*.experts", style), ("head", WHOLE))
+STYLES.register("experts on two axes")(Style("experts on two axes", place=placed, install=route))
 
 
 LAYOUTS = {
@@ -123,13 +129,14 @@ class Squares:
 
 def make_engine(parallel: ParallelConfig) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
+    GROUPS[EXPERT_AXIS] = mesh.group(EXPERT_AXIS)
     with torch.device("meta"):
         model = Model()
     names = [name for name, _ in model.named_parameters()]
     adamw = OptimizerGroup(names, "elementwise", lambda groups: torch.optim.AdamW(groups, **ADAMW))
     return NativeEngine(
         model,
-        lay(model, plan(mesh), mesh, sequence_parallel=False),
+        lay(model, mesh, sequence_parallel=False),
         mesh,
         device=torch.device("cpu"),
         precision="fp64",
