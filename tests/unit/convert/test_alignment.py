@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import megatfm
 from megatfm.convert.convert import convert
+from megatfm.convert.folder import HfFolder
 from megatfm.models import build
 from tests.alignment import lies_wrong, only_torchs_memory
 from tests.unit.convert import test_decoders as decoders
@@ -50,3 +51,12 @@ def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(logits[0], fresh(*inputs).logits)
     assert torch.equal(logits[1], logits[0])
+
+
+def test_what_is_read_of_a_folder_is_no_part_of_the_files_map(tmp_path: Path) -> None:
+    """Rules reckon with it before it becomes a weight."""
+    theirs_of("gpt1").save_pretrained(tmp_path)
+    shift(tmp_path / "model.safetensors")
+    opened = HfFolder(tmp_path)
+    for name in opened.files:
+        assert not lies_wrong(opened.get(name)), name
