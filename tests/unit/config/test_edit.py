@@ -16,7 +16,7 @@ def quickstart(*overrides: str) -> Config:
 
 
 def test_a_key_is_taken_out_and_its_default_holds() -> None:
-    assert load_config("gpt2-124m").model.max_positions == 1024
+    assert load_config("gpt2-124m").model.position.max_positions == 1024
     assert quickstart("evaluate.every=").evaluate.every == Config.model_fields["evaluate"].default.every
     assert (
         quickstart("~evaluate.every", "~checkpoint").checkpoint == Config.model_fields["checkpoint"].default
