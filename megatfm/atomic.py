@@ -23,11 +23,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk: a file's own fsync does not cover its name. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)  # the name, too
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def draft_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import IO
 
 from blake3 import blake3
 
-from megatfm import atomic
+from megatfm.atomic import sync_folder
 from megatfm.errors import MegatfmError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
@@ -124,9 +124,11 @@ class WholeFile:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` as a whole. Raises MegatfmError that names it."""
-    with writing(path):
-        atomic.write_whole(path, data)
+    """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
+    whoever prepares a corpus again finds what a kill left."""
+    file = WholeFile(path)
+    file.write(data)
+    file.commit()
 
 
 @contextmanager
@@ -138,12 +140,3 @@ def writing(path: Path) -> Iterator[None]:
         raise MegatfmError(
             f"{path}: cannot be written ({error.strerror}): make room or choose another folder, and run again"
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and removals in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

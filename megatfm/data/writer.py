@@ -11,7 +11,8 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.data.files import WholeFile, sync_folder, write_whole, writing
+from megatfm.atomic import sync_folder
+from megatfm.data.files import WholeFile, write_whole, writing
 from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, sample_dtype
 from megatfm.data.manifest import (
     INDEX_NAME,
