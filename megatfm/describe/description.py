@@ -20,7 +20,8 @@ PROBE = (3, 5, 7, 11, 13)
 
 @dataclass(frozen=True)
 class Description:
-    """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks.
+    """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks. Those that
+    are `frozen` are among `parameters`, and have a weight alone.
 
     row_tokens: of a row, of both sides in an encoder-decoder. multiplied: N of the FLOPs per token; a table that is
     only looked up costs none, one that is the output head as well does, and a block that is used twice counts twice.
@@ -36,6 +37,7 @@ class Description:
     flops_causal: int
     weight_bytes: int
     optimizer_bytes: float
+    frozen: int = 0
 
     @property
     def non_embedding(self) -> int:
@@ -43,8 +45,13 @@ class Description:
 
     @property
     def state_bytes(self) -> float:
-        """Weights, gradients and optimizer state, per parameter."""
+        """Weights, gradients and optimizer state, per parameter that is trained."""
         return 2 * self.weight_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        """Of all parameters."""
+        return self.state_bytes * (self.parameters - self.frozen) + self.weight_bytes * self.frozen
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,13 +72,13 @@ def describe(config: Config) -> Description:
     import torch
 
     from megatfm.layers.table import Table
-    from megatfm.models import build
     from megatfm.registry import import_plugins
+    from megatfm.train.build import build_model
 
     import_plugins(config.plugins)
     config = _with_vocabulary(config)
     with torch.device("meta"):
-        model = build(config.model)
+        model = build_model(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Table)}
@@ -89,6 +96,7 @@ def describe(config: Config) -> Description:
         flops_causal=round((6 * row.work + row.causal) / row.tokens),
         weight_bytes=weight_bytes,
         optimizer_bytes=_optimizer_bytes(config, model, weight_bytes),
+        frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     )
 
 

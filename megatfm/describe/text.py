@@ -109,7 +109,7 @@ def _counts(found: "Description") -> list[Line]:
     config, weight = found.config, found.weight_bytes
     optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
     return [
-        ("parameters", f"{found.parameters:,}"),
+        ("parameters", f"{found.parameters:,}{f', {found.frozen:,} of them frozen' if found.frozen else ''}"),
         ("  embedding", f"{found.embedding:,}"),
         ("  non-embedding", f"{found.non_embedding:,}"),
         ("", ""),
@@ -123,7 +123,7 @@ def _counts(found: "Description") -> list[Line]:
         ),
         (
             "",
-            f"{found.state_bytes * found.parameters / 2**30:,.2f} GiB over all ranks, activations not counted",
+            f"{found.total_bytes / 2**30:,.2f} GiB over all ranks, activations not counted",
         ),
     ]
 

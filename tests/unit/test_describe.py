@@ -1,6 +1,7 @@
 """What `megatfm describe` counts. Names and shapes of the presets are held in tests/unit/models."""
 
 import argparse
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.describe import add_arguments, describe, main
 from megatfm.describe.flops import row
+from megatfm.describe.text import lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.models import build
@@ -186,3 +188,14 @@ def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_vocabulary_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model\.vocab_size is not set, and there is no tokenizer at"):
         describe(load_config("quickstart", [f"data.tokenizer={tmp_path}/tokenizer.model"]))
+
+
+def test_frozen_weights_are_told_and_have_a_weight_alone() -> None:
+    options = ["model.vocab_size=64", "model.n_layers=2"]
+    whole = describe(load_config("quickstart", options))
+    still = describe(load_config("quickstart", [*options, 'train.freeze=["decoder.layers.*"]']))
+    blocks = sum(math.prod(shape) for name, shape in whole.shapes.items() if ".layers." in name)
+    assert (whole.frozen, still.frozen, still.parameters) == (0, blocks, whole.parameters)
+    trained = whole.parameters - blocks
+    assert still.total_bytes == pytest.approx(trained * still.state_bytes + blocks * still.weight_bytes)
+    assert f"{blocks:,} of them frozen" in dict(lines(still))["parameters"]
