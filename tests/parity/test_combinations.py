@@ -59,7 +59,7 @@ def step(model: nn.Module, made: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_trains(position: str, mask: str) -> None:
     for norm_position, norm, activation in itertools.product(NORM_POSITIONS, NORMS, ACTIVATIONS):
-        config = combination(norm_position, norm, activation, position, mask).model_copy(update=SMALL)
+        config = combination(norm_position, norm, activation, position, mask).changed(SMALL)
         model, made = make(config), batch(config, mask)
         loss, gradient = step(model, made)
         half_loss, half_gradient = step(model.bfloat16(), made)
