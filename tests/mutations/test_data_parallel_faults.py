@@ -79,10 +79,10 @@ def buckets_are_sent_before_they_are_complete(patch: Patch) -> None:
 def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
     real, calls = Replicated.weights_changed, [0]
 
-    def weights_changed(self: Replicated) -> None:
+    def weights_changed(self: Replicated, frozen: bool = False) -> None:
         calls[0] += 1
         if calls[0] == 1:  # the initial ones
-            real(self)
+            real(self, frozen)
 
     patch.setattr(Replicated, "weights_changed", weights_changed)
 
@@ -96,7 +96,7 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
             stage.set_reshard_after_backward(False)  # type: ignore[operator]
 
     patch.setattr(FullySharded, "begin", begin)
-    patch.setattr(FullySharded, "weights_changed", lambda self: None)
+    patch.setattr(FullySharded, "weights_changed", lambda self, frozen=False: None)
 
 
 def the_norm_counts_copies(patch: Patch) -> None:
