@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import native, split_backward
+from megatfm.engines import prepare, split_backward
 from megatfm.engines.pipelined import StagePasses
 from megatfm.engines.ties import Ties
 from megatfm.models import build
@@ -39,12 +39,12 @@ def count_ties_on_each_rank(patch: Patch) -> None:
 
 def name_layers_from_each_stage_on(patch: Patch) -> None:
     """As if every stage's first layer were the model's."""
-    real = native.draw
+    real = prepare.draw
 
     def draw(initial: Any, seed: int, name: str, *box: Any) -> Tensor:
         return real(initial, seed, name.replace("layers.1", "layers.0") if dist.get_rank() else name, *box)
 
-    patch.setattr(native, "draw", draw)
+    patch.setattr(prepare, "draw", draw)
 
 
 def take_the_next_micro_batch(patch: Patch) -> None:
