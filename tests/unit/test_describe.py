@@ -166,7 +166,7 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """405 billion parameters in no memory: they are on the meta device."""
     seen: list[torch.nn.Module] = []
-    monkeypatch.setattr("megatfm.models.build", lambda config: seen.append(build(config)) or seen[-1])
+    monkeypatch.setattr("megatfm.train.build.build", lambda config: seen.append(build(config)) or seen[-1])
     describe(load_config("llama3-405b"))
     assert all(parameter.is_meta for parameter in seen[0].parameters())
 
