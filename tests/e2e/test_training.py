@@ -237,7 +237,7 @@ def test_what_a_run_leaves(workers, make_config, tmp_path):
     trace = json.loads((run / "profile/rank-0.json").read_text())
     assert any("_ChunkedCrossEntropy" in str(event.get("name")) for event in trace["traceEvents"])
     assert list((run / "tensorboard").iterdir())
-    assert "*.layers.*.attn.w[qkv]" in (run / "plan.txt").read_text()
+    assert "decoder.layers.*.attn.w[qkv]" in (run / "plan.txt").read_text()
     assert "column" in (run / "plan.txt").read_text()
     assert (run / "tokenizer.model").read_bytes() == Path(config.data.tokenizer).read_bytes()
     assert "torch" in json.loads((run / "environment.json").read_text())

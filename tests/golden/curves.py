@@ -92,14 +92,14 @@ def curves(
     objective = make(config.objective, config.model, SPECIAL, lengths)
     found: Curves = {}
     if config.model.family == "electra":
-        real = engine.model._replaced
+        discriminator = engine.model.discriminator
+        real = discriminator.judge
 
-        def replaced(passing: Any) -> torch.Tensor:
-            truth: torch.Tensor = real(passing)
-            found.setdefault("replaced", []).append(share(truth))
-            return truth
+        def judge(passing: Any, replaced: torch.Tensor) -> None:
+            found.setdefault("replaced", []).append(share(replaced))
+            real(passing, replaced)
 
-        engine.model._replaced = replaced
+        discriminator.judge = judge
     for step in range(1, 1 + (steps or config.train.steps)):
         stats = engine.forward_backward([batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():
