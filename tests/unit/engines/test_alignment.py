@@ -17,7 +17,7 @@ from megatfm.models import build
 from megatfm.ops.initial import draw
 from tests.alignment import lies_wrong, misaligned, only_torchs_memory
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
-from tests.unit.engines.test_native import load_and_train, tensor_of, train_and_save
+from tests.unit.engines.native.test_native import load_and_train, tensor_of, train_and_save
 from tests.unit.engines.test_optimizers import OPTIMIZERS
 from tests.workers import Workers
 

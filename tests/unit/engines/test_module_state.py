@@ -17,7 +17,7 @@ from megatfm.engines.interface import Stateful
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 from megatfm.ops.initial import Constant
-from megatfm.train.integrity import compare_replicas
+from megatfm.train.guards.integrity import compare_replicas
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer

@@ -10,7 +10,7 @@ from torch import Tensor
 import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
-from megatfm.train.integrity import forward_backward
+from megatfm.train.guards.integrity import forward_backward
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from megatfm.commands.verify import add_arguments, main
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import ranks
-from megatfm.verify.command import add_arguments, main
 from megatfm.verify.traffic import Flow
-from megatfm.verify.verify import Verdict, verify
+from megatfm.verify.verify import Comparison, verify
 
 CONFIG = {
     "name": "small",
@@ -31,9 +31,9 @@ CONFIG = {
 PLUGIN = """
 import multiprocessing, os, time
 from dataclasses import replace
-import megatfm.engines.fully_sharded as fully_sharded
-import megatfm.engines.native as native
-import megatfm.engines.pipelined as pipelined
+import megatfm.engines.native.fully_sharded as fully_sharded
+import megatfm.engines.native.engine as native
+import megatfm.engines.native.pipelined as pipelined
 import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
@@ -111,9 +111,9 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Comparison]:
     """What the command's calls of `verify` return."""
-    seen: list[Verdict] = []
+    seen: list[Comparison] = []
     monkeypatch.setattr(
         "megatfm.verify.verify.verify", lambda config: seen.append(verify(config)) or seen[-1]
     )
@@ -121,7 +121,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
 
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, verdicts: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "model.embedding.tied=false", "--all") == 0
     [verdict] = verdicts
@@ -145,7 +145,9 @@ def test_without_sequence_parallelism(tmp_path: Path) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "parallel.sequence_parallel=false") == 0
 
 
-def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdicts: list[Verdict]) -> None:
+def test_sharded_data_parallelism_moves_its_gradients_once(
+    tmp_path: Path, verdicts: list[Comparison]
+) -> None:
     assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
     [verdict] = verdicts
     parameters = sum(one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in verdict.gradients)
@@ -154,7 +156,7 @@ def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdi
 
 
 def test_pipelines_are_the_same_and_send_what_they_should(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, verdicts: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run_command(
@@ -175,7 +177,7 @@ def test_pipelines_are_the_same_and_send_what_they_should(
 
 
 def test_an_axis_without_a_closed_form_says_why(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, verdicts: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "train.recompute=1 kB") == 0
     [verdict] = verdicts

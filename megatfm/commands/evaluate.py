@@ -1,0 +1,120 @@
+"""`megatfm evaluate RUN`: loss and bits per byte on the run's validation sets, or on others."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megatfm.errors import MegatfmError, UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", help="a run directory, for example runs/quickstart")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=DIR", help="a corpus to use besides the run's own"
+    )
+    parser.add_argument(
+        "--compressors", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Evaluate the newest checkpoint; prints a table, and leaves RUN/evaluation.json (and baselines.json)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = evaluate_run(Path(args.run_dir), _sets(args.set), args.compressors)
+    if found is None:
+        return 0
+    results, baselines = found
+    table = Table(title=f"{args.run_dir}, step {results['step']}")
+    terms = sorted({term for result in results["sets"].values() for term in result.get("terms", {})})
+    for heading in ("set", "loss (nats per token)", *terms, "bits per byte", "bytes"):
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name, result in results["sets"].items():
+        parts = [f"{result['terms'][term]:.4f}" for term in terms]
+        # Only where the loss is the text's likelihood can it be compared with a compressor's.
+        bits = (
+            (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
+            if "bits_per_byte" in result
+            else ("–", "–")
+        )
+        table.add_row(name, f"{result['loss']:.4f}", *parts, *bits)
+        for compressor, needed in baselines.get(name, {}).items():
+            table.add_row(f"  {compressor}", *[""] * (1 + len(terms)), f"{needed:.3f}", "")
+    Console().print(table)
+    return 0
+
+
+def evaluate_run(
+    run_dir: Path, sets: dict[str, str], with_compressors: bool
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
+    """The results of each set, and of the compressors; both are written into the run directory as well.
+
+    Under several processes all take part, and rank 0 has the results.
+    """
+    from megatfm import checkpoint
+    from megatfm.config import load_config
+    from megatfm.evaluate.compressors import compressors
+    from megatfm.parallel import bootstrap
+    from megatfm.parallel.mesh import build_mesh
+    from megatfm.registry import import_plugins
+    from megatfm.train.build import build_engine
+    from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
+    from megatfm.train.evaluation import evaluate
+    from megatfm.train.init_from import load_weights
+    from megatfm.train.record.run_directory import RunDirectory
+
+    if not (run_dir / "config.toml").is_file():
+        raise UsageError(
+            f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
+        )
+    config = load_config(run_dir / "config.toml")
+    import_plugins(config.plugins)
+    data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
+    parallel = config.parallel.model_copy(
+        update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1}
+    )
+    config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
+    if with_compressors and not (tokenizer and tokenizer.lossless):
+        raise UsageError(
+            f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
+            "leave it out"
+        )
+    source = checkpoint.find_checkpoint(run_dir)
+    state = checkpoint.read_state(source)
+    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
+    with bootstrap.joined(device=config.train.device) as rank:
+        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        corpora = open_corpora(config, tokenizer)
+        engine = build_engine(config, mesh, rank.device, str(state["precision"]))
+        load_weights(engine, source)
+        results = {
+            name: evaluate(
+                engine, rows, corpora.objective, corpora.byte_lengths, micro_batch=config.train.micro_batch
+            )
+            for name, rows in corpora.validation.items()
+        }
+    if not rank.is_main:
+        return None
+    found = {"step": state["step"], "sets": results}
+    baselines = {}
+    if with_compressors and tokenizer:
+        folders = config.data.validation.items()
+        baselines = {name: compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
+    run = RunDirectory(run_dir, rank.rank)
+    run.write("evaluation.json", json.dumps(found, indent=2) + "\n")
+    if baselines:
+        run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
+    return found, baselines
+
+
+def _sets(given: list[str]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in given]
+    for name, _, folder in pairs:
+        if not name or not folder:
+            raise UsageError(
+                f"--set {name}{folder}: expected NAME=DIR, for example --set code=corpora/code/validation"
+            )
+    return {name: str(Path(folder).resolve()) for name, _, folder in pairs}
