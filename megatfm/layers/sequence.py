@@ -25,7 +25,7 @@ class SequenceMetadata:
 
     positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
     one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
-    document sees. keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
+    document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
     these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
@@ -90,7 +90,7 @@ class SequenceMetadata:
     def mask(self, pattern: Pattern, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query may look; None where the pattern's `plain` says the same.
 
-        One sequence serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
+        One object serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
         of patterns that differ by head.
         """
         key = ("mask", pattern, first_head, n_heads)
