@@ -27,7 +27,7 @@ COMMANDS = {
     "evaluate": ("megatfm.commands.evaluate", "loss and bits per byte of a run, beside gzip and xz"),
     "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
-    "describe": ("megatfm.describe", "parts, parameter counts and FLOPs of a config"),
+    "describe": ("megatfm.commands.describe", "parts, parameter counts and FLOPs of a config"),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
     "doctor": ("megatfm.commands.doctor", "what this machine can run"),

@@ -33,9 +33,9 @@ class Loader(Iterator[list[Fields]]):
 
     A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
     slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
-    starting at the position and step that were reached. With a `BatchSchedule`, batch and sequence length follow the
-    step; a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from there on are rows
-    of padding, and iteration ends after the step that reaches it.
+    starting at the position and step that were reached. With a `BatchSchedule`, batch and sequence length
+    depend on the step; a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from
+    there on are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
     Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for data,

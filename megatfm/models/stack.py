@@ -134,7 +134,7 @@ def sequence_metadata(
     cache: KVCache | None = None,
     memory: SequenceMetadata | None = None,
 ) -> SequenceMetadata:
-    """Make a batch's metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
+    """Make the metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
     where the cache ends."""
     past = cache.length if cache else 0
     if positions_BT is None:

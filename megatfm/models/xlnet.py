@@ -66,8 +66,8 @@ class XLNet(nn.Module):
     ) -> Output:
         """Run the model on int64 tokens [B, T], of which none is masked.
 
-        positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, of which only equality
-        matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
+        positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, only their
+        equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
         are given, and all see them. targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses`
         instead of `logits`.
 

@@ -150,7 +150,7 @@ class Trainer:
                 profile.before(at.step + 1)
                 record = self._one_step(loader)
                 self.run.check_place()
-                if "skipped" not in record and at.leaps(record["loss"], self._event):
+                if "skipped" not in record and at.rolls_back_after_spike(record["loss"], self._event):
                     break
                 if self._due(config.evaluate.every):
                     record["evaluation"] = self._evaluate()
@@ -166,7 +166,7 @@ class Trainer:
                     if metrics:
                         metrics.sync()
                     at.save(loader, on_nodes=not shared)
-                if at.jumps():
+                if at.skips_data():
                     break
         if metrics:
             metrics.close()
@@ -190,7 +190,7 @@ class Trainer:
         norms = self.engine.layer_statistics() if looks else None
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
         at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
-        grad_norm, skipped = at.trouble.guarded_step(self.engine, at.step, stats.loss, lr)
+        grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats.loss, lr)
         if skipped:
             self._event("skipped", skipped)
         compare_replicas(self.engine, at.step, checks.compare_replicas_every)

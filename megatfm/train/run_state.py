@@ -43,7 +43,7 @@ class RunState:
         )
         self.nodes = nodes
         generators.seed_all(config.train.seed, run.rank)
-        self.trouble = LossGuard(config.resilience, config.optimizer.clip, run.decisions)
+        self.loss_guard = LossGuard(config.resilience, config.optimizer.clip, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
 
     def loader(self) -> Loader:
@@ -86,19 +86,19 @@ class RunState:
         generators.set_state(drawn, rank, device)
         self.saver.verified = found.path if found.held is None else None
         self.step, self.tokens = found.step, int(found.state["tokens"])
-        self.position = self.run.decisions.jumps.get(self.step, int(found.state["data"]["position"]))
-        self.trouble.load(found.state.get("trouble", {}))
+        self.position = self.run.decisions.data_skips.get(self.step, int(found.state["data"]["position"]))
+        self.loss_guard.load(found.state.get("trouble", {}))
 
-    def jumps(self) -> bool:
+    def skips_data(self) -> bool:
         """Whether it was decided before that the data goes on elsewhere after this step; then it does."""
-        if self.step not in self.run.decisions.jumps:
+        if self.step not in self.run.decisions.data_skips:
             return False
-        self.position = self.run.decisions.jumps[self.step]
+        self.position = self.run.decisions.data_skips[self.step]
         return True
 
-    def leaps(self, loss: float, event: Callable[[str, str], None]) -> bool:
-        """Whether the loss leapt and the run has gone back to a checkpoint, to go on after the data since then."""
-        score = self.trouble.goes_on(loss)
+    def rolls_back_after_spike(self, loss: float, event: Callable[[str, str], None]) -> bool:
+        """Whether the loss spiked and the run has gone back to a checkpoint, to go on after the data since then."""
+        score = self.loss_guard.observe(loss)
         if score is None:
             return False
         said = f"loss {loss:.4g} is {score:.0f} deviations above the median of the last steps"
@@ -107,7 +107,7 @@ class RunState:
         if found is None:
             event("spike", said)
             return False
-        self.trouble.go_back(self.step, found.step, self.position)
+        self.loss_guard.go_back(self.step, found.step, self.position)
         event("rolled back", f"{said}: from {found.path.name} on, without the data since then")
         self.go_to(found)
         return True
@@ -131,6 +131,6 @@ class RunState:
             precision=self.precision,
             tokenizer=self.corpora.tokenizer_hash,
             data=loader.state(),
-            trouble=self.trouble.state(),
+            trouble=self.loss_guard.state(),
             machines=self.machines,
         )

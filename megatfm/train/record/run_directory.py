@@ -15,11 +15,10 @@ from megatfm.config import Config, to_toml
 from megatfm.config.base import check_path
 from megatfm.errors import MegatfmError
 from megatfm.parallel.agreement import run_on_rank_0
-from megatfm.train.guards.loss_guard import DECISIONS, Decisions
 from megatfm.train.record import machine
+from megatfm.train.record.decisions import DECISIONS, Decisions
 from megatfm.train.record.lock import RunLock
 from megatfm.train.record.metrics import log_event
-from megatfm.train.watching.hang_detector import Diagnosis
 from megatfm.version import __version__
 
 
@@ -101,11 +100,10 @@ class RunDirectory:
         if self.is_main:
             log_event(self.folder, event, detail, step)
 
-    def report(self, verdict: Diagnosis) -> None:
-        """Note why the run ends, for people and for whoever restarts it; by one rank, which need not be 0."""
+    def report(self, text: str, step: int, ranks: list[int], hosts: list[str]) -> None:
+        """Note why the run ends and which ranks are to blame, for whoever restarts it; by one rank, not always 0."""
         self.check_place()
-        blame = {"ranks": verdict.ranks, "hosts": verdict.hosts}
-        log_event(self.folder, "failed", verdict.text, verdict.step, **blame)
+        log_event(self.folder, "failed", text, step, ranks=ranks, hosts=hosts)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a small file of the run whole, or not at all."""

@@ -10,7 +10,7 @@ SETTLE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself, again and again.
+    """What a rank says of itself, every few seconds and at each change of phase.
 
     ticks: how often it has moved on, counted alike on all ranks. age: seconds since it last did. waiting: whether
     its main thread is inside a collective, and so waits for others. place: the line of megatfm where it is.
@@ -51,28 +51,28 @@ class _Rank:
     name: str
     host: str
     heard: float
-    sign: Heartbeat = Heartbeat()
+    heartbeat: Heartbeat = Heartbeat()
     left: bool = False
     ended: float | None = None  # when it failed, or was lost
     reason: str | None = None  # what it said, if it said anything
-    victim: bool = False
+    lost_peer: bool = False
 
     @property
     def gone(self) -> bool:
         return self.ended is not None and self.reason is None
 
     def stall(self, now: float) -> float:
-        return self.sign.age + now - self.heard
+        return self.heartbeat.age + now - self.heard
 
     def last_seen(self) -> str:
-        return f"{self.name} at step {self.sign.step}, {self.sign.phase}"
+        return f"{self.name} at step {self.heartbeat.step}, {self.heartbeat.phase}"
 
 
 @dataclass
 class HangDetector:
-    """Hears every rank's signs and ends, and finds a verdict.
+    """Hears every rank's heartbeats and ends, and decides which ranks are to blame.
 
-    hosts: by rank. limit: seconds without a move that count as a hang. silence: seconds without a sign that count
+    hosts: by rank. limit: seconds without a move that count as a hang. silence: seconds without a heartbeat that count
     as silence once somebody hangs. All times come from the caller's clock.
     """
 
@@ -85,21 +85,21 @@ class HangDetector:
     def __post_init__(self) -> None:
         self._ranks = [_Rank(f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
 
-    def hears(self, rank: int, sign: Heartbeat, now: float) -> None:
-        self._ranks[rank].sign, self._ranks[rank].heard = sign, now
+    def hears(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        self._ranks[rank].heartbeat, self._ranks[rank].heard = heartbeat, now
 
     def leaves(self, rank: int) -> None:
         """A rank has done its work and goes."""
         self._ranks[rank].left = True
 
-    def fails(self, rank: int, reason: str | None, now: float, victim: bool = False) -> None:
-        """A rank raised an error, or is gone without a word (no reason). victim: it only lost touch with another."""
+    def fails(self, rank: int, reason: str | None, now: float, lost_peer: bool = False) -> None:
+        """A rank raised an error, or is gone without a word (no reason). lost_peer: it only lost touch with another."""
         seen = self._ranks[rank]
         if not seen.left and seen.ended is None:
-            seen.ended, seen.reason, seen.victim = now, reason, victim
+            seen.ended, seen.reason, seen.lost_peer = now, reason, lost_peer
 
     def was_stopped(self, seconds: float) -> None:
-        """The judge itself could not listen for so long: nobody else is to blame for that."""
+        """The detector's own process could not listen for so long: nobody else is to blame for that."""
         for rank in self._ranks:
             rank.heard += seconds
 
@@ -107,8 +107,8 @@ class HangDetector:
     def all_gone(self) -> bool:
         return all(rank.left or rank.ended is not None for rank in self._ranks)
 
-    def verdict(self, now: float) -> Diagnosis | None:
-        """The verdict, once there is one to give."""
+    def diagnose(self, now: float) -> Diagnosis | None:
+        """Return why the run ends, once that is clear."""
         ended = sorted((r for r in self._ranks if r.ended is not None), key=lambda r: r.ended or 0.0)
         if ended:
             if now - (ended[0].ended or 0.0) < SETTLE_SECONDS and not self.all_gone:
@@ -119,7 +119,7 @@ class HangDetector:
         return None
 
     def _of_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
-        causes = [rank for rank in ended if not rank.victim]
+        causes = [rank for rank in ended if not rank.lost_peer]
         if not causes and self._here():  # they all waited for somebody in vain
             return self._of_a_hang(now)
         first = (causes or ended)[0]
@@ -128,7 +128,7 @@ class HangDetector:
             and len({rank.reason for rank in causes}) == 1
             and first.reason
         ):
-            return Diagnosis([], [], first.sign.step, first.reason, hung=False)
+            return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
         said = (
             f"failed: {first.reason}"
             if first.reason
@@ -139,15 +139,15 @@ class HangDetector:
     def _of_a_hang(self, now: float) -> Diagnosis:
         here = self._here()
         silent = [rank for rank in here if now - rank.heard > self.silence]
-        least = min(rank.sign.ticks for rank in here)
-        behind = [rank for rank in here if rank.sign.ticks == least]
-        working = [rank for rank in behind if not rank.sign.waiting]
+        least = min(rank.heartbeat.ticks for rank in here)
+        behind = [rank for rank in here if rank.heartbeat.ticks == least]
+        working = [rank for rank in behind if not rank.heartbeat.waiting]
         blamed = silent or working or behind
         seconds = max(rank.stall(now) for rank in blamed)
         if silent:
             what = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
-            place = f" ({blamed[0].sign.place})" if blamed[0].sign.place else ""
+            place = f" ({blamed[0].heartbeat.place})" if blamed[0].heartbeat.place else ""
             what = f"has not moved for {seconds:.0f} s{place}; its stack is in the log of the rank"
         who = ", ".join(rank.last_seen() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
@@ -162,4 +162,4 @@ class HangDetector:
             n for n, rank in enumerate(self._ranks) if not (rank.left or rank.gone or (hung and n in numbers))
         ]
         hosts = [rank.host for rank in blamed]
-        return Diagnosis(numbers, hosts, blamed[0].sign.step, text, hung, able[0] if able else 0)
+        return Diagnosis(numbers, hosts, blamed[0].heartbeat.step, text, hung, able[0] if able else 0)

@@ -1,4 +1,4 @@
-"""Rank 0's ear: a thread that hears every rank over a socket of its own, and tells all of them the verdict.
+"""Rank 0's ear: a thread that hears every rank over a socket of its own, and tells all of them the diagnosis.
 
 Nothing here touches torch, so that a collective that hangs can't silence it.
 """
@@ -64,9 +64,9 @@ class JsonConnection:
 
 
 class Hub(threading.Thread):
-    """Listens until everybody has left, or until the verdict is told.
+    """Listens until everybody has left, or until the diagnosis is told.
 
-    hosts: by rank. limit, interval: seconds that count as a hang, and between signs. token: what a rank must show.
+    hosts: by rank. limit, interval: seconds that count as a hang, and between heartbeats. token: what a rank must show.
     """
 
     def __init__(
@@ -89,30 +89,30 @@ class Hub(threading.Thread):
 
     def run(self) -> None:
         last = time.monotonic()
-        judge = HangDetector(self._hosts, self._limit, max(4 * self._interval, 1.0), last)
-        next_sign = last
-        verdict: Diagnosis | None = None
-        while not judge.all_gone and verdict is None:
+        detector = HangDetector(self._hosts, self._limit, max(4 * self._interval, 1.0), last)
+        next_heartbeat = last
+        diagnosis: Diagnosis | None = None
+        while not detector.all_gone and diagnosis is None:
             ready = self._selector.select(min(self._interval / 4, 0.2))
             now = time.monotonic()
             if now - last > 2 * self._interval + 1:
-                judge.was_stopped(now - last)
+                detector.was_stopped(now - last)
             last = now
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     with contextlib.suppress(OSError):
                         self.add(self._listener.accept()[0])
                 elif isinstance(key.fileobj, JsonConnection):
-                    self._hear(key.fileobj, judge, now)
-            if now >= next_sign:
-                next_sign = now + self._interval
-                self._tell({"sign": True})
-            verdict = judge.verdict(now)
-        verdict = verdict or judge.verdict(time.monotonic())
-        self._tell({"verdict": verdict.plain()} if verdict else {"bye": True})
+                    self._hear(key.fileobj, detector, now)
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._interval
+                self._tell({"heartbeat": True})
+            diagnosis = detector.diagnose(now)
+        diagnosis = diagnosis or detector.diagnose(time.monotonic())
+        self._tell({"diagnosis": diagnosis.plain()} if diagnosis else {"bye": True})
         self._close()
 
-    def _hear(self, line: JsonConnection, judge: HangDetector, now: float) -> None:
+    def _hear(self, line: JsonConnection, detector: HangDetector, now: float) -> None:
         messages = line.receive()
         rank = self._lines[line]
         for message in messages or ():
@@ -122,15 +122,15 @@ class Hub(threading.Thread):
                     messages = None  # a port scanner, or another run: nobody of ours
                     break
                 rank = self._lines[line] = int(message["rank"])
-            elif "sign" in message:
-                judge.hears(rank, Heartbeat(**message["sign"]), now)
+            elif "heartbeat" in message:
+                detector.hears(rank, Heartbeat(**message["heartbeat"]), now)
             elif "failed" in message:
-                judge.fails(rank, message["failed"], now, message["victim"])
+                detector.fails(rank, message["failed"], now, message["lost_peer"])
             elif "bye" in message:
-                judge.leaves(rank)
+                detector.leaves(rank)
         if messages is None:
             if rank is not None:
-                judge.fails(rank, None, now)
+                detector.fails(rank, None, now)
             self._selector.unregister(line)
             line.close()
             del self._lines[line]

@@ -1,7 +1,7 @@
 """The hang watch: when one rank raises, dies, is stopped or falls behind, all others end soon and say who it was.
 
 Every rank has a thread that tells rank 0's hub how far its main thread is, over a connection that no collective
-uses. The hub's verdict ends every rank: by an exception where the main thread can still take one, else at once.
+uses. The hub's diagnosis ends every rank: by an exception where the main thread can still take one, else at once.
 """
 
 import contextlib
@@ -30,11 +30,14 @@ from megatfm.train.watching.hub import Hub, JsonConnection
 log = logging.getLogger("megatfm")
 
 GRACE_SECONDS = 2.0
-"""After a verdict: how long a main thread may take to end in good order."""
+"""After a diagnosis: how long a main thread may take to end in good order."""
 AFTER_YOU_SECONDS = 1.0
 """By which those who are not to blame end later: to a launcher, the first that ends is the cause."""
 INNERMOST = 3
 """Frames in which torch.distributed marks a main thread as waiting for others."""
+
+Report = Callable[[str, int, list[int], list[str]], None]
+"""Told why the run ends, at which step, and which ranks on which hosts are to blame."""
 
 
 class Watch:
@@ -47,18 +50,20 @@ class Watch:
     def __init__(self, rank: Rank, limit: float) -> None:
         self._rank, self._limit = rank, limit
         self._interval = min(5.0, max(0.1, limit / 10))
-        self._seldom = max(0.1, 0.002 * rank.world_size)  # between signs at steps: rank 0 hears all of them
+        self._seldom = max(
+            0.1, 0.002 * rank.world_size
+        )  # between heartbeats at steps: rank 0 hears all of them
         self._step, self._phase, self._ticks = 0, "start", 0
-        self._moved = self._signed = time.monotonic()
+        self._moved = self._last_heartbeat = time.monotonic()
         self._main = threading.get_ident()
         self._log: int | None = None
-        self._report: Callable[[Diagnosis], None] | None = None
+        self._report: Report | None = None
         self.stands_in: Callable[[], int | None] = lambda: None
         """The thread that the main thread waits for while it saves: that is where the work is done."""
         self._lock = threading.Lock()
         self._leaving = threading.Event()
-        self._told = threading.Event()  # a verdict, or that everybody has left
-        self._verdict: Diagnosis | None = None
+        self._told = threading.Event()  # a diagnosis, or that everybody has left
+        self._diagnosis: Diagnosis | None = None
         self._hub: Hub | None = None
 
     def __enter__(self) -> Self:
@@ -71,13 +76,13 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        victim = error is not None and _lost_its_peer(error)
+        lost_peer = error is not None and _lost_its_peer(error)
         self._leaving.set()
-        self._say({"sign": self._sign(time.monotonic()).__dict__})
-        self._say({"bye": True} if error is None else {"failed": _one_line(error), "victim": victim})
+        self._say({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
+        self._say({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
         if self._hub and error is None:  # the others may still have something to do, and the hub is here
             self._told.wait()
-        elif self._hub or victim:
+        elif self._hub or lost_peer:
             self._told.wait(SETTLE_SECONDS + GRACE_SECONDS)
         self._told.set()
         self._line.hang_up()
@@ -85,20 +90,22 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
         if self._log is not None:
             os.close(self._log)
-        if self._verdict and self._rank.rank not in self._verdict.ranks and (error is None or victim):
+        if self._diagnosis and self._rank.rank not in self._diagnosis.ranks and (error is None or lost_peer):
             time.sleep(AFTER_YOU_SECONDS)
-            raise MegatfmError(self._verdict.text) from error
+            raise MegatfmError(self._diagnosis.text) from error
 
     def tick(self, step: int, phase: str) -> None:
         """Say that the main thread moves on: called alike on all ranks."""
         new = phase != self._phase
         self._step, self._phase, self._moved = step, phase, time.monotonic()
         self._ticks += 1
-        if new or self._moved - self._signed > self._seldom:  # so that a sudden death is placed rightly
-            self._say({"sign": self._sign(self._moved).__dict__})
+        if (
+            new or self._moved - self._last_heartbeat > self._seldom
+        ):  # so that a sudden death is placed rightly
+            self._say({"heartbeat": self._heartbeat(self._moved).__dict__})
 
-    def log_to(self, path: Path, report: Callable[[Diagnosis], None]) -> None:
-        """From now on stacks go to this file; one of the ranks that are left calls `report` with a verdict."""
+    def log_to(self, path: Path, report: Report) -> None:
+        """From now on stacks go to this file; one of the ranks that are left calls `report`."""
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._report = report
         self._arm()
@@ -139,10 +146,10 @@ class Watch:
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _watch(self) -> None:
-        heard = last = next_sign = time.monotonic()
+        heard = last = next_heartbeat = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
-        while self._verdict is None and not self._told.is_set():
+        while self._diagnosis is None and not self._told.is_set():
             readable = selector.select(self._interval / 2)
             now = time.monotonic()
             if now - last > 2 * self._interval + 1:
@@ -155,13 +162,13 @@ class Watch:
                 self._hear()
             elif now - heard > self._limit + 3 * self._interval:
                 self._blame_the_hub(f"no sign of life for {now - heard:.0f} s", hung=True)
-            if now >= next_sign:
-                next_sign = now + self._interval
-                self._say({"sign": self._sign(now).__dict__})
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._interval
+                self._say({"heartbeat": self._heartbeat(now).__dict__})
                 self._arm()
         faulthandler.cancel_dump_traceback_later()
-        if self._verdict:
-            self._carry_out(self._verdict)
+        if self._diagnosis:
+            self._carry_out(self._diagnosis)
         selector.close()
         self._line.close()
 
@@ -170,36 +177,40 @@ class Watch:
         if messages is None:
             self._blame_the_hub("ended without a word: it was killed, or it crashed", hung=False)
         for message in messages or ():
-            if "verdict" in message:
-                self._verdict = Diagnosis.parse(message["verdict"])
+            if "diagnosis" in message:
+                self._diagnosis = Diagnosis.parse(message["diagnosis"])
             elif "bye" in message:
                 self._told.set()
 
     def _blame_the_hub(self, what: str, hung: bool) -> None:
         text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
-        self._verdict = self._verdict or Diagnosis([0], [self._hosts[0]], self._step, text, hung, reporter=1)
+        self._diagnosis = self._diagnosis or Diagnosis(
+            [0], [self._hosts[0]], self._step, text, hung, reporter=1
+        )
 
-    def _carry_out(self, verdict: Diagnosis) -> None:
+    def _carry_out(self, diagnosis: Diagnosis) -> None:
         """Leave what there is to know, then end this process if its main thread doesn't."""
         me = self._rank.rank
-        if verdict.hung:
-            self._write(f"\n{verdict.text}\nThe stacks of rank {me}, at step {self._step}, {self._phase}:\n")
+        if diagnosis.hung:
+            self._write(
+                f"\n{diagnosis.text}\nThe stacks of rank {me}, at step {self._step}, {self._phase}:\n"
+            )
             faulthandler.dump_traceback(self._file(), all_threads=True)
             dump_flight_recorder(self._file(), me)
-        if me == verdict.reporter and self._report:
+        if me == diagnosis.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
-                self._report(verdict)
+                self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
         self._told.set()
-        if self._leaving.wait(GRACE_SECONDS / 4 if verdict.hung else GRACE_SECONDS):
+        if self._leaving.wait(GRACE_SECONDS / 4 if diagnosis.hung else GRACE_SECONDS):
             return
-        if me not in verdict.ranks:
+        if me not in diagnosis.ranks:
             time.sleep(AFTER_YOU_SECONDS)
-        self._write(f"{verdict.text}\n")
-        os.write(2, f"error: {verdict.text}\n".encode())
+        self._write(f"{diagnosis.text}\n")
+        os.write(2, f"error: {diagnosis.text}\n".encode())
         os._exit(FAILED)
 
-    def _sign(self, now: float) -> Heartbeat:
-        self._signed = now
+    def _heartbeat(self, now: float) -> Heartbeat:
+        self._last_heartbeat = now
         working = self.stands_in() if self._phase == "save" else None
         frames = sys._current_frames()
         waiting, place = _where(frames.get(working or self._main) or frames.get(self._main))
@@ -253,8 +264,8 @@ def _lost_its_peer(error: BaseException | None) -> bool:
         if isinstance(error, dist.DistError):
             return True
         if isinstance(error, RuntimeError) and any(
-            sign in str(error)
-            for sign in ("gloo", "NCCL", "Connection", "Timed out", "recvBytes", "sendBytes")
+            heartbeat in str(error)
+            for heartbeat in ("gloo", "NCCL", "Connection", "Timed out", "recvBytes", "sendBytes")
         ):
             return True
         error = error.__cause__ or error.__context__

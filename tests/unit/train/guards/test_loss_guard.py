@@ -11,7 +11,8 @@ import torch
 
 from megatfm.config import ResilienceConfig
 from megatfm.errors import MegatfmError
-from megatfm.train.guards.loss_guard import DECISIONS, Decisions, LossGuard
+from megatfm.train.guards.loss_guard import LossGuard
+from megatfm.train.record.decisions import DECISIONS, Decisions
 
 
 class Engine:
@@ -27,7 +28,7 @@ class Engine:
         return norm
 
 
-def trouble(path: Path, **settings: Any) -> LossGuard:
+def guard(path: Path, **settings: Any) -> LossGuard:
     return LossGuard(ResilienceConfig(**settings), 1.0, Decisions(path / DECISIONS, is_writer=True))
 
 
@@ -44,14 +45,14 @@ def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradien
 def test_what_is_not_finite_leaves_the_weights_and_is_counted(
     tmp_path: Path, loss: float, gradient: float
 ) -> None:
-    kept, engine = trouble(tmp_path), Engine()
+    kept, engine = guard(tmp_path), Engine()
     assert carried_out(kept, engine, 1, 2.0, 1.0)
-    kept.goes_on(2.0)
+    kept.observe(2.0)
     before = engine.weight
     assert not carried_out(kept, engine, 2, loss, gradient)
     assert (engine.weight, kept.in_a_row, kept.skipped) == (before, 1, 1)
     assert carried_out(kept, engine, 3, 2.0, 1.0)
-    kept.goes_on(2.0)
+    kept.observe(2.0)
     assert (kept.in_a_row, kept.skipped) == (0, 1)
     assert engine.weight < before
     line = json.loads((tmp_path / DECISIONS).read_text())
@@ -59,7 +60,7 @@ def test_what_is_not_finite_leaves_the_weights_and_is_counted(
 
 
 def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
-    kept, engine = trouble(tmp_path, max_skipped=2), Engine()
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
     for step in (1, 2):
         assert not carried_out(kept, engine, step, math.nan, 1.0)
     with pytest.raises(MegatfmError, match=r"step 3: loss nan, .* 3 steps in a row, .*optimizer\.lr"):
@@ -67,8 +68,8 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_skipped_is_skipped_again_whatever_its_numbers(tmp_path: Path) -> None:
-    carried_out(trouble(tmp_path), Engine(), 5, math.nan, 1.0)
-    again, engine = trouble(tmp_path), Engine()
+    carried_out(guard(tmp_path), Engine(), 5, math.nan, 1.0)
+    again, engine = guard(tmp_path), Engine()
     again.decisions.read()
     assert carried_out(again, engine, 4, 2.0, 1.0)
     before = engine.weight
@@ -82,25 +83,23 @@ def noise(seed: int, count: int) -> list[float]:
     return [3.0 + draw.gauss(0, 0.05) for _ in range(count)]
 
 
-def leaps(kept: LossGuard, losses: list[float]) -> list[int]:
-    return [index for index, loss in enumerate(losses) if kept.goes_on(loss) is not None]
+def spikes(kept: LossGuard, losses: list[float]) -> list[int]:
+    return [index for index, loss in enumerate(losses) if kept.observe(loss) is not None]
 
 
-def test_a_leap_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> None:
-    assert leaps(trouble(tmp_path), noise(0, 500)) == []
+def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> None:
+    assert spikes(guard(tmp_path), noise(0, 500)) == []
     assert (
-        leaps(
-            trouble(tmp_path), [10 * math.exp(-step / 50) + loss for step, loss in enumerate(noise(1, 500))]
-        )
+        spikes(guard(tmp_path), [10 * math.exp(-step / 50) + loss for step, loss in enumerate(noise(1, 500))])
         == []
     )
     losses = noise(2, 300)
     losses[200:204] = [9.0, 8.0, 8.5, 9.0]
-    assert leaps(trouble(tmp_path), losses) == [200], "the steps after it belong to it"
+    assert spikes(guard(tmp_path), losses) == [200], "the steps after it belong to it"
 
 
 def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
-    kept = trouble(tmp_path, spike_window=16, spike_score=10.0)
+    kept = guard(tmp_path, spike_window=16, spike_score=10.0)
     for loss in [
         1.0,
         1.1,
@@ -111,56 +110,56 @@ def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
         1.0,
         50.0,
     ]:  # an outlier in the window doesn't hide the next one
-        kept.goes_on(loss)
-    kept.goes_on(1.0)
-    score = kept.goes_on(6.0)
+        kept.observe(loss)
+    kept.observe(1.0)
+    score = kept.observe(6.0)
     # By hand: median 1.0 and median deviation 0.1 → (6 − 1) / (1.4826 · 0.1).
     assert score == pytest.approx(5.0 / 0.14826, rel=1e-6)
 
 
 def test_too_few_losses_and_off_find_nothing(tmp_path: Path) -> None:
-    assert leaps(trouble(tmp_path, spike_window=128), [*noise(0, 31), 100.0]) == []
-    assert leaps(trouble(tmp_path, spike_window=128), [*noise(0, 32), 100.0]) == [32]
-    assert leaps(trouble(tmp_path, spike="off"), [*noise(0, 100), 100.0]) == []
+    assert spikes(guard(tmp_path, spike_window=128), [*noise(0, 31), 100.0]) == []
+    assert spikes(guard(tmp_path, spike_window=128), [*noise(0, 32), 100.0]) == [32]
+    assert spikes(guard(tmp_path, spike="off"), [*noise(0, 100), 100.0]) == []
 
 
-def test_a_loss_that_stands_still_makes_no_leap_of_the_next_bit(tmp_path: Path) -> None:
-    assert leaps(trouble(tmp_path), [*[2.0] * 60, 2.0001]) == []
-    assert leaps(trouble(tmp_path), [*[2.0] * 60, 2.1]) == [60]
+def test_a_loss_that_stands_still_makes_no_spike_of_the_next_bit(tmp_path: Path) -> None:
+    assert spikes(guard(tmp_path), [*[2.0] * 60, 2.0001]) == []
+    assert spikes(guard(tmp_path), [*[2.0] * 60, 2.1]) == [60]
 
 
 def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     losses = noise(3, 100)
-    kept = trouble(tmp_path)
-    leaps(kept, losses[:70])
-    copy = trouble(tmp_path)
+    kept = guard(tmp_path)
+    spikes(kept, losses[:70])
+    copy = guard(tmp_path)
     copy.load(json.loads(json.dumps(kept.state())))
     assert copy.state() == kept.state()
     assert (
-        [kept.goes_on(loss) for loss in (9.0, 3.0)]
-        == [copy.goes_on(loss) for loss in (9.0, 3.0)]
+        [kept.observe(loss) for loss in (9.0, 3.0)]
+        == [copy.observe(loss) for loss in (9.0, 3.0)]
         != [None, None]
     )
-    old = trouble(tmp_path)
+    old = guard(tmp_path)
     old.load({})
-    assert old.state() == trouble(tmp_path).state()
+    assert old.state() == guard(tmp_path).state()
 
 
 def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> None:
-    kept = trouble(tmp_path, max_rollbacks=2)
+    kept = guard(tmp_path, max_rollbacks=2)
     decisions = kept.decisions
     for step in (3, 7):
         decisions.skip(step)
     decisions.go_back(9, 4, 90)
-    assert (decisions.skips, decisions.jumps) == ({3}, {4: 90})
+    assert (decisions.skips, decisions.data_skips) == ({3}, {4: 90})
     decisions.skip(6)
     decisions.go_back(12, 8, 130)
-    assert (decisions.skips, decisions.jumps) == ({3, 6}, {4: 90, 8: 130})
+    assert (decisions.skips, decisions.data_skips) == ({3, 6}, {4: 90, 8: 130})
     kept.go_back(13, 4, 140)
     again = Decisions(decisions.path, is_writer=False)
     again.read()
-    assert (again.skips, again.jumps, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
-    with pytest.raises(MegatfmError, match="step 15: the loss leaps again after 2 rollbacks to step 4"):
+    assert (again.skips, again.data_skips, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
+    with pytest.raises(MegatfmError, match="step 15: the loss spikes again after 2 rollbacks to step 4"):
         kept.go_back(15, 4, 160)
     decisions.forget()
     assert not decisions.path.exists()

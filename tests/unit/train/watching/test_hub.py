@@ -75,8 +75,8 @@ def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect])
     connect = open_hub(2)
     ranks = [connect(rank) for rank in range(2)]
     for rank in ranks:
-        rank.line.send({"sign": Heartbeat(3, "step", 4, 0.0, False, "").__dict__})
-        rank.hears("sign")
+        rank.line.send({"heartbeat": Heartbeat(3, "step", 4, 0.0, False, "").__dict__})
+        rank.hears("heartbeat")
     for rank in ranks:
         rank.line.send({"bye": True})
     for rank in ranks:
@@ -89,26 +89,26 @@ def test_a_closed_connection_is_a_death_that_all_others_hear_of(
 ) -> None:
     connect = open_hub(3)
     ranks = [connect(rank) for rank in range(3)]
-    ranks[1].line.send({"sign": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
-    ranks[1].hears("sign")
+    ranks[1].line.send({"heartbeat": Heartbeat(3, "save", 4, 0.0, False, "").__dict__})
+    ranks[1].hears("heartbeat")
     ranks[1].line.close()
     for rank in (ranks[0], ranks[2]):
-        verdict = rank.hears("verdict")["verdict"]
-        assert verdict["ranks"] == [1]
-        assert verdict["text"].startswith("rank 1 on n0 at step 3, save: ended without a word")
+        diagnosis = rank.hears("diagnosis")["diagnosis"]
+        assert diagnosis["ranks"] == [1]
+        assert diagnosis["text"].startswith("rank 1 on n0 at step 3, save: ended without a word")
 
 
 def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> None:
     connect = open_hub(2, limit=0.5, interval=0.05)
     here = connect(0)
     deadline = time.monotonic() + 20
-    while not any("verdict" in message for message in here.heard):
+    while not any("diagnosis" in message for message in here.heard):
         assert time.monotonic() < deadline
-        here.line.send({"sign": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
+        here.line.send({"heartbeat": Heartbeat(0, "start", 1, 0.0, True, "").__dict__})
         here.heard += here.line.receive() or []
         time.sleep(0.02)
-    verdict = next(message["verdict"] for message in here.heard if "verdict" in message)
-    assert verdict["ranks"] == [1]
+    diagnosis = next(message["diagnosis"] for message in here.heard if "diagnosis" in message)
+    assert diagnosis["ranks"] == [1]
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,4 @@ def test_strangers_are_shown_the_door_and_change_nothing(
     assert stranger.is_closed()
     rank.line.send({"bye": True})
     assert rank.hears("bye")
-    assert not any("verdict" in message for message in rank.heard)
+    assert not any("diagnosis" in message for message in rank.heard)
