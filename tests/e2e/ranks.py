@@ -137,7 +137,7 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
 def plant(fault: Fault) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
-    from megatfm.engines import NativeEngine
+    from megatfm.engines.native.engine import NativeEngine
     from megatfm.engines.native.pipelined import StagePasses
     from megatfm.train import loop
 

@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: S
 
 
 CRASHES = """
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 def forward_backward(*_, **__):
     raise RuntimeError("never gets far")
 NativeEngine.forward_backward = forward_backward

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.engines import NativeEngine, Sums
+from megatfm.engines.interface import Sums
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, MegatfmError
 from megatfm.train.loop import train
 from tests.workers import Workers

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine
 from megatfm.engines.losses import LossSums
 from megatfm.engines.native import engine as native
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
 from megatfm.parallel.layout import Placement, Region

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.checkpoint import Box
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.pipelined import StagePasses, StepState
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise

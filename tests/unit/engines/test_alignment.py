@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.checkpoint import Box
 from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.ops.initial import draw
 from tests.alignment import lies_wrong, misaligned, only_torchs_memory

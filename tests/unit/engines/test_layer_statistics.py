@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.parallel.blocks import blocks
 from tests.parity.test_layouts import (
     ADAMW,

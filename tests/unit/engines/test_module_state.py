@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective
-from megatfm.engines import NativeEngine
 from megatfm.engines.interface import Stateful
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 from megatfm.ops.initial import Constant

@@ -19,7 +19,8 @@ from megatfm.config import (
     ScheduleFreeConfig,
     SoapConfig,
 )
-from megatfm.engines import NativeEngine, OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.parity.test_layouts import (

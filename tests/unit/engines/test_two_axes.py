@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines import NativeEngine, OptimizerGroup, Sharing
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import initialise
 from megatfm.ops.initial import Normal

@@ -5,8 +5,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config, ParallelConfig, load_config
-from megatfm.engines import NativeEngine
 from megatfm.engines.interface import MemoryNeeds
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.memory import inputs_held
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline

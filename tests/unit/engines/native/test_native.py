@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from tests.parity import test_pipelines as pipelines
 from tests.parity.test_families import PassOn

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatfm.config import AdamWConfig, ParallelConfig
-from megatfm.engines import NativeEngine
 from megatfm.engines.interface import Batch
 from megatfm.engines.native.buckets import deal
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.models import build
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
