@@ -9,8 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYBODYS = {
-    **dict.fromkeys(("megatfm.errors", "megatfm.keyed", "megatfm.version"), set[str]()),
-    **dict.fromkeys(("megatfm.atomic", "megatfm.registry"), {"megatfm.errors"}),
+    "megatfm.errors": set[str](),
+    "megatfm.keyed": set[str](),
+    "megatfm.version": set[str](),
+    "megatfm.atomic": set[str](),
+    "megatfm.registry": {"megatfm.errors"},
 }
 """Loose modules of floor 0, open to all."""
 
