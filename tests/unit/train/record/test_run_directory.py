@@ -20,7 +20,6 @@ from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.train.record.console import RunLog, log
 from megatfm.train.record.run_directory import RunDirectory, run_folder
-from megatfm.train.watching.hang_detector import Diagnosis
 
 RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
 
@@ -152,7 +151,7 @@ def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, succe
         with pytest.raises(MegatfmError, match="removed, moved or replaced while it was trained in"):
             run.check_place()
         with pytest.raises(MegatfmError, match="nothing more is written"):
-            run.report(Diagnosis([1], ["n1"], 3, "it hangs", True, reporter=rank))
+            run.report("it hangs", 3, [1], ["n1"])
     assert [path.name for path in tmp_path.rglob("*")] == (["a", "lock"] if successor else [])
 
 
