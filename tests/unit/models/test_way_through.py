@@ -37,6 +37,6 @@ def way() -> list[str]:
 
 def test_the_way_is_short(workers: Workers) -> None:
     (found,) = workers.run(way, 1)
-    assert found[0] == "train/integrity.py forward_backward"
+    assert found[0] == "train/guards/integrity.py forward_backward"
     assert found[-1] == "layers/linear.py forward"
     assert len(found) <= HOPS, found
