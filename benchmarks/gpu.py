@@ -24,7 +24,7 @@ from megatfm.describe.description import describe
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.memory import memory_bytes
+from megatfm.train.watching.memory import memory_bytes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Of dense bfloat16 products, from NVIDIA's data sheets (SXM)."""

@@ -41,7 +41,7 @@ def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> floa
     start = time.perf_counter()
     engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), watch=looks)
     if looks:
-        engine.layer_norms()
+        engine.layer_statistics()
     engine.step(1e-4, clip=1.0)
     return time.perf_counter() - start
 

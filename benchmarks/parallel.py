@@ -29,14 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.data_parallel import DataParallel, Sharing
-from megatfm.engines.native import share
+from megatfm.engines.native.data_parallel import DataParallel, Sharing
+from megatfm.engines.native.engine import share
 from megatfm.engines.precision import PRECISIONS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel.mesh import AXES, build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.train.memory import keep_freed_memory
+from megatfm.train.watching.memory import keep_freed_memory
 from megatfm.verify.traffic import Traffic
 
 LAYOUTS = {
@@ -59,7 +59,7 @@ class Blocks(nn.Module):
         self.decoder = nn.Module()
         self.decoder.layers = model.get_submodule("decoder.layers")
 
-    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(self, x_BTD: Tensor, layout: SequenceMetadata) -> Tensor:
         for depth, block in enumerate(self.decoder.layers.values()):
             x_BTD = block(x_BTD, layout.at_layer(depth, 0.0), None, None, None)
         return x_BTD
@@ -128,7 +128,7 @@ def passes(
     blocks: nn.Module, data: DataParallel | None, width: int, tokens: int, held: int
 ) -> Callable[[], None]:
     """One forward and backward pass of a row; held: of its tokens, those that are here between blocks."""
-    layout = SequenceLayout(torch.arange(tokens)[None], None)
+    layout = SequenceMetadata(torch.arange(tokens)[None], None)
     x_BTD = torch.randn(1, held, width, requires_grad=True)
 
     def run() -> None:
@@ -169,7 +169,7 @@ def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, h
 
     data.begin(last=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layout = SequenceLayout(torch.arange(tokens)[None], None)
+        layout = SequenceMetadata(torch.arange(tokens)[None], None)
         result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
     size = storage_bytes(t for t in kept if t.untyped_storage().data_ptr() not in own)
     result.sum().backward()

@@ -81,7 +81,7 @@ class Clean:
                 first, end = ranges[number]
                 known = len(listing.bad)
                 read = Read(listing, limit, listing.files[first:end], found_bad if number == 0 else ())
-                passes: list[steps.Step] = [FixUnicode(), *self._fresh_steps()]
+                passes: list[steps.DocumentStep] = [FixUnicode(), *self._fresh_steps()]
                 documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
                 counts = [read.counts, *(each.counts for each in passes)]
                 return {

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torchrun(os.environ, args.processes, args.command),
             {CODES: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
             deliver=deliver,
-            translate=lambda code: REQUEUE if early else verdict(code, Path(codes)),
+            translate=lambda code: REQUEUE if early else exit_code_of(code, Path(codes)),
             holds=True,
         )
         return supervise([agent])
@@ -81,7 +81,7 @@ def _workers(pid: int) -> Iterator[psutil.Process]:
             continue
 
 
-def verdict(code: int, folder: Path) -> int:
+def exit_code_of(code: int, folder: Path) -> int:
     """The code that the workers left, where all that left one agree; else 1."""
     if code == DONE:
         return DONE

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-import megatfm
+from megatfm import version
 from megatfm.atomic import write_whole
 from megatfm.errors import UsageError
 
@@ -84,8 +84,8 @@ def take(plugins: Sequence[str]) -> Snapshot:
 
 def origin() -> dict[str, object]:
     """Where the code came from, for people: version, and commit and changed files where it is a git checkout."""
-    root = Path(megatfm.__file__).parents[1]
-    said: dict[str, object] = {"megatfm": megatfm.__version__, "copied_from": str(root)}
+    root = Path(version.__file__).parents[1]
+    said: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for key, words in {"commit": ("rev-parse", "HEAD"), "changed": ("status", "--porcelain")}.items():
             done = subprocess.run(

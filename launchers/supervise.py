@@ -60,7 +60,7 @@ def supervise(children: Sequence[Child]) -> int:
                 team.look()
         finally:
             team.kill()
-    return team.verdict()
+    return team.exit_code()
 
 
 class _Team:
@@ -172,7 +172,7 @@ class _Team:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def verdict(self) -> int:
+    def exit_code(self) -> int:
         """The exit code; says who failed first."""
         common = set(self.codes.values())
         code = common.pop() if len(common) == 1 else FAILED

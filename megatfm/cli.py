@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatfm import __version__
 from megatfm.errors import MegatfmError
+from megatfm.version import __version__
 
 COMMANDS = {
     "prep": ("megatfm.commands.prep", "corpora → tokenizer → shards"),
@@ -22,15 +22,15 @@ COMMANDS = {
     "status": ("megatfm.commands.status", "how runs are: queue, step, loss, speed, time left, restarts"),
     "logs": ("megatfm.commands.logs", "the logs of a run that matter; -f follows them"),
     "cancel": ("megatfm.commands.cancel", "end the job of a run; it saves first"),
-    "generate": ("megatfm.generate.command", "sample text from a run"),
-    "convert": ("megatfm.convert.command", "to and from the Hugging Face format"),
-    "evaluate": ("megatfm.evaluate.command", "loss and bits per byte of a run, beside gzip and xz"),
+    "generate": ("megatfm.commands.generate", "sample text from a run"),
+    "convert": ("megatfm.commands.convert", "to and from the Hugging Face format"),
+    "evaluate": ("megatfm.commands.evaluate", "loss and bits per byte of a run, beside gzip and xz"),
     "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
-    "verify": ("megatfm.verify.command", "compare a layout's gradients with one process's"),
-    "describe": ("megatfm.describe", "parts, parameter counts and FLOPs of a config"),
+    "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
+    "describe": ("megatfm.commands.describe", "parts, parameter counts and FLOPs of a config"),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),
     "config": ("megatfm.commands.config", "print a config resolved, or the JSON schema"),
-    "doctor": ("megatfm.doctor", "what this machine can run"),
+    "doctor": ("megatfm.commands.doctor", "what this machine can run"),
     "completion": ("megatfm.commands.completion", "a script with which bash, zsh or fish complete commands"),
     "quickstart": ("megatfm.commands.quickstart", "all of the above, once, on a small corpus"),
 }

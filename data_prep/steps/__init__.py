@@ -13,13 +13,13 @@ from data_prep.steps.language import Language
 from data_prep.steps.normalize import Normalize
 from data_prep.steps.redact import Redact
 from data_prep.steps.repetition import GopherRepetition
-from data_prep.steps.rule import Counted, Rule, Step
+from data_prep.steps.rule import Counted, DocumentStep, Rule
 from data_prep.steps.sample import Sample
 from data_prep.steps.unicode import FixUnicode
 from megatfm.config.base import Section
 from megatfm.config.prep_steps import StepConfig
 
-__all__ = ["RULES", "Counted", "FixUnicode", "Rule", "Step", "make", "pass_through"]
+__all__ = ["RULES", "Counted", "DocumentStep", "FixUnicode", "Rule", "make", "pass_through"]
 
 RULES: dict[str, type[Rule]] = {
     "normalize": Normalize,
@@ -44,7 +44,7 @@ def make(config: StepConfig) -> Counted:
     return Counted(rule(section))
 
 
-def pass_through(steps: Sequence[Step], documents: Iterable[Document]) -> Iterator[Document]:
+def pass_through(steps: Sequence[DocumentStep], documents: Iterable[Document]) -> Iterator[Document]:
     """The documents that all steps keep, as the steps leave them."""
     for document in documents:
         passed: Document | None = document

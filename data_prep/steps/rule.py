@@ -6,7 +6,7 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 
 
-class Step(Protocol):
+class DocumentStep(Protocol):
     """One step of the pipeline."""
 
     counts: Counts

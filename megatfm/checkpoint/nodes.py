@@ -135,7 +135,7 @@ def write_to_nodes(
 
 
 @dataclass(frozen=True)
-class Held:
+class NodeCheckpoint:
     """A checkpoint that the nodes hold together. raw: its metadata. holders: file → the nodes that have it whole."""
 
     step: int
@@ -146,7 +146,7 @@ class Held:
         return metadata.parse(folder, self.raw)
 
 
-def newest_on_nodes(nodes: Nodes) -> Held | None:
+def newest_on_nodes(nodes: Nodes) -> NodeCheckpoint | None:
     """The newest checkpoint of which every file is whole on some node; each byte is read. A collective."""
     mine = ranks.together(
         "node-local checkpoints not read", lambda: _survey(nodes) if nodes.leads else {}, nodes.group
@@ -163,11 +163,11 @@ def newest_on_nodes(nodes: Nodes) -> Held | None:
                 "step %d on the nodes is not used: no node has %s whole", step, ", ".join(missing[:3])
             )
             continue
-        return Held(step, raw, {file: list(on) for file, on in holders.items()})
+        return NodeCheckpoint(step, raw, {file: list(on) for file, on in holders.items()})
     return None
 
 
-def fetch(nodes: Nodes, held: Held, boxes: Mapping[str, Box]) -> Path:
+def fetch(nodes: Nodes, held: NodeCheckpoint, boxes: Mapping[str, Box]) -> Path:
     """Bring what this node's ranks need for these boxes to its folder; returns the checkpoint there. A collective."""
     what = f"checkpoint of step {held.step} not fetched from the nodes"
     final = nodes.folder / f"step-{held.step:08d}"
@@ -216,7 +216,7 @@ def forget_nodes(nodes: Nodes, newest: int = -1) -> None:
     ranks.together("node-local checkpoints not cleaned", work, nodes.group)
 
 
-def _lacking(nodes: Nodes, held: Held, needed: list[list[str]]) -> dict[int, set[str]]:
+def _lacking(nodes: Nodes, held: NodeCheckpoint, needed: list[list[str]]) -> dict[int, set[str]]:
     """By node: what its ranks need and it doesn't have."""
     lacking: dict[int, set[str]] = defaultdict(set)
     for rank, files in enumerate(needed):

@@ -57,9 +57,9 @@ def gathered(what: str, work: Callable[[], T], group: Group = None) -> list[T]:
     answers: list[Any] | None = [None] * dist.get_world_size(group) if first else None
     with lost_peers(what):
         dist.gather_object((result, reason), answers, dst=0, group=group)
-        verdict = [[reason for _, reason in answers] if answers else None]
-        dist.broadcast_object_list(verdict, src=0, group=group)
-    _raise_if(what, verdict[0] or [], cause)
+        told = [[reason for _, reason in answers] if answers else None]
+        dist.broadcast_object_list(told, src=0, group=group)
+    _raise_if(what, told[0] or [], cause)
     return [result for result, _ in answers or ()]
 
 

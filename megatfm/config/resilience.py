@@ -19,11 +19,11 @@ class ResilienceConfig(Section):
     max_skipped: NonNegativeInt = 10
     """Steps in a row that are skipped because loss or gradient is not finite; one more ends the run."""
     spike: Literal["off", "report", "rollback"] = "report"
-    """A loss that leaps: report it, or also go back to the last checkpoint and skip the data since then."""
+    """A loss spike: report it, or also go back to the last checkpoint and skip the data since then."""
     spike_score: PositiveFloat = 10.0
-    """What counts as a leap: (loss − median) / (1.4826 · median absolute deviation) of the last steps."""
+    """What counts as a spike: (loss − median) / (1.4826 · median absolute deviation) of the last steps."""
     spike_window: Annotated[int, Field(ge=16)] = 128
-    """Steps that the score looks back on; before a quarter of them are done, nothing counts as a leap."""
+    """Steps that the score looks back on; before a quarter of them are done, nothing counts as a spike."""
     max_rollbacks: PositiveInt = 3
     """Rollbacks to one checkpoint; one more ends the run."""
     replay_every: NonNegativeInt = 0

@@ -10,7 +10,7 @@ import torch
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
-from megatfm import __version__, checkpoint, tokenizers
+from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.convert import template, tokenizer_files
@@ -20,6 +20,7 @@ from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.registry import import_plugins
+from megatfm.version import __version__
 
 SHARD_BYTES = 5 * 10**9
 """Largest file by default, as in transformers."""

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.packing import Field, Fields, Objective, Packing, Piece, side_of
+from megatfm.data.packing import Field, Fields, Packing, Piece, SequenceBuilder, side_of
 from megatfm.data.pieces import Pieces
 from megatfm.errors import MegatfmError
 from megatfm.keyed import PieceKey
 
 Join = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
-"""The fields of many documents, each framed as `Objective.build` would, one after another [total]."""
+"""The fields of many documents, each framed as `SequenceBuilder.build` would, one after another [total]."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
     return arrays
 
 
-def _declared_padding(objective: Objective, planned: Sequence[int]) -> Fields:
+def _declared_padding(objective: SequenceBuilder, planned: Sequence[int]) -> Fields:
     return {
         name: field.filled(*([planned[side_of(name, objective.sides)]] if field.of == "tokens" else []))
         for name, field in (objective.fields or {}).items()
     }
 
 
-def joiner(objective: Objective) -> Join | None:
+def joiner(objective: SequenceBuilder) -> Join | None:
     """An objective's `join`, if it has one that goes with its `build`: a subclass may have changed that alone."""
     for kind in type(objective).__mro__:
         if "join" in vars(kind):

@@ -108,7 +108,7 @@ class Corpus:
         return list(enumerate(tokens, start=int(self.blocks[number])))
 
     def together(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
-        """The samples of several blocks, none of which `lies_open`: faster than one after the other, in one memory."""
+        """The samples of several blocks, none of which `is_uncompressed`: faster than one by one, in one memory."""
         places = [self._place(number) for number in numbers]
         packed = [self.frame_bytes(number) for number in numbers]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in places]
@@ -122,7 +122,7 @@ class Corpus:
             for number, data in zip(numbers, found, strict=True)
         ]
 
-    def lies_open(self, number: int) -> bool:
+    def is_uncompressed(self, number: int) -> bool:
         """Whether a block is of a plain tar, so that its samples can be read by themselves."""
         return self.manifest.shards[self._place(number)[0]].is_raw
 
@@ -147,7 +147,7 @@ class Corpus:
             os.close(descriptor)
 
     def one_by_one(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Samples of a block that `lies_open` and was verified, as `block` gives them, each read when asked for."""
+        """Samples of a verified block that `is_uncompressed`, as `block` gives them, each read when asked for."""
         shard, frame = self._place(number)
         known, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]

@@ -9,9 +9,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from megatfm.data.batch_schedule import BatchSchedule, nearest_batch, split_rows
 from megatfm.data.packing import Fields
 from megatfm.data.rows import Rows
-from megatfm.data.steps import Steps, nearest_batch, split_rows
 from megatfm.data.workers import Workers
 from megatfm.errors import UsageError
 from megatfm.keyed import part_keys, row_keys
@@ -33,9 +33,9 @@ class Loader(Iterator[list[Fields]]):
 
     A step consumes `global_batch` positions of the order, from `position` on; a rank takes its contiguous
     slice of them. So the global batch of a step is the same for every number of ranks, and resuming is
-    starting at the position and step that were reached. With `Steps`, batch and sequence length depend on the step;
-    a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from there on are rows
-    of padding, and iteration ends after the step that reaches it.
+    starting at the position and step that were reached. With a `BatchSchedule`, batch and sequence length
+    depend on the step; a row that is cut into parts gives as many rows of a micro-batch. With `stop`, positions from
+    there on are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
     Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for data,
@@ -48,7 +48,7 @@ class Loader(Iterator[list[Fields]]):
         self,
         rows: Rows,
         *,
-        global_batch: int | Steps,
+        global_batch: int | BatchSchedule,
         micro_batch: int,
         data_rank: int = 0,
         data_ranks: int = 1,
@@ -57,7 +57,7 @@ class Loader(Iterator[list[Fields]]):
         stop: int | None = None,
         workers: int = 0,
     ) -> None:
-        self.steps = global_batch if isinstance(global_batch, Steps) else Steps(global_batch)
+        self.steps = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.steps.batches:
             check_batch(batch, micro_batch, data_ranks)
         if any(stage.parts > 1 for stage in self.steps.warmup) and not rows.splits:

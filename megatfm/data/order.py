@@ -16,7 +16,7 @@ MAX_UNITS = 2**20
 """Units whose order is held in memory; in larger corpora a unit is a run of blocks instead of one."""
 
 
-class Place(NamedTuple):
+class RowAddress(NamedTuple):
     """Where a row is: in which pass over the corpus, block, and row of the packed block."""
 
     epoch: int
@@ -72,12 +72,12 @@ class Order:
     def __len__(self) -> int:
         return self._n_rows
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> RowAddress:
         """Where the row at a global position ≥ 0 is."""
         (slot,) = self.slots(np.array([position]))
         return slot._replace(row=self.block_order(slot.epoch, slot.block)[slot.row])
 
-    def slots(self, positions: Ints) -> list[Place]:
+    def slots(self, positions: Ints) -> list[RowAddress]:
         """Where the rows at global positions [n] are; `row` is where in its block's `block_order` each is."""
         epochs = positions // len(self)
         found = np.empty((3, len(positions)), np.int64)
@@ -85,7 +85,7 @@ class Order:
             here = epochs == epoch
             found[0, here] = epoch
             found[1:, here] = self._in_epoch(positions[here], epoch)
-        return [Place(*place) for place in found.T.tolist()]
+        return [RowAddress(*place) for place in found.T.tolist()]
 
     def _in_epoch(self, positions: Ints, epoch: int) -> tuple[Ints, Ints]:
         """Blocks and slots in them [n] of positions [n] of one epoch."""

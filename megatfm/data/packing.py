@@ -73,7 +73,7 @@ class Field:
         return np.full((*lengths, *self.shape), self.fill, np.dtype(self.dtype))
 
 
-class Objective(Protocol):
+class SequenceBuilder(Protocol):
     """Makes sequences from pieces of documents; see `megatfm.objectives.Objective`."""
 
     @property
@@ -119,7 +119,7 @@ class Objective(Protocol):
 class Packing:
     """How documents become rows."""
 
-    objective: Objective
+    objective: SequenceBuilder
     row_lengths: tuple[int, ...]
     """One for each of the objective's sides."""
     seed: int
@@ -150,7 +150,7 @@ class Packing:
         return own | {f"{prefix}documents": NO_DOCUMENT, f"{prefix}positions": 0}
 
 
-def one_a_row(objective: Objective) -> bool:
+def one_a_row(objective: SequenceBuilder) -> bool:
     """Whether each sequence has a row of its own, since it has fields of the row."""
     return any(field.of == "row" for field in (objective.fields or {}).values())
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatfm.atomic import write_whole
 from megatfm.data.corpus import Corpus
-from megatfm.data.packing import Objective
+from megatfm.data.packing import SequenceBuilder
 from megatfm.data.pieces import Pieces, pieces_of
 from megatfm.data.whole import rows_for
 from megatfm.errors import MegatfmError, UsageError
@@ -50,7 +50,7 @@ class Plan:
 
 
 def stored_plan(
-    corpus: Corpus, objective: Objective, row_lengths: Sequence[int], seed: int, name: str | None
+    corpus: Corpus, objective: SequenceBuilder, row_lengths: Sequence[int], seed: int, name: str | None
 ) -> Plan:
     """The plan, from the corpus's folder if it was made before.
 
@@ -79,7 +79,7 @@ def _write(path: Path, data: bytes) -> None:
         old.unlink(missing_ok=True)
 
 
-def make_plan(corpus: Corpus, objective: Objective, row_lengths: Sequence[int], seed: int) -> Plan:
+def make_plan(corpus: Corpus, objective: SequenceBuilder, row_lengths: Sequence[int], seed: int) -> Plan:
     """Plan the packing of every block.
 
     Raises a UsageError if the corpus is too short for one row, a MegatfmError if the objective's sequences don't fit.
@@ -89,7 +89,9 @@ def make_plan(corpus: Corpus, objective: Objective, row_lengths: Sequence[int], 
 
 
 class _Planner:
-    def __init__(self, corpus: Corpus, objective: Objective, row_lengths: tuple[int, ...], seed: int) -> None:
+    def __init__(
+        self, corpus: Corpus, objective: SequenceBuilder, row_lengths: tuple[int, ...], seed: int
+    ) -> None:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
         self.n_tokens = corpus.lengths()
 

@@ -9,15 +9,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatfm.data.batch_schedule import Streams
 from megatfm.data.block import pack
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.corpus import Corpus
-from megatfm.data.order import Place, order_of
+from megatfm.data.order import RowAddress, order_of
 from megatfm.data.packed import PackedBlock, batch_of
-from megatfm.data.packing import Fields, Objective, Packing
+from megatfm.data.packing import Fields, Packing, SequenceBuilder
 from megatfm.data.plan import stored_plan
 from megatfm.data.quarantine import Quarantine
-from megatfm.data.steps import Streams
 from megatfm.errors import MegatfmError
 from megatfm.keyed import permutation
 
@@ -102,7 +102,7 @@ class PackedRows:
     def __init__(
         self,
         corpus: Corpus,
-        objective: Objective,
+        objective: SequenceBuilder,
         *,
         sequence_length: int,
         target_length: int | None = None,
@@ -164,7 +164,7 @@ class PackedRows:
             **quarantine,
         }
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> RowAddress:
         """Where the row at a global position ≥ 0 is."""
         return self.order.place(position)
 

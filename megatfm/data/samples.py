@@ -93,7 +93,7 @@ class ShuffledSamples(Iterator[Numbered]):
             yield from ready
 
     def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
-        packed = [block for block, _, _ in runs if not self.corpus.lies_open(block)]
+        packed = [block for block, _, _ in runs if not self.corpus.is_uncompressed(block)]
         try:
             unpacked = dict(zip(packed, self.corpus.together(packed), strict=True))
         except MegatfmError:  # raised again by the one that is damaged, when its turn comes
@@ -105,7 +105,9 @@ class ShuffledSamples(Iterator[Numbered]):
                 found.append([samples[row] for row in rows])
             else:
                 found.append(
-                    self._open(block, rows) if self.corpus.lies_open(block) else self._alone(block, rows)
+                    self._open(block, rows)
+                    if self.corpus.is_uncompressed(block)
+                    else self._alone(block, rows)
                 )
         return found
 

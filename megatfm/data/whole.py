@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.packed import JoinedRows, PackedBlock, told_apart
-from megatfm.data.packing import Objective, Packing, one_a_row, side_of
+from megatfm.data.packing import Packing, SequenceBuilder, one_a_row, side_of
 from megatfm.data.pieces import Pieces
 
 
 def rows_for(
-    objective: Objective, lengths: NDArray[np.int64], capacities: Sequence[int]
+    objective: SequenceBuilder, lengths: NDArray[np.int64], capacities: Sequence[int]
 ) -> NDArray[np.int64]:
     """The row [P] of each sequence of `lengths` [P, sides]: its own, or the one in which it fits best."""
     return np.arange(len(lengths)) if one_a_row(objective) else best_fit(lengths, capacities)

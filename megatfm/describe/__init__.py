@@ -1,24 +1,6 @@
-"""`megatfm describe CONFIG`: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
+"""What a config amounts to: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
 
-import argparse
-
-from megatfm.config import load_config
 from megatfm.describe.description import Description, describe
 from megatfm.describe.text import lines
 
-__all__ = ["Description", "add_arguments", "describe", "main"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and its overrides."""
-    parser.add_argument(
-        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.n_layers=8")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the description."""
-    for label, text in lines(describe(load_config(args.config, args.overrides))):
-        print(f"{label:<16}  {text}".rstrip())
-    return 0
+__all__ = ["Description", "describe", "lines"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatfm.parallel.layout import Layout, Placement
+from megatfm.parallel.layout import ParameterLayout, Placement
 from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 
 
@@ -18,7 +18,7 @@ class DistinctBlocks:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ParameterLayout,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -53,7 +53,7 @@ def over_ranks(sums: Tensor, kinds: Sequence[Sequence[str]], mesh: Mesh) -> Tens
     return sums.sum(0)
 
 
-def sum_partial(gradients: Mapping[str, Tensor], layout: Layout, mesh: Mesh) -> None:
+def sum_partial(gradients: Mapping[str, Tensor], layout: ParameterLayout, mesh: Mesh) -> None:
     """Complete, in place, the gradients of which each rank has a share: one collective for each set of axes."""
     partial: dict[tuple[str, ...], list[Tensor]] = {}
     for name, gradient in gradients.items():

@@ -12,7 +12,7 @@ from megatfm.checkpoint import Box
 from megatfm.config import Config
 from megatfm.engines.precision import PRECISIONS as PRECISIONS
 from megatfm.engines.precision import Precision as Precision
-from megatfm.parallel.layout import Layout
+from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 
@@ -27,7 +27,7 @@ Arrays = Mapping[str, Tensor | NDArray[Any]]
 """A batch as the loader gives it."""
 
 
-class Objective(Protocol):
+class LossFunction(Protocol):
     """The part of an objective that an engine needs (see `megatfm.objectives.Objective`)."""
 
     @property
@@ -150,7 +150,7 @@ class EngineSetup:
 
     config: Config
     model: nn.Module
-    layout: Layout
+    layout: ParameterLayout
     mesh: Mesh
     device: torch.device
     precision: str
@@ -166,7 +166,7 @@ class Engine(Protocol):
     """
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> ParameterLayout: ...
 
     @property
     def mesh(self) -> Mesh: ...
@@ -182,11 +182,11 @@ class Engine(Protocol):
         """Axes over which ranks hold copies of the same blocks, so that these can be compared."""
 
     def forward_backward(
-        self, microbatches: Sequence[Arrays], objective: Objective, *, watch: bool = False
+        self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
     ) -> Sums:
         """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
 
-        watch: measure activations on the way, for `layer_norms`.
+        watch: measure activations on the way, for `layer_statistics`.
         """
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
@@ -196,7 +196,7 @@ class Engine(Protocol):
         if it were not, and return NaN; all ranks must ask alike.
         """
 
-    def evaluate(self, batches: Iterable[Arrays], objective: Objective) -> Sums:
+    def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
         """The loss over batches, of which every data rank must bring equally many."""
 
     def gradients(self) -> Mapping[str, Tensor]:
@@ -205,7 +205,7 @@ class Engine(Protocol):
     def zero_grad(self) -> None:
         """Forget what `forward_backward` has left: gradients, and what stateful modules observed."""
 
-    def layer_norms(self) -> dict[str, dict[str, float]]:
+    def layer_statistics(self) -> dict[str, dict[str, float]]:
         """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x²."""
 
     def weights(self) -> Mapping[str, Box]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Arrays, Batch, Objective, Sums
+from megatfm.engines.interface import Arrays, Batch, LossFunction, Sums
 from megatfm.ops.aligned import aligned
 from megatfm.parallel.mesh import Mesh
 
@@ -13,7 +13,7 @@ from megatfm.parallel.mesh import Mesh
 class LossSums:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it."""
 
-    def __init__(self, objective: Objective, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, objective: LossFunction, mesh: Mesh, device: torch.device) -> None:
         self._objective, self._mesh, self._device = objective, mesh, device
         self.counts = dict.fromkeys(objective.weights, 0)
         self._sums = {term: torch.zeros((), dtype=torch.float64, device=device) for term in objective.weights}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import Stateful
 from megatfm.engines.ties import Ties
-from megatfm.parallel.layout import Layout
+from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import Mesh, in_order
 
 
@@ -19,7 +19,9 @@ class ModuleState:
     share each, and over the pipeline ranks that hold it.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh, ties: Ties | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: ParameterLayout, mesh: Mesh, ties: Ties | None = None
+    ) -> None:
         self._mesh, self._ties = mesh, ties or Ties(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
@@ -28,7 +30,7 @@ class ModuleState:
                 self._modules[path] = module, axes
         buffers = dict(model.named_buffers())
         self.boxes = {
-            name: Box(buffers[name], placement.shape, placement.box[0])
+            name: Box(buffers[name], placement.shape, placement.region[0])
             for name, placement in layout.state.items()
             if name in buffers
         }
@@ -65,7 +67,7 @@ class ModuleState:
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
-def _axes(path: str, module: nn.Module, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+def _axes(path: str, module: nn.Module, layout: ParameterLayout, mesh: Mesh) -> tuple[str, ...]:
     own = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
     data = {axis for placement in own for axis in placement.data.all} or set(mesh.data_axes)
     return in_order({*data, *(axis for placement in own for axis in placement.sum_over)})

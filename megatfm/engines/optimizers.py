@@ -11,7 +11,7 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.whole_tensor import WholeTensors
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
-from megatfm.parallel.layout import Box
+from megatfm.parallel.layout import Region
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key → tensor."""
@@ -128,7 +128,7 @@ class WholeTensorOptimizer:
         self,
         group: OptimizerGroup,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Box]],
+        boxes: Mapping[str, Sequence[Region]],
         shapes: Mapping[str, Sequence[int]],
         ranks: ProcessGroup,
     ) -> None:

@@ -12,7 +12,7 @@ from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimize
 from megatfm.engines.precision import Precision
 from megatfm.layers.initialisation import initials
 from megatfm.ops.initial import draw
-from megatfm.parallel.layout import Layout
+from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import OWNERS, Mesh
 
 
@@ -32,7 +32,7 @@ def materialise(model: nn.Module, precision: Precision, device: torch.device) ->
 
 
 @torch.no_grad()
-def draw_initial(model: nn.Module, layout: Layout, weights: Mapping[str, Box], seed: int) -> None:
+def draw_initial(model: nn.Module, layout: ParameterLayout, weights: Mapping[str, Box], seed: int) -> None:
     """Set this rank's blocks of the weights, and its buffers, to what they begin with."""
     for name, tensor, initial in initials(model):
         if name in weights:
@@ -40,7 +40,7 @@ def draw_initial(model: nn.Module, layout: Layout, weights: Mapping[str, Box], s
             block, shape, offsets, sizes = box.tensor, box.global_shape, box.offsets, tuple(box.tensor.shape)
         else:
             placement = layout.buffers[name]
-            block, shape, (offsets, sizes) = tensor, placement.shape, placement.box
+            block, shape, (offsets, sizes) = tensor, placement.shape, placement.region
         block.copy_(draw(initial, seed, name, shape, offsets, sizes))
 
 

@@ -11,8 +11,8 @@ ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
 @ENGINES.register("native")
 def native(setup: EngineSetup) -> Engine:
     """FSDP2 or whole copies over the data axes, and our own pipeline runner."""
-    from megatfm.engines.data_parallel import Sharing
-    from megatfm.engines.native import NativeEngine
+    from megatfm.engines.native.data_parallel import Sharing
+    from megatfm.engines.native.engine import NativeEngine
 
     parallel, train = setup.config.parallel, setup.config.train
     return NativeEngine(

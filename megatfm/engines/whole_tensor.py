@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.parallel.layout import Box
+from megatfm.parallel.layout import Region
 
 
 class WholeTensors:
@@ -24,7 +24,7 @@ class WholeTensors:
     def __init__(
         self,
         local: Mapping[str, Tensor],
-        boxes: Mapping[str, Sequence[Box]],
+        boxes: Mapping[str, Sequence[Region]],
         shapes: Mapping[str, Sequence[int]],
         group: ProcessGroup,
     ) -> None:
@@ -105,9 +105,9 @@ def _share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _numel(box: Box) -> int:
+def _numel(box: Region) -> int:
     return torch.Size(box[1]).numel()
 
 
-def _view(tensor: Tensor, box: Box) -> Tensor:
+def _view(tensor: Tensor, box: Region) -> Tensor:
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))]

@@ -16,7 +16,7 @@ Penalty = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Found:
+class BeamResult:
     """tokens: the continuation int64 [n], with the stop token if it has one. score: its log-probability over the
     penalty of its length."""
 
@@ -24,7 +24,7 @@ class Found:
     score: float
 
 
-def wu(alpha: float) -> Penalty:
+def gnmt_penalty(alpha: float) -> Penalty:
     """((5 + n) / 6)^α (Wu et al. 2016, equation 14); 0.6 in Vaswani et al. 2017."""
     return lambda n: ((5 + n) / 6) ** alpha
 
@@ -34,7 +34,7 @@ def power(alpha: float) -> Penalty:
     return lambda n: float(n) ** alpha
 
 
-VASWANI = wu(0.6)
+VASWANI = gnmt_penalty(0.6)
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def beam_search(
     penalty: Penalty = VASWANI,
     vocab_size: int | None = None,
     cache: bool = True,
-) -> list[Found]:
+) -> list[BeamResult]:
     """The best continuation of each prompt that `beams` beams find, of up to `max_tokens`.
 
     In each step the 2·beams likeliest next tokens are looked at: those of the first half that end the text are done,
@@ -79,7 +79,7 @@ def beam_search(
         decoding.select(torch.tensor(rows, device=device))
         decoding.append(torch.tensor([token for step in steps for _, _, token in step], device=device))
         scores_BK = torch.tensor([[score for score, _, _ in step] for step in steps], dtype=torch.float64)
-    return [Found(torch.tensor(search.best[1]), search.best[0]) for search in searches]
+    return [BeamResult(torch.tensor(search.best[1]), search.best[0]) for search in searches]
 
 
 class _Search:

@@ -9,7 +9,7 @@ from megatfm.layers.extra import Extra, Extras
 from megatfm.layers.ffn import FFNS
 from megatfm.layers.initialisation import Stack, initialiser
 from megatfm.layers.residual import RESIDUALS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, S tokens of the memory, D model width
 
@@ -36,18 +36,18 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor | Extra:
         """[B, T, D], or an Extra; bias: what the stack's position encoding shares among its layers."""
         extras = Extras()
-        y_BTD = extras.take("attn", self.attn(self.attn_residual.before(x_BTD), layout, bias, None, cache))
-        x_BTD = self.attn_residual.after(x_BTD, y_BTD, layout)
+        y_BTD = extras.take("attn", self.attn(self.attn_residual.before(x_BTD), sequence, bias, None, cache))
+        x_BTD = self.attn_residual.after(x_BTD, y_BTD, sequence)
         if memory_BSD is not None:
-            made = self.cross(self.cross_residual.before(x_BTD), layout, None, memory_BSD, cache)
+            made = self.cross(self.cross_residual.before(x_BTD), sequence, None, memory_BSD, cache)
             y_BTD = extras.take("cross", made)
-            x_BTD = self.cross_residual.after(x_BTD, y_BTD, layout)
-        y_BTD = extras.take("ffn", self.ffn(self.ffn_residual.before(x_BTD), layout))
-        return extras.beside(self.ffn_residual.after(x_BTD, y_BTD, layout))
+            x_BTD = self.cross_residual.after(x_BTD, y_BTD, sequence)
+        y_BTD = extras.take("ffn", self.ffn(self.ffn_residual.before(x_BTD), sequence))
+        return extras.beside(self.ffn_residual.after(x_BTD, y_BTD, sequence))

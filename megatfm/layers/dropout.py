@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout as keyed
 
 # B batch, T tokens, D channels, N heads
@@ -25,45 +25,45 @@ class Dropout(nn.Module):
     def active(self) -> bool:
         return self.training and self.rate > 0
 
-    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.active:
             return x_BTD
         first = self.part * x_BTD.shape[-1]
-        return keyed.dropout(x_BTD, self.rate, self.token_keys(layout), first)
+        return keyed.dropout(x_BTD, self.rate, self.token_rng_keys(sequence), first)
 
-    def token_keys(self, layout: SequenceLayout) -> Tensor:
+    def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T]. Raises UsageError where the batch brings no keys."""
-        return keyed.token_keys(keys_of(layout), self.place, layout.indices)
+        return keyed.token_keys(rng_keys_of(sequence), self.place, sequence.indices)
 
-    def head_keys(self, layout: SequenceLayout, n_heads: int) -> Tensor | None:
+    def head_rng_keys(self, sequence: SequenceMetadata, n_heads: int) -> Tensor | None:
         """int64 [B, N, T] for attention's probabilities; None when nothing is dropped."""
         if not self.active:
             return None
         first = self.part * n_heads
-        heads = torch.arange(first, first + n_heads, device=layout.positions.device)
-        return keyed.mix(self.token_keys(layout)[:, None], heads[:, None])
+        heads = torch.arange(first, first + n_heads, device=sequence.positions.device)
+        return keyed.mix(self.token_rng_keys(sequence)[:, None], heads[:, None])
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the layout's `skip_rate`."""
+    """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the sequence's `skip_rate`."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = zlib.crc32(place.encode())
 
-    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
-        if not self.training or layout.skip_rate is None:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        if not self.training or sequence.skip_rate is None:
             return x_BTD
-        draws_B1 = keyed.uniform(keyed.mix(keys_of(layout), self.place), 1)
-        scale_B1 = (draws_B1 >= layout.skip_rate) / (1 - layout.skip_rate)
+        draws_B1 = keyed.uniform(keyed.mix(rng_keys_of(sequence), self.place), 1)
+        scale_B1 = (draws_B1 >= sequence.skip_rate) / (1 - sequence.skip_rate)
         return x_BTD * scale_B1[..., None].to(x_BTD.dtype)
 
 
-def keys_of(layout: SequenceLayout) -> Tensor:
+def rng_keys_of(sequence: SequenceMetadata) -> Tensor:
     """The keys that the batch brought."""
-    if layout.keys is None:
+    if sequence.rng_keys is None:
         raise UsageError(
             "dropout in training depends on keys, and the batch has none: pass keys, an int64 tensor [batch] with "
             "another number for every row, or call model.eval()"
         )
-    return layout.keys
+    return sequence.rng_keys

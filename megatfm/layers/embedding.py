@@ -12,7 +12,7 @@ from megatfm.layers.initialisation import Initialiser, Stack, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.table import Table
 from megatfm.registry import Registry
 
@@ -106,18 +106,20 @@ class Embedding(nn.Module):
             )
         return self.table
 
-    def forward(self, given_BT: Tensor, layout: SequenceLayout, segments_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, given_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
+    ) -> Tensor:
         """[B, T, D], of the field that it `reads`. Without `segments`, all is in segment 0."""
         x_BTE = self.first(given_BT)
         if self.scale != 1.0:
             x_BTE = x_BTE * self.scale
         if self.positions is not None:
-            x_BTE = x_BTE + self.positions(layout).to(x_BTE.dtype)
+            x_BTE = x_BTE + self.positions(sequence).to(x_BTE.dtype)
         if self.segments is not None:
             x_BTE = x_BTE + self.segments(
-                torch.zeros_like(layout.positions) if segments_BT is None else segments_BT
+                torch.zeros_like(sequence.positions) if segments_BT is None else segments_BT
             )
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
-        x_BTE = self.dropout(x_BTE, layout)
+        x_BTE = self.dropout(x_BTE, sequence)
         return x_BTE if self.projection is None else self.projection(x_BTE)

@@ -17,16 +17,16 @@ Made = TypeVar("Made")
 class Pattern(Protocol):
     """See `megatfm.layers.attention.patterns.Pattern`."""
 
-    def mask(self, layout: "SequenceLayout", first_head: int, n_heads: int) -> Tensor | None: ...
+    def mask(self, sequence: "SequenceMetadata", first_head: int, n_heads: int) -> Tensor | None: ...
 
 
-class SequenceLayout:
+class SequenceMetadata:
     """Positions, document boundaries, prefixes and random keys of a batch.
 
     positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
     one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
-    document sees. keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
-    these; past_documents [B, past]: theirs. memory: the layout of what cross-attention looks at.
+    document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
+    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -37,12 +37,12 @@ class SequenceLayout:
         documents: Tensor | None = None,
         *,
         prefix: Tensor | None = None,
-        keys: Tensor | None = None,
+        rng_keys: Tensor | None = None,
         past: int = 0,
         past_documents: Tensor | None = None,
-        memory: "SequenceLayout | None" = None,
+        memory: "SequenceMetadata | None" = None,
     ) -> None:
-        self.positions, self.documents, self.prefix, self.keys = positions, documents, prefix, keys
+        self.positions, self.documents, self.prefix, self.rng_keys = positions, documents, prefix, rng_keys
         self.past, self.past_documents, self.memory = past, past_documents, memory
         self.skip_rate: Tensor | None = None
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
@@ -50,12 +50,12 @@ class SequenceLayout:
 
     def at_layer(self, depth: int, skip_rate: float = 0.0) -> Self:
         """The same for one layer: its own random keys, everything else shared."""
-        if self.keys is None:
+        if self.rng_keys is None:
             return self
         layer = copy.copy(self)
-        layer.keys = mix(self.keys, depth + 1)
+        layer.rng_keys = mix(self.rng_keys, depth + 1)
         if skip_rate:
-            layer.skip_rate = torch.tensor(skip_rate, dtype=torch.float64, device=self.keys.device)
+            layer.skip_rate = torch.tensor(skip_rate, dtype=torch.float64, device=self.rng_keys.device)
         return layer
 
     @property
@@ -90,7 +90,7 @@ class SequenceLayout:
     def mask(self, pattern: Pattern, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query may look; None where the pattern's `plain` says the same.
 
-        One layout serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
+        One object serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
         of patterns that differ by head.
         """
         key = ("mask", pattern, first_head, n_heads)

@@ -10,12 +10,12 @@ from megatfm.layers.block import Block
 from megatfm.layers.extra import Extra
 from megatfm.layers.head import Head
 from megatfm.layers.norm import make_norm
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.heads import add_heads
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Reads, Stack, layout_of
-from megatfm.models.steps import Pass, Step, Steps
+from megatfm.models.stack import Stack, StackInputs, sequence_metadata
+from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 from megatfm.ops.targets import targets_ahead
 
 # B batch, T tokens, D model width, V vocabulary
@@ -34,12 +34,12 @@ class Decoder(nn.Module):
         self.future = nn.ModuleDict(
             {str(i): FutureHead(config, config.n_layers + i - 1) for i in range(1, config.future_tokens + 1)}
         )
-        self.steps = Steps(
+        self.steps = ModelSteps(
             [
-                *self.decoder.steps("decoder", Reads(self.layout)),
-                *([Step("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
+                *self.decoder.steps("decoder", StackInputs(self.sequence)),
+                *([ModelStep("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
                 *(
-                    Step(
+                    ModelStep(
                         f"future.{n}",
                         partial(self._further, n),
                         uses=(f"future.{n}", "head"),
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
     ) -> Output:
         """Run the model on int64 tokens [B, T], or on what else of `fields` its embedding reads.
 
-        positions, documents, prefix [B, T], keys [B]: as in SequenceLayout; left out, each row is one document.
+        positions, documents, prefix [B, T], keys [B]: as in SequenceMetadata; left out, each row is one document.
         targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. cache: tokens before
         these.
         """
@@ -74,26 +74,26 @@ class Decoder(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "prefix": prefix,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = Pass({**inputs, **fields}, cache=cache)
+        batch = ForwardPass({**inputs, **fields}, cache=cache)
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def layout(self, batch: Pass) -> SequenceLayout:
+    def sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the tokens stand; one for all steps."""
-        return batch.once("layout", lambda: self._layout(batch))
+        return batch.once("sequence", lambda: self._sequence(batch))
 
-    def _layout(self, batch: Pass) -> SequenceLayout:
-        return layout_of(
+    def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
+        return sequence_metadata(
             batch[self.decoder.reads],
             batch.get("positions"),
             batch.get("documents"),
             prefix_BT=batch.get("prefix"),
-            keys_B=batch.get("keys"),
+            rng_keys_B=batch.get("keys"),
             cache=batch.cache,
         )
 
-    def _head(self, batch: Pass) -> None:
+    def _head(self, batch: ForwardPass) -> None:
         assert self.head is not None
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
@@ -101,12 +101,12 @@ class Decoder(nn.Module):
         else:
             batch.losses["causal"] = self.head(hidden_BTD, targets)
 
-    def _further(self, name: str, batch: Pass) -> None:
+    def _further(self, name: str, batch: ForwardPass) -> None:
         targets = batch.get("targets")
         if targets is None or self.head is None:
             return
         ahead_BT = targets_ahead(targets, batch.get("documents"), int(name))
-        beyond = self.layout(batch).at_layer(self.config.n_layers + int(name))
+        beyond = self.sequence(batch).at_layer(self.config.n_layers + int(name))
         future = self.future[name]
         hidden_BTD = batch.take(future, future(batch.carry["hidden"], beyond))
         batch.losses[f"future_{name}"] = self.head(hidden_BTD, ahead_BT)
@@ -125,8 +125,8 @@ class FutureHead(nn.Module):
         self.layers = nn.ModuleDict({"0": Block(config, "decoder", depth)})
         self.final_norm = make_norm(config) if config.norm.ends_stack else None
 
-    def forward(self, hidden_BTD: Tensor, layout: SequenceLayout) -> Tensor | Extra:
-        made = self.layers["0"](hidden_BTD, layout)
+    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | Extra:
+        made = self.layers["0"](hidden_BTD, sequence)
         x_BTD = made.y if isinstance(made, Extra) else made
         y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         if not isinstance(made, Extra):

@@ -10,12 +10,12 @@ from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.encoder import Encoder
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Reads, Stack, layout_of
-from megatfm.models.steps import Field, Pass, Step, Steps
+from megatfm.models.stack import Stack, StackInputs, sequence_metadata
+from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.dropout import mix, token_keys, uniform
 
@@ -38,17 +38,17 @@ class Electra(nn.Module):
         self.generator = Encoder(
             smaller, embedding=Embedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
-        generate = Reads(self.generator_layout, writes="made")
-        discriminate = Reads(self.discriminator.layout, carried="corrupted")
-        self.steps = Steps(
+        generate = StackInputs(self.generator_sequence, writes="made")
+        discriminate = StackInputs(self.discriminator.sequence, carried="corrupted")
+        self.steps = ModelSteps(
             [
                 *self.generator.encoder.steps("generator.encoder", generate),
-                Step(
+                ModelStep(
                     "generator.head", self._generate, uses=("generator.head", "generator.head"), reads=("made",),
                     writes={"corrupted": Field("tokens")},
                 ),
                 *self.discriminator.encoder.steps("discriminator.encoder", discriminate),
-                Step(
+                ModelStep(
                     "discriminator.verdict", self._judge,
                     uses=("discriminator.dense", "discriminator.verdict"), reads=("hidden", "corrupted"),
                 ),
@@ -77,22 +77,22 @@ class Electra(nn.Module):
             return self.discriminator(tokens, **where)
         if original is None or keys is None:
             raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
-        batch = Pass({"tokens": tokens, "original": original, "targets": targets, **where})
+        batch = ForwardPass({"tokens": tokens, "original": original, "targets": targets, **where})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def generator_layout(self, batch: Pass) -> SequenceLayout:
+    def generator_sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the generator's tokens stand; one for all its steps."""
-        return batch.once("generator layout", lambda: self._generator_layout(batch))
+        return batch.once("generator sequence", lambda: self._generator_sequence(batch))
 
-    def _generator_layout(self, batch: Pass) -> SequenceLayout:
+    def _generator_sequence(self, batch: ForwardPass) -> SequenceMetadata:
         # Two stacks of the same depths: the generator's random keys are others.
-        return layout_of(
-            batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=~batch["keys"]
+        return sequence_metadata(
+            batch["tokens"], batch.get("positions"), batch.get("documents"), rng_keys_B=~batch["keys"]
         )
 
-    def _generate(self, batch: Pass) -> Tensor:
+    def _generate(self, batch: ForwardPass) -> Tensor:
         """The generator's loss, and what it puts in the place of masked tokens."""
         made, targets, head = batch.carry["made"], batch["targets"], self.generator.head
         assert head is not None  # the config refuses an ELECTRA without
@@ -101,12 +101,12 @@ class Electra(nn.Module):
             masked = targets != IGNORE
             logits_MV = head(made, where_BT=masked)
             places = torch.arange(targets.shape[1], device=targets.device)
-            keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
+            rng_keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
-            noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
+            noise_MV = -torch.log(-torch.log(uniform(rng_keys_M, logits_MV.shape[-1])))
             return batch["original"].masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
-    def _judge(self, batch: Pass) -> None:
+    def _judge(self, batch: ForwardPass) -> None:
         """The discriminator's loss: which tokens are not the original's."""
         documents, original = batch.get("documents"), batch["original"]
         counted = torch.ones_like(original).bool() if documents is None else documents >= 0
@@ -128,10 +128,10 @@ class Discriminator(nn.Module):
         self.dense = Linear(d, d, initial("dense", d, d), bias=True)
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
-        self.steps = Steps(
+        self.steps = ModelSteps(
             [
-                *self.encoder.steps("encoder", Reads(self.layout)),
-                Step("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",)),
+                *self.encoder.steps("encoder", StackInputs(self.sequence)),
+                ModelStep("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",)),
             ]
         )
 
@@ -150,24 +150,24 @@ class Discriminator(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments,
             "replaced": replaced, "keys": keys,
         }  # fmt: skip
-        batch = Pass(inputs)
+        batch = ForwardPass(inputs)
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def layout(self, batch: Pass) -> SequenceLayout:
+    def sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the tokens stand; one for all steps."""
-        return batch.once("layout", lambda: self._layout(batch))
+        return batch.once("sequence", lambda: self._sequence(batch))
 
-    def _layout(self, batch: Pass) -> SequenceLayout:
-        return layout_of(
-            batch["tokens"], batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys")
+    def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
+        return sequence_metadata(
+            batch["tokens"], batch.get("positions"), batch.get("documents"), rng_keys_B=batch.get("keys")
         )
 
-    def _judge(self, batch: Pass) -> None:
+    def _judge(self, batch: ForwardPass) -> None:
         self.judge(batch, batch.get("replaced"))
 
-    def judge(self, batch: Pass, replaced_BT: Tensor | None) -> None:
+    def judge(self, batch: ForwardPass, replaced_BT: Tensor | None) -> None:
         """Logits [B, T], or, given replaced [B, T], their loss."""
         logits_BT = self.verdict(self.activation(self.dense(batch.carry["hidden"])))[..., 0]
         if replaced_BT is None:

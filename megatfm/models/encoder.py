@@ -5,12 +5,12 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.heads import add_heads
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Reads, Stack, layout_of
-from megatfm.models.steps import Pass, Step, Steps
+from megatfm.models.stack import Stack, StackInputs, sequence_metadata
+from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 
 # B batch, T tokens, D model width, V vocabulary, C classes
 
@@ -25,10 +25,10 @@ class Encoder(nn.Module):
         self.encoder = Stack(config, "encoder", embedding=embedding)
         has_head = config.head.name != "none"
         self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True) if has_head else None
-        self.steps = Steps(
+        self.steps = ModelSteps(
             [
-                *self.encoder.steps("encoder", Reads(self.layout)),
-                *([Step("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
+                *self.encoder.steps("encoder", StackInputs(self.sequence)),
+                *([ModelStep("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
                 *add_heads(self, config, self.encoder.embedding.table),
             ]
         )
@@ -46,31 +46,31 @@ class Encoder(nn.Module):
     ) -> Output:
         """Run the model on int64 tokens [B, T], or on what else of `fields` its embedding reads.
 
-        positions, documents [B, T], keys [B]: as in SequenceLayout. segments [B, T]. targets [B, T]: the tokens that
+        positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]. targets [B, T]: the tokens that
         were masked, −100 elsewhere; gives `losses` instead of `logits`. fields: what the heads read.
         """
         inputs = {
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "targets": targets,
             "keys": keys,
         }  # fmt: skip
-        batch = Pass({**inputs, **fields})
+        batch = ForwardPass({**inputs, **fields})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def layout(self, batch: Pass) -> SequenceLayout:
+    def sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the tokens stand; one for all steps."""
-        return batch.once("layout", lambda: self._layout(batch))
+        return batch.once("sequence", lambda: self._sequence(batch))
 
-    def _layout(self, batch: Pass) -> SequenceLayout:
-        return layout_of(
+    def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
+        return sequence_metadata(
             batch[self.encoder.reads],
             batch.get("positions"),
             batch.get("documents"),
-            keys_B=batch.get("keys"),
+            rng_keys_B=batch.get("keys"),
         )
 
-    def _head(self, batch: Pass) -> None:
+    def _head(self, batch: ForwardPass) -> None:
         assert self.head is not None
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:

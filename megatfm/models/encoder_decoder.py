@@ -6,11 +6,11 @@ from megatfm.config import ModelConfig
 from megatfm.layers.attention import KVCache
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import Reads, Stack, layout_of
-from megatfm.models.steps import Pass, Step, Steps
+from megatfm.models.stack import Stack, StackInputs, sequence_metadata
+from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 
 # B batch, T tokens of the decoder, S tokens of the encoder, D model width, V vocabulary
 
@@ -29,16 +29,16 @@ class EncoderDecoder(nn.Module):
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.head = Head(config, embedding.tied_table(config))
-        encode = Reads(self.encoder_layout, side="encoder_", writes="memory")
-        decode = Reads(self.layout, memory=self._memory, carried_memory=("memory",))
-        self.encoder_steps = Steps(self.encoder.steps("encoder", encode))
-        self.decoder_steps = Steps(
+        encode = StackInputs(self.encoder_sequence, side="encoder_", writes="memory")
+        decode = StackInputs(self.sequence, memory=self._memory, carried_memory=("memory",))
+        self.encoder_steps = ModelSteps(self.encoder.steps("encoder", encode))
+        self.decoder_steps = ModelSteps(
             [
                 *self.decoder.steps("decoder", decode),
-                Step("head", self._head, uses=("head",), reads=("hidden",)),
+                ModelStep("head", self._head, uses=("head",), reads=("hidden",)),
             ]
         )
-        self.steps = Steps([*self.encoder_steps, *self.decoder_steps])
+        self.steps = ModelSteps([*self.encoder_steps, *self.decoder_steps])
 
     def forward(
         self,
@@ -56,7 +56,7 @@ class EncoderDecoder(nn.Module):
     ) -> Output:
         """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S].
 
-        A document of the decoder sees the encoder's document of the same number; see SequenceLayout for positions,
+        A document of the decoder sees the encoder's document of the same number; see SequenceMetadata for positions,
         documents and keys. targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`.
         memory [B, S, D]: what `encode` gave, instead of encoder_tokens. cache: tokens before these.
         """
@@ -67,50 +67,50 @@ class EncoderDecoder(nn.Module):
             "encoder_tokens": encoder_tokens, "encoder_positions": encoder_positions,
             "encoder_documents": encoder_documents, "memory": memory,
         }  # fmt: skip
-        batch = Pass(inputs, cache=cache)
+        batch = ForwardPass(inputs, cache=cache)
         for step in self.steps if memory is None else self.decoder_steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def encoder_layout(self, batch: Pass) -> SequenceLayout:
+    def encoder_sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the encoder's tokens stand; one for all its steps."""
-        return batch.once("encoder layout", lambda: self._encoder_layout(batch))
+        return batch.once("encoder sequence", lambda: self._encoder_sequence(batch))
 
-    def layout(self, batch: Pass) -> SequenceLayout:
+    def sequence(self, batch: ForwardPass) -> SequenceMetadata:
         """Where the decoder's tokens stand, and the memory's; one for all its steps."""
-        return batch.once("layout", lambda: self._layout(batch))
+        return batch.once("sequence", lambda: self._sequence(batch))
 
-    def _encoder_layout(self, batch: Pass) -> SequenceLayout:
+    def _encoder_sequence(self, batch: ForwardPass) -> SequenceMetadata:
         # The two stacks number their layers alike, so the encoder's random keys are others.
         keys = batch.get("keys")
-        return layout_of(
+        return sequence_metadata(
             batch["encoder_tokens"],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
-            keys_B=None if keys is None else ~keys,
+            rng_keys_B=None if keys is None else ~keys,
         )
 
-    def _layout(self, batch: Pass) -> SequenceLayout:
+    def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         given = batch.get("memory")
-        of_memory = layout_of(
+        of_memory = sequence_metadata(
             batch["encoder_tokens"] if given is None else given[..., 0],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
         )
-        return layout_of(
+        return sequence_metadata(
             batch["tokens"],
             batch.get("positions"),
             batch.get("documents"),
-            keys_B=batch.get("keys"),
+            rng_keys_B=batch.get("keys"),
             cache=batch.cache,
             memory=of_memory,
         )
 
-    def _memory(self, batch: Pass) -> Tensor:
+    def _memory(self, batch: ForwardPass) -> Tensor:
         given = batch.get("memory")
         return batch.once("memory", lambda: self.memory(batch.carry["memory"])) if given is None else given
 
-    def _head(self, batch: Pass) -> None:
+    def _head(self, batch: ForwardPass) -> None:
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
             batch.logits = self.head(hidden_BTD)

@@ -17,8 +17,8 @@ from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.sequence import SequenceLayout
-from megatfm.models.steps import Field, Pass, Step
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.steps import Field, ForwardPass, ModelStep
 
 # B batch, T tokens, S tokens of the memory, D model width
 
@@ -51,44 +51,44 @@ class Stack(nn.Module):
         self.norm = make_norm(config) if config.norm.ends_stack else None
         self.causal = kind == "decoder"
 
-    def steps(self, path: str, reads: "Reads") -> Iterator[Step]:
+    def steps(self, path: str, reads: "StackInputs") -> Iterator[ModelStep]:
         """Embedding, blocks and final norm, one after another. path: the stack's own."""
         made = {reads.writes: Field(f"{reads.side}positions", self.d_model)}
         carried = () if reads.carried is None else (reads.carried,)
         tokens = f"{reads.side}tokens"
         position = () if self.position is None else (f"{path}.position",)
-        yield Step(
+        yield ModelStep(
             f"{path}.embedding", self.embedding, partial(self._into_embedding, reads),
             (f"{path}.embedding",), carried, made, tokens,
         )  # fmt: skip
         for depth, name in enumerate(self.order):
-            yield Step(
+            yield ModelStep(
                 f"{path}.layers.{depth}", self.layers[name], partial(self._into_block, reads, depth),
                 (f"{path}.layers.{name}", *position, *reads.carried_memory),
                 (reads.writes, *reads.carried_memory), made, tokens,
             )  # fmt: skip
         if self.norm is not None:
-            yield Step(
+            yield ModelStep(
                 f"{path}.norm", self.norm, partial(self._into_norm, reads),
                 (f"{path}.norm",), (reads.writes,), made, tokens,
             )  # fmt: skip
 
-    def _into_embedding(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
+    def _into_embedding(self, reads: "StackInputs", batch: ForwardPass) -> Sequence[Any]:
         given = batch.carry[reads.carried] if reads.carried else batch[reads.side + self.reads]
-        return given, reads.layout(batch), batch.get("segments")
+        return given, reads.sequence(batch), batch.get("segments")
 
-    def _into_block(self, reads: "Reads", depth: int, batch: Pass) -> Sequence[Any]:
-        layout = reads.layout(batch)
+    def _into_block(self, reads: "StackInputs", depth: int, batch: ForwardPass) -> Sequence[Any]:
+        sequence = reads.sequence(batch)
         position, causal = self.position if self.biased[depth] else None, self.causal
         return (
             batch.carry[reads.writes],
-            layout.at_layer(depth, self.skip_rates[depth]),
-            None if position is None else batch.once(position, lambda: position(layout, causal)),
+            sequence.at_layer(depth, self.skip_rates[depth]),
+            None if position is None else batch.once(position, lambda: position(sequence, causal)),
             None if reads.memory is None else reads.memory(batch),
             None if batch.cache is None else batch.cache.layers[depth],
         )
 
-    def _into_norm(self, reads: "Reads", batch: Pass) -> Sequence[Any]:
+    def _into_norm(self, reads: "StackInputs", batch: ForwardPass) -> Sequence[Any]:
         return (batch.carry[reads.writes],)
 
 
@@ -108,33 +108,33 @@ def _reads_bias(config: ModelConfig, depth: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Reads:
+class StackInputs:
     """Where a stack finds what it reads, and where it leaves the hidden vectors.
 
-    layout, memory: methods of the model. side: prefix of the inputs. carried: the part of the carry that an earlier
+    sequence, memory: methods of the model. side: prefix of the inputs. carried: the part of the carry that an earlier
     step made of what the embedding reads, instead of that. writes: a part of the carry. carried_memory: the name of the
     memory's part of the carry, which is that of the module that it goes through too.
     """
 
-    layout: Callable[[Pass], SequenceLayout]
+    sequence: Callable[[ForwardPass], SequenceMetadata]
     side: str = ""
     carried: str | None = None
     writes: str = "hidden"
-    memory: Callable[[Pass], Tensor | None] | None = None
+    memory: Callable[[ForwardPass], Tensor | None] | None = None
     carried_memory: tuple[str, ...] = ()
 
 
-def layout_of(
+def sequence_metadata(
     like_BT: Tensor,
     positions_BT: Tensor | None,
     documents_BT: Tensor | None,
     *,
     prefix_BT: Tensor | None = None,
-    keys_B: Tensor | None = None,
+    rng_keys_B: Tensor | None = None,
     cache: KVCache | None = None,
-    memory: SequenceLayout | None = None,
-) -> SequenceLayout:
-    """The layout of a batch. Without positions every row is one document, as long as `like` [B, T, …], and goes on
+    memory: SequenceMetadata | None = None,
+) -> SequenceMetadata:
+    """Make the metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
     where the cache ends."""
     past = cache.length if cache else 0
     if positions_BT is None:
@@ -147,11 +147,11 @@ def layout_of(
         cache.documents = (
             documents_BT if past_documents is None else torch.cat([past_documents, documents_BT], 1)
         )
-    return SequenceLayout(
+    return SequenceMetadata(
         positions_BT,
         documents_BT,
         prefix=prefix_BT,
-        keys=keys_B,
+        rng_keys=rng_keys_B,
         past=past,
         past_documents=past_documents,
         memory=memory,

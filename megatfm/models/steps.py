@@ -19,7 +19,7 @@ from megatfm.models.output import Output
 Made = TypeVar("Made")
 
 
-class Pass:
+class ForwardPass:
     """A batch on its way through a model, or through one stage of it.
 
     inputs: what the batch brought, None for what it didn't. carry: what earlier steps made for later ones. losses:
@@ -51,13 +51,13 @@ class Pass:
         return self.inputs.get(name)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What several steps share, e.g. the layout of the batch: made at the first call with `key`."""
+        """What several steps share, e.g. the sequence of the batch: made at the first call with `key`."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
         return found
 
-    def keep(self, step: "Step", made: Any) -> None:
+    def keep(self, step: "ModelStep", made: Any) -> None:
         """Put what a step made where later steps find it: in its parts of the carry, one after another."""
         if isinstance(made, Extra):
             made = self.take(step.run, made)
@@ -91,13 +91,13 @@ class Field:
     length: Callable[[Mapping[str, Tensor]], int] | None = None
 
 
-def the_pass(batch: Pass) -> tuple[Any, ...]:
+def whole_pass(batch: ForwardPass) -> tuple[Any, ...]:
     """Inputs of a step that takes what it needs from the pass."""
     return (batch,)
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """One step: `batch.keep(step, step.run(*step.inputs(batch)))`.
 
     run: a module, or a method of the model that also says what becomes of losses and logits. inputs: what it is given.
@@ -107,31 +107,31 @@ class Step:
 
     name: str
     run: Callable[..., Any]
-    inputs: Callable[[Pass], Sequence[Any]] = the_pass
+    inputs: Callable[[ForwardPass], Sequence[Any]] = whole_pass
     uses: Sequence[str] = ()
     reads: Sequence[str] = ()
     writes: Mapping[str, Field] = field(default_factory=lambda: MappingProxyType({}))
     tokens: str = "tokens"
 
 
-class Steps(Sequence[Step]):
+class ModelSteps(Sequence[ModelStep]):
     """Steps in their order, or a slice of them."""
 
-    def __init__(self, steps: Iterable[Step]) -> None:
+    def __init__(self, steps: Iterable[ModelStep]) -> None:
         self._steps = tuple(steps)
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __getitem__(self, index: Any) -> Any:
-        return Steps(self._steps[index]) if isinstance(index, slice) else self._steps[index]
+        return ModelSteps(self._steps[index]) if isinstance(index, slice) else self._steps[index]
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[ModelStep]:
         return iter(self._steps)
 
-    def start(self, inputs: Mapping[str, Tensor | None], carry: Mapping[str, Tensor]) -> Pass:
+    def start(self, inputs: Mapping[str, Tensor | None], carry: Mapping[str, Tensor]) -> ForwardPass:
         """Take a batch through these steps alone, with what the steps before them left."""
-        batch = Pass(inputs, carry)
+        batch = ForwardPass(inputs, carry)
         for step in self._steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch

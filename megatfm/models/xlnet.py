@@ -23,11 +23,11 @@ from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
-from megatfm.models.stack import layout_of
-from megatfm.models.steps import Field, Pass, Step, Steps
+from megatfm.models.stack import sequence_metadata
+from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
 from megatfm.ops.cross_entropy import IGNORE
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
@@ -49,8 +49,8 @@ class XLNet(nn.Module):
         self.config = config
         self.encoder = TwoStreamStack(config)
         self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True)
-        self.steps = Steps(
-            [*self.encoder.steps(), Step("head", self._head, uses=("head",), reads=("query",))]
+        self.steps = ModelSteps(
+            [*self.encoder.steps(), ModelStep("head", self._head, uses=("head",), reads=("query",))]
         )
 
     def forward(
@@ -66,8 +66,8 @@ class XLNet(nn.Module):
     ) -> Output:
         """Run the model on int64 tokens [B, T], of which none is masked.
 
-        positions, documents [B, T], keys [B]: as in SequenceLayout. segments [B, T]: any numbers, only whether two are
-        the same matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
+        positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, only their
+        equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
         are given, and all see them. targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses`
         instead of `logits`.
 
@@ -78,12 +78,12 @@ class XLNet(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "order": order,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = Pass(inputs)
+        batch = ForwardPass(inputs)
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output("query" if "query" in batch.carry else "content")
 
-    def _head(self, batch: Pass) -> None:
+    def _head(self, batch: ForwardPass) -> None:
         targets = batch.get("targets")
         if targets is None:
             batch.logits = self.head(batch.carry.get("query", batch.carry["content"]))
@@ -137,17 +137,17 @@ class TwoStreamStack(nn.Module):
         self.norm = make_norm(config) if config.norm.ends_stack else None
         self.dropout = Dropout(config.dropout, "output")
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[ModelStep]:
         """The carry's "content" [B, T, D] and, where something is predicted, its "query" [B, Q, D]."""
         content = {"content": Field("tokens", self.d_model)}
         query = {"query": Field("tokens", self.d_model, _n_queries)}
-        yield Step(
+        yield ModelStep(
             "encoder.embedding", self.embedding, self._into_embedding, ("encoder.embedding",), writes=content
         )
         start = ("encoder.query", "encoder.query_dropout")
-        yield Step("encoder.query", self._start, uses=start, writes=query)
+        yield ModelStep("encoder.query", self._start, uses=start, writes=query)
         for depth, name in enumerate(self.order):
-            yield Step(
+            yield ModelStep(
                 f"encoder.layers.{depth}",
                 self.layers[name],
                 partial(self._into_block, depth),
@@ -156,35 +156,35 @@ class TwoStreamStack(nn.Module):
                 content | query,
             )
         finish = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
-        yield Step("encoder.norm", self._finish, uses=finish, reads=("query",), writes=query)
+        yield ModelStep("encoder.norm", self._finish, uses=finish, reads=("query",), writes=query)
 
     def _is_last(self, depth: int) -> bool:
         return depth == len(self.order) - 1
 
-    def _into_embedding(self, batch: Pass) -> Sequence[Any]:
-        return batch["tokens"], streams(batch)[0].layout
+    def _into_embedding(self, batch: ForwardPass) -> Sequence[Any]:
+        return batch["tokens"], streams(batch)[0].sequence
 
-    def _start(self, batch: Pass) -> None:
+    def _start(self, batch: ForwardPass) -> None:
         query = streams(batch)[1]
         if query is not None:
-            batch.carry["query"] = self.query_dropout(self.query(query.layout.positions), query.layout)
+            batch.carry["query"] = self.query_dropout(self.query(query.sequence.positions), query.sequence)
 
-    def _into_block(self, depth: int, batch: Pass) -> Sequence[Any]:
+    def _into_block(self, depth: int, batch: ForwardPass) -> Sequence[Any]:
         content, query = streams(batch)
         skip_rate = self.skip_rates[depth]
         return (
             batch.carry["content"],
             batch.carry.get("query"),
-            batch.once("relative positions", lambda: self.position(content.layout, False)),
+            batch.once("relative positions", lambda: self.position(content.sequence, False)),
             None if query is not None and self._is_last(depth) else content.at_layer(depth, skip_rate),
             None if query is None else query.at_layer(depth, skip_rate),
         )
 
-    def _finish(self, batch: Pass) -> None:
+    def _finish(self, batch: ForwardPass) -> None:
         content, query = streams(batch)
-        part, layout = ("content", content.layout) if query is None else ("query", query.layout)
+        part, sequence = ("content", content.sequence) if query is None else ("query", query.sequence)
         hidden = batch.carry[part] if self.norm is None else self.norm(batch.carry[part])
-        batch.carry[part] = self.dropout(hidden, layout)
+        batch.carry[part] = self.dropout(hidden, sequence)
 
 
 class TwoStreamBlock(nn.Module):
@@ -219,36 +219,38 @@ class TwoStreamBlock(nn.Module):
             if y_BQD is None or stream is None:
                 return None
             z_BQD = self.attn(self.attn_residual.before(y_BQD), seen, stream)
-            y_BQD = self.attn_residual.after(y_BQD, z_BQD, stream.layout)
-            z_BQD = extras.take("ffn", self.ffn(self.ffn_residual.before(y_BQD), stream.layout))
-            return self.ffn_residual.after(y_BQD, z_BQD, stream.layout)
+            y_BQD = self.attn_residual.after(y_BQD, z_BQD, stream.sequence)
+            z_BQD = extras.take("ffn", self.ffn(self.ffn_residual.before(y_BQD), stream.sequence))
+            return self.ffn_residual.after(y_BQD, z_BQD, stream.sequence)
 
         made = through(x_BTD, content), through(g_BQD, query)
         return extras.beside(made)
 
 
-def streams(batch: Pass) -> tuple[Stream, Stream | None]:
+def streams(batch: ForwardPass) -> tuple[Stream, Stream | None]:
     """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
     Without order and targets all see all, and nothing is predicted."""
 
     def make() -> tuple[Stream, Stream | None]:
         tokens, order, targets = batch["tokens"], batch.get("order"), batch.get("targets")
-        layout = layout_of(tokens, batch.get("positions"), batch.get("documents"), keys_B=batch.get("keys"))
+        sequence = sequence_metadata(
+            tokens, batch.get("positions"), batch.get("documents"), rng_keys_B=batch.get("keys")
+        )
         given = batch.get("segments")
         segments = torch.zeros_like(tokens) if given is None else given
         if order is not None or targets is not None:
             order = torch.zeros_like(tokens) if order is None else order
-            return _two_streams(layout, segments, order, places(tokens, targets))
-        everywhere = layout.indices.expand_as(tokens)
-        return _stream(layout, everywhere, segments, segments, layout.mask(Full())), None
+            return _two_streams(sequence, segments, order, places(tokens, targets))
+        everywhere = sequence.indices.expand_as(tokens)
+        return _stream(sequence, everywhere, segments, segments, sequence.mask(Full())), None
 
     return batch.once("streams", make)
 
 
 def _two_streams(
-    layout: SequenceLayout, segments_BT: Tensor, order_BT: Tensor, places_BQ: Tensor
+    sequence: SequenceMetadata, segments_BT: Tensor, order_BT: Tensor, places_BQ: Tensor
 ) -> tuple[Stream, Stream]:
-    same_B1TS = layout.mask(Full())
+    same_B1TS = sequence.mask(Full())
     allowed_BTS = order_BT[:, None, :] <= order_BT[:, :, None]
     below_BQS = order_BT[:, None, :] < order_BT.gather(1, places_BQ)[:, :, None]
     allowed_B1TS, below_B1QS = allowed_BTS[:, None], below_BQS[:, None]
@@ -256,16 +258,16 @@ def _two_streams(
         rows_B1QS = places_BQ[:, None, :, None].expand(-1, -1, -1, same_B1TS.shape[-1])
         allowed_B1TS = allowed_B1TS & same_B1TS
         below_B1QS = below_B1QS & same_B1TS.gather(2, rows_B1QS)
-    content = _stream(layout, layout.indices.expand_as(order_BT), segments_BT, segments_BT, allowed_B1TS)
+    content = _stream(sequence, sequence.indices.expand_as(order_BT), segments_BT, segments_BT, allowed_B1TS)
     # What is dropped of a query must not be what is dropped of the content at the same place.
-    keys = None if layout.keys is None else ~layout.keys
-    at_places = SequenceLayout(layout.positions.gather(1, places_BQ), keys=keys)
+    keys = None if sequence.rng_keys is None else ~sequence.rng_keys
+    at_places = SequenceMetadata(sequence.positions.gather(1, places_BQ), rng_keys=keys)
     at_places.once("indices", lambda: places_BQ)
     return content, _stream(at_places, places_BQ, segments_BT.gather(1, places_BQ), segments_BT, below_B1QS)
 
 
 def _stream(
-    layout: SequenceLayout,
+    sequence: SequenceMetadata,
     places_BQ: Tensor,
     of_queries_BQ: Tensor,
     of_keys_BS: Tensor,
@@ -275,7 +277,7 @@ def _stream(
     n = of_keys_BS.shape[1]
     distances_BQS = places_BQ[:, :, None] - torch.arange(n, device=places_BQ.device) + n - 1
     segments_BQS = (of_queries_BQ[:, :, None] != of_keys_BS[:, None, :]).long()
-    return Stream(layout, mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
+    return Stream(sequence, mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
 def places(tokens_BT: Tensor, targets_BT: Tensor | None) -> Tensor:

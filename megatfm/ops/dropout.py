@@ -44,9 +44,9 @@ def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
     return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - LEVELS // 2
 
 
-def token_keys(keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:
+def token_keys(rng_keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:
     """Keys [B, T] of the tokens at `indices` of their rows, at one place of a layer."""
-    return mix(mix(keys_B, place)[:, None], indices_T)
+    return mix(mix(rng_keys_B, place)[:, None], indices_T)
 
 
 def uniform(keys: Tensor, width: int) -> Tensor:

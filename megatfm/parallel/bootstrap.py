@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.agent_store import own_part
-from megatfm.parallel.place import Launcher, Place, find_place
-from megatfm.parallel.vigil import Vigil
+from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
+from megatfm.parallel.startup_watch import StartupWatch
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -55,9 +55,9 @@ def initialise(
     """
     if dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        place = Place("none", dist.get_rank(), dist.get_world_size(), local_rank)
+        place = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return Rank(place.rank, place.world_size, local_rank, place.launcher, _device(place, device))
-    place = find_place(os.environ)
+    place = read_process_environment(os.environ)
     chosen = _device(place, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     later = timedelta(seconds=collective_timeout or timeout)
@@ -66,7 +66,7 @@ def initialise(
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
     try:
-        with Vigil(place):
+        with StartupWatch(place):
             if place.launcher == "mpirun" and place.world_size > 1:
                 place, store = _meet_over_mpi(place, timedelta(seconds=timeout))
             else:
@@ -110,7 +110,7 @@ def joined(
             shutdown()
 
 
-def _device(place: Place, wanted: Device) -> torch.device:
+def _device(place: ProcessEnvironment, wanted: Device) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -126,7 +126,7 @@ def _device(place: Place, wanted: Device) -> torch.device:
     )
 
 
-def _store(place: Place, timeout: timedelta) -> dist.Store:
+def _store(place: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     """Where the ranks meet. A single process needs no port."""
     if place.world_size == 1:
         return dist.HashStore()
@@ -139,7 +139,7 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     )
 
 
-def _arrive(store: dist.Store, place: Place, timeout: timedelta) -> None:
+def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta) -> None:
     """Wait until all ranks are there. Raises MegatfmError that names those that never came."""
     store.set(f"megatfm/here/{place.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == place.world_size:
@@ -157,7 +157,7 @@ def _arrive(store: dist.Store, place: Place, timeout: timedelta) -> None:
         ) from error
 
 
-def _meet_over_mpi(place: Place, timeout: timedelta) -> tuple[Place, dist.Store]:
+def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:
     """Agree over MPI on a port that rank 0 has just opened, then leave MPI: torch talks for itself from here on."""
     try:
         import mpi4py

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import DENSE, DataAxes
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block of a global tensor."""
 
 
@@ -68,16 +68,16 @@ class Placement:
         return [(cut.axis, cut.dim) for cut in self.cuts] == [(cut.axis, cut.dim) for cut in other.cuts]
 
     @property
-    def box(self) -> Box:
+    def region(self) -> Region:
         """What this rank holds, before the data axes cut it."""
         return self._narrowed(len(self.cuts))
 
-    def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
         """The global box of a block of what this rank holds (ZeRO's part of it)."""
-        own = self.box[0]
+        own = self.region[0]
         return tuple(a + b for a, b in zip(own, offsets, strict=True)), sizes
 
-    def _narrowed(self, cuts: int) -> Box:
+    def _narrowed(self, cuts: int) -> Region:
         """What the first cuts leave."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.cuts[:cuts]:
@@ -88,7 +88,7 @@ class Placement:
         return tuple(offsets), tuple(sizes)
 
 
-class Layout(Mapping[str, Placement]):
+class ParameterLayout(Mapping[str, Placement]):
     """The placements of all parameters of a model, by their global names."""
 
     def __init__(

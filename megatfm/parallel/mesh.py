@@ -118,7 +118,7 @@ class Mesh:
         return items
 
     def describe(self) -> str:
-        return spelled({axis: self.size(axis) for axis in AXES})
+        return describe_sizes({axis: self.size(axis) for axis in AXES})
 
 
 def in_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def in_order(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted)
 
 
-def spelled(sizes: Mapping[str, int]) -> str:
+def describe_sizes(sizes: Mapping[str, int]) -> str:
     """A layout in words; a pipeline only where there is one."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != PIPELINE or size > 1)
 
@@ -138,7 +138,7 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
     sizes = {PIPELINE: config.pp, REPLICATE: config.dp_replicate, SHARD: shard, TENSOR: config.tp}
     if math.prod(sizes.values()) != world_size:
-        wanted = spelled({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
+        wanted = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(

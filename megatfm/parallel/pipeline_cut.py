@@ -28,7 +28,7 @@ class Field(Protocol):
     def length(self) -> Callable[[Mapping[str, torch.Tensor]], int] | None: ...
 
 
-class Step(Protocol):
+class ModelStep(Protocol):
     """See `megatfm.models.steps.Step`."""
 
     @property
@@ -47,7 +47,7 @@ class Step(Protocol):
     def tokens(self) -> str: ...
 
 
-class Steps(Protocol):
+class ModelSteps(Protocol):
     """See `megatfm.models.steps.Steps`."""
 
     def __len__(self) -> int: ...
@@ -67,7 +67,7 @@ class Stage:
 
     index: int
     rank: int
-    steps: Steps
+    steps: ModelSteps
     takes: Mapping[str, Field]
     gives: Mapping[str, Field]
     makes: frozenset[str]
@@ -142,7 +142,7 @@ def cut(
     but the first begin; left out, cuts are where the costs of stages are most equal. Raises UsageError for a model
     that isn't told in steps, and for more stages than it can be cut into.
     """
-    steps: Steps | None = getattr(model, "steps", None)
+    steps: ModelSteps | None = getattr(model, "steps", None)
     if steps is None:
         raise UsageError(
             f"parallel.pp = {ranks}: this model family is not cut into pipeline stages: set parallel.pp = 1 and use "
@@ -186,7 +186,7 @@ def cut(
     )
 
 
-def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
+def cost(model: nn.Module, step: ModelStep, lengths: Mapping[str, int]) -> float:
     """Of a step, for all of its tokens: the parameters by which each is multiplied, tables not counted, and what
     attention does besides: scores and sums over as many tokens as there are (two products of its width). A module's
     `share` is that of the tokens that go through it."""
@@ -206,7 +206,7 @@ def cost(model: nn.Module, step: Step, lengths: Mapping[str, int]) -> float:
     return total * length
 
 
-def _trained(model: nn.Module, steps: Steps) -> list[frozenset[str]]:
+def _trained(model: nn.Module, steps: ModelSteps) -> list[frozenset[str]]:
     """Before each step, and after the last: the parts of the carry that depend on weights that are trained."""
     found = [frozenset[str]()]
     for step in steps:
@@ -217,7 +217,7 @@ def _trained(model: nn.Module, steps: Steps) -> list[frozenset[str]]:
     return found
 
 
-def _named_cuts(steps: Steps, at: Sequence[str], stages: int) -> list[int]:
+def _named_cuts(steps: ModelSteps, at: Sequence[str], stages: int) -> list[int]:
     names = [step.name for step in steps]
     unknown = [name for name in at if name not in names[1:]]
     if unknown:
@@ -263,7 +263,7 @@ def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> lis
     return bounds[::-1][1:]
 
 
-def _may_begin(step: Step) -> bool:
+def _may_begin(step: ModelStep) -> bool:
     """A stage begins with a block or a head that costs something, never with an embedding's neighbour or a norm."""
     parent, _, last = step.name.rpartition(".")
     return parent.endswith("layers") or last in ("head", "embedding") or parent == "future"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import Cut, Layout, Placement
+from megatfm.parallel.layout import Cut, ParameterLayout, Placement
 from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, Ranks, Style
 
@@ -29,7 +29,7 @@ GENERAL = (
 """Packages whose modules are used in many roles: how they are cut is said by what is around them."""
 
 
-def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
+def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> ParameterLayout:
     """Cut the model's parameters (still on the meta device) and install what travels. Returns the layout table.
 
     Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
@@ -47,7 +47,7 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
         own: dict[str, Placement] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             own[key] = placement = _place(f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel)
-            shard = torch.empty(placement.box[1], dtype=tensor.dtype, device=tensor.device)
+            shard = torch.empty(placement.region[1], dtype=tensor.dtype, device=tensor.device)
             if not isinstance(tensor, nn.Parameter):
                 buffers[placement.name] = placement
                 if is_stored := key not in module._non_persistent_buffers_set:
@@ -65,7 +65,7 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Layout:
         if ranks:
             style.install(module, ranks, own)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return Layout(placements, _table(model, styles, placements, mesh), buffers, state)
+    return ParameterLayout(placements, _table(model, styles, placements, mesh), buffers, state)
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
@@ -162,7 +162,7 @@ def _table(model: nn.Module, styles: dict[str, Style], placements: dict[str, Pla
         if not (own or style.shown):
             continue
         shapes = dict.fromkeys(
-            f"{list(p.shape)} → {list(p.box[1])}" if p.cuts else str(list(p.shape)) for p in own
+            f"{list(p.shape)} → {list(p.region[1])}" if p.cuts else str(list(p.shape)) for p in own
         )
         partial = ", ".join(dict.fromkeys(axis for p in own for axis in p.sum_over))
         held = f"{f'{len(own)} × ' if own else ''}{', '.join(shapes):<36}"

@@ -66,7 +66,7 @@ class Ranks:
 
 
 Install = Callable[[nn.Module, Ranks, Own], None]
-Place = Callable[[Placement, Mesh], Placement]
+PlacementRule = Callable[[Placement, Mesh], Placement]
 
 
 def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -93,7 +93,7 @@ class Style:
     gradient: Literal["whole", "sequence", "partial"] = "whole"
     uneven: bool = False
     install: Install = _nothing
-    place: Place = _as_it_is
+    place: PlacementRule = _as_it_is
     shown: bool = False
     instead: "Style | None" = None
 
@@ -159,7 +159,7 @@ def _sliced_heads(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 
 def _vocabulary_embedding(module: nn.Module, ranks: Ranks, own: Own) -> None:
-    first = own["weight"].box[0][0]
+    first = own["weight"].region[0][0]
 
     def embed(tokens_BT: Tensor) -> Tensor:
         return ranks.leave(embed_shard(tokens_BT, module.get_parameter("weight"), first))
@@ -170,7 +170,7 @@ def _vocabulary_embedding(module: nn.Module, ranks: Ranks, own: Own) -> None:
 def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
     seam = module.get_submodule("loss")
     variant: LogitVariant = seam.variant  # type: ignore[assignment]
-    (first, _), (vocabulary, _) = own["weight"].box[0], own["weight"].shape
+    (first, _), (vocabulary, _) = own["weight"].region[0], own["weight"].shape
 
     def loss(hidden_MD: Tensor, weight_WD: Tensor, targets_M: Tensor, bias_W: Tensor | None) -> Tensor:
         used = variant if seam.training else replace(variant, smoothing=0.0)
@@ -189,8 +189,8 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 
 def _own_tokens_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
-    all_keys: Callable[..., Tensor] = module.token_keys  # type: ignore[assignment]
-    module.token_keys = lambda layout: ranks.own(all_keys(layout))  # type: ignore[assignment]
+    all_keys: Callable[..., Tensor] = module.token_rng_keys  # type: ignore[assignment]
+    module.token_rng_keys = lambda layout: ranks.own(all_keys(layout))  # type: ignore[assignment]
 
 
 def _own_channels_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:

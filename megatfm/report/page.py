@@ -17,12 +17,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-import megatfm
 from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError
 from megatfm.report.chart import Chart, Level, Line, chart, number, smooth
 from megatfm.report.layers import layer_charts
 from megatfm.report.run import Curve, Run
+from megatfm.version import __version__
 
 SAMPLES = 12
 GIB = 2**30
@@ -77,7 +77,7 @@ def render(run: Run) -> str:
         events=run.events,
         resume=resume_command(run),
         notes=run.notes,
-        version=megatfm.__version__,
+        version=__version__,
         now=time.time(),
         style=Markup((files / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),

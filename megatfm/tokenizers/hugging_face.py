@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.interface import Tokenizer, check_unicode
+from megatfm.tokenizers.reserved import ReservedTokenFilter
 from megatfm.tokenizers.special import ROLES, Special, find
-from megatfm.tokenizers.spelled import Spelled
 
 # The library's own threads can't be told how many they are, and warn whenever a process forks. They are therefore
 # left off, unless the user wants them, and texts are shared among threads of ours.
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._silent = self.special.reserved - {self.special.unk}
         # A unigram model may hold </s> among its pieces, and would find it in HTML.
         found = {token: self._tokenizer.model.id_to_token(token) for token in self._silent}
-        self._spelled = Spelled(
+        self._spelled = ReservedTokenFilter(
             {token: self._spell(piece) for token, piece in found.items() if piece}, self.vocab_size
         )
 

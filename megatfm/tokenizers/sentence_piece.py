@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from megatfm.errors import UsageError
 from megatfm.tokenizers.interface import Tokenizer, check_unicode
 from megatfm.tokenizers.proto import fields
+from megatfm.tokenizers.reserved import ReservedTokenFilter
 from megatfm.tokenizers.special import candidates, find
-from megatfm.tokenizers.spelled import Spelled
 
 # SentencePiece writes a space in a piece as U+2581, so a U+2581 of the text would come back as a space. Such a
 # character is therefore spelled in byte pieces, as SentencePiece itself spells every rare character.
@@ -65,7 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
         bytes_ = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
         self.lossless = all(map(self._sp.is_byte, bytes_)) and not settings["changes_text"]
         self._space_mark = np.array([bytes_[byte] for byte in SPACE_MARK.encode()], np.int32)
-        self._spelled = Spelled(
+        self._spelled = ReservedTokenFilter(
             {token: self._spell(piece) for piece, token in defined.items()}, self.vocab_size
         )
 

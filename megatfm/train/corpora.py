@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm import __version__, tokenizers
+from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.data import (
+    BatchSchedule,
     Cache,
     Corpus,
     CorpusRows,
@@ -20,7 +21,6 @@ from megatfm.data import (
     Quarantine,
     Rows,
     Stage,
-    Steps,
     Streams,
     source_seed,
     streams_for,
@@ -28,6 +28,7 @@ from megatfm.data import (
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, make, reads_text
 from megatfm.tokenizers import Tokenizer
+from megatfm.version import __version__
 
 NO_TOKENIZER = "none"
 """In the place of a tokenizer's hash, where there is none."""
@@ -43,7 +44,7 @@ class Corpora:
     tokenizer: Tokenizer | None
     objective: Objective
     train: Rows
-    steps: Steps
+    steps: BatchSchedule
     validation: dict[str, CorpusRows]
 
     @property
@@ -119,7 +120,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     validation: dict[str, CorpusRows] = {
         name: opened.rows(path, shuffle=False) for name, path in data.validation.items()
     }
-    return Corpora(tokenizer, objective, opened.train(), steps_of(config), validation)
+    return Corpora(tokenizer, objective, opened.train(), batch_schedule(config), validation)
 
 
 def open_corpus(config: Config, path: str) -> Corpus:
@@ -130,7 +131,7 @@ def open_corpus(config: Config, path: str) -> Corpus:
     )
 
 
-def steps_of(config: Config) -> Steps:
+def batch_schedule(config: Config) -> BatchSchedule:
     """How many rows each step takes, from `data.warmup` and `train.global_batch`.
 
     Raises UsageError if a stage's batch does not divide into micro-batches, or its sequences into their shards.
@@ -152,7 +153,7 @@ def steps_of(config: Config) -> Steps:
                 "shards of the sequence: choose a multiple of it, or parallel.sequence_parallel=false"
             )
         stages.append(Stage(stage.steps, batch, data.sequence_length // length))
-    return Steps(train.global_batch, tuple(stages))
+    return BatchSchedule(train.global_batch, tuple(stages))
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,23 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
-from megatfm.train.console import RunLog
-from megatfm.train.corpora import Corpora, open_corpora, open_tokenizer, steps_of
+from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
-from megatfm.train.fit import fitted
-from megatfm.train.flights import record_flights
-from megatfm.train.init import load_weights
-from megatfm.train.integrity import compare_replicas, forward_backward
-from megatfm.train.memory import explained, keep_freed_memory, memory_bytes, record_allocations
-from megatfm.train.metrics import MetricsLog, RunFacts
-from megatfm.train.preflight import preflight
-from megatfm.train.profile import StepProfile
-from megatfm.train.progress import check_progress
-from megatfm.train.run import Run, run_folder
+from megatfm.train.guards.elastic import elastic_config
+from megatfm.train.guards.integrity import compare_replicas, forward_backward
+from megatfm.train.guards.preflight import preflight
+from megatfm.train.guards.progress import check_progress
+from megatfm.train.init_from import load_weights
+from megatfm.train.record.console import RunLog
+from megatfm.train.record.metrics import MetricsLog, RunFacts
+from megatfm.train.record.run_directory import RunDirectory, run_folder
+from megatfm.train.run_state import RunState
 from megatfm.train.schedules import factor
 from megatfm.train.signals import StopSignals
-from megatfm.train.state import State
-from megatfm.train.watch import Watch
+from megatfm.train.watching.flight_recorder import start_flight_recorder
+from megatfm.train.watching.memory import explained, keep_freed_memory, memory_bytes, record_allocations
+from megatfm.train.watching.profile import StepProfile
+from megatfm.train.watching.watch import Watch
 
 log = logging.getLogger("megatfm")
 
@@ -42,7 +42,7 @@ def train(config: Config) -> int:
     """Train or resume the run of a config; called on every rank. Returns the exit code."""
     import_plugins(config.plugins)
     config, tokenizer = open_tokenizer(config)
-    record_flights(run_folder(config), config.train.device)
+    start_flight_recorder(run_folder(config), config.train.device)
     hang = config.train.hang_seconds
     with (
         bootstrap.joined(max(hang, bootstrap.MEET_SECONDS), config.train.device, 1.5 * hang + 60) as rank,
@@ -50,13 +50,13 @@ def train(config: Config) -> int:
         StopSignals(rank.device) as signals,
     ):
         (keep_freed_memory if rank.device.type == "cpu" else record_allocations)()
-        config = fitted(config, rank.world_size)
+        config = elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
-        for batch in steps_of(config).batches:
+        for batch in batch_schedule(config).batches:
             check_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         watch.tick(0, "start")
-        with Run(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
+        with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
             watch.log_to(run.log, run.report)
             nodes = resume.meet_nodes(config, run)
             found = resume.find(run.checkpoints, nodes)
@@ -81,7 +81,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        run: Run,
+        run: RunDirectory,
         engine: Engine,
         corpora: Corpora,
         precision: str,
@@ -91,10 +91,10 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
-        self.state = State(config, run, engine, corpora, precision, nodes)
+        self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
 
-    def restore(self, found: resume.Found | None) -> None:
+    def restore(self, found: resume.ResumePoint | None) -> None:
         """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
         config = self.config
         if config.resilience.preflight:
@@ -150,7 +150,7 @@ class Trainer:
                 profile.before(at.step + 1)
                 record = self._one_step(loader)
                 self.run.check_place()
-                if "skipped" not in record and at.leaps(record["loss"], self._event):
+                if "skipped" not in record and at.rolls_back_after_spike(record["loss"], self._event):
                     break
                 if self._due(config.evaluate.every):
                     record["evaluation"] = self._evaluate()
@@ -166,7 +166,7 @@ class Trainer:
                     if metrics:
                         metrics.sync()
                     at.save(loader, on_nodes=not shared)
-                if at.jumps():
+                if at.skips_data():
                     break
         if metrics:
             metrics.close()
@@ -187,10 +187,10 @@ class Trainer:
             watch=looks,
         )
         at.step, at.position = at.step + 1, loader.position
-        norms = self.engine.layer_norms() if looks else None
+        norms = self.engine.layer_statistics() if looks else None
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
         at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
-        grad_norm, skipped = at.trouble.careful_step(self.engine, at.step, stats.loss, lr)
+        grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats.loss, lr)
         if skipped:
             self._event("skipped", skipped)
         compare_replicas(self.engine, at.step, checks.compare_replicas_every)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatfm import __version__, checkpoint
-from megatfm.checkpoint.nodes import Held, Nodes, newest_on_nodes
+from megatfm import checkpoint
+from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.agreement import run_on_rank_0
-from megatfm.train.machine import Machines, differences
-from megatfm.train.run import Run
+from megatfm.train.record.machine import Machines, differences
+from megatfm.train.record.run_directory import RunDirectory
+from megatfm.version import __version__
 
 LOCAL_ID = "local-id"
 GROUPS = {
@@ -33,12 +34,12 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint that a run continues from; `held`, if the nodes have it among themselves."""
 
     path: Path
     state: Mapping[str, Any]
-    held: Held | None = None
+    held: NodeCheckpoint | None = None
 
     def __post_init__(self) -> None:
         """Raise MegatfmError for a state that no run of ours has written, though its hash may be right."""
@@ -61,7 +62,7 @@ class Found:
         return int(self.state["step"])
 
 
-def find(folder: Path, nodes: Nodes | None = None) -> Found | None:
+def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
     """The newest checkpoint whose every byte is right: rank 0 looks what there is, all read a part. A collective.
 
     Where the nodes have folders of their own, these are looked into, too. Raises what `checkpoint.latest` raises, on
@@ -69,14 +70,14 @@ def find(folder: Path, nodes: Nodes | None = None) -> Found | None:
     """
 
     path = checkpoint.latest_together(folder)
-    shared = run_on_rank_0(lambda: Found(path, checkpoint.read_state(path)) if path else None)
+    shared = run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)) if path else None)
     held = newest_on_nodes(nodes) if nodes else None
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared
-    return Found(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
+    return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
 
 
-def meet_nodes(config: Config, run: Run) -> Nodes | None:
+def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:
     """Who shares a node-local folder with whom, if the run has such. A collective.
 
     The folder bears a name that is drawn once per run directory: what another run left there is not this one's.
@@ -130,7 +131,7 @@ def run_state(
     }
 
 
-def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
+def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
     Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
@@ -173,7 +174,7 @@ def check(found: Found, now: Mapping[str, Any], allow: list[str]) -> list[str]:
     return allowed
 
 
-def elsewhere(found: Found, machines: Machines) -> list[str]:
+def elsewhere(found: ResumePoint, machines: Machines) -> list[str]:
     """What is to be said where a run goes on with other processors, threads or libraries. A checkpoint of an earlier
     version doesn't tell on which it was saved."""
     changes = differences(found.state.get("machines", machines), machines)

@@ -20,7 +20,13 @@ from megatfm.parallel.styles import Style
 from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call, observe
-from megatfm.verify.expected_weights import REPLICAS, WHOLE_TENSORS, Held, Place, weights_and_gradients
+from megatfm.verify.expected_weights import (
+    REPLICAS,
+    WHOLE_TENSORS,
+    MeshPosition,
+    RankParameters,
+    weights_and_gradients,
+)
 from megatfm.verify.ledger import Flows, Ledger
 
 CHUNK = 1024
@@ -69,7 +75,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     for rank in range(parallel.pp * data_ranks * parallel.tp):
         rest, tp = divmod(rank, parallel.tp)
         pp, data_rank = divmod(rest, data_ranks)
-        place = Place(pp, data_rank % parallel.dp_shard, tp)
+        place = MeshPosition(pp, data_rank % parallel.dp_shard, tp)
         mine = range(data_rank * each, (data_rank + 1) * each)
         stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
         microbatches = [[call for call in calls[i] if call.stage in stages] for i in mine]
@@ -78,7 +84,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
             _activations(ledger, config, model, fitted, each_calls)
         if pipeline:
             _sends(ledger, config, pipeline, pp, batch, mine)
-        held = Held(model, fitted, pipeline, place, parallel)
+        held = RankParameters(model, fitted, pipeline, place, parallel)
         weights_and_gradients(ledger, config, held, microbatches)
         found.append(ledger.flows())
     return found

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """A rank's place on the axes by which ranks differ in what they hold."""
 
     pp: int
@@ -37,13 +37,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """What a rank holds of the plain model's parameters. fitted: module → style."""
 
     model: nn.Module
     fitted: Mapping[str, Style]
     pipeline: Pipeline | None
-    place: Place
+    place: MeshPosition
     parallel: ParallelConfig
 
     @cached_property
@@ -85,7 +85,7 @@ class Held:
             partial or (style.gradient == "sequence" and self.parallel.sequence_parallel)
         )
 
-    def own(self, name: str, place: Place | None = None) -> int:
+    def own(self, name: str, place: MeshPosition | None = None) -> int:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
         place = place or self.place
         shape, parts = self.tp_shape(name, place.tp), self.parallel.dp_shard if self.parallel.zero else 1
@@ -103,7 +103,7 @@ class Held:
 
 
 def weights_and_gradients(
-    ledger: Ledger, config: Config, held: Held, microbatches: Sequence[Sequence[Call]]
+    ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     """Of one rank in one step. microbatches: the calls of its stages."""
     zero, size = config.parallel.zero, PRECISIONS[config.train.precision].stored.itemsize
@@ -122,7 +122,7 @@ def weights_and_gradients(
     _module_state(ledger, held)
 
 
-def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
+def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
     parallel = config.parallel
     both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
     axis = REPLICAS if both else SHARD if parallel.dp_shard > 1 else REPLICATE
@@ -133,7 +133,7 @@ def _replicated(ledger: Ledger, config: Config, held: Held) -> None:
     )
 
 
-def _sharded_optimizer(ledger: Ledger, config: Config, held: Held) -> None:
+def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> None:
     precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
     everything = sum(map(held.padded, held.trained))
     ledger.reduce_scatter(SHARD, everything * precision.stored.itemsize)
@@ -142,7 +142,7 @@ def _sharded_optimizer(ledger: Ledger, config: Config, held: Held) -> None:
 
 
 def _fully_sharded(
-    ledger: Ledger, config: Config, held: Held, microbatches: Sequence[Sequence[Call]]
+    ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _groups(held).items():
@@ -179,7 +179,7 @@ def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     return len(mine) + sum(order[i].has_gradient for i in mine) + len(ahead)
 
 
-def _groups(held: Held) -> dict[str, list[str]]:
+def _groups(held: RankParameters) -> dict[str, list[str]]:
     """The block that gathers a parameter → its parameters; "" is the whole model, for all that lies in no block."""
     inside = set(blocks(held.model))
     paths = [path for path, module in held.model.named_modules() if module in inside]
@@ -189,7 +189,7 @@ def _groups(held: Held) -> dict[str, list[str]]:
     return groups
 
 
-def _root_gathers(config: Config, held: Held, microbatches: int) -> int:
+def _root_gathers(config: Config, held: RankParameters, microbatches: int) -> int:
     """How often what lies in no block is gathered: for the first pass and after each backward pass, which gives it
     back."""
     parallel, gathers, is_whole = config.parallel, 0, False
@@ -212,7 +212,7 @@ def _root_gathers(config: Config, held: Held, microbatches: int) -> int:
     return gathers
 
 
-def _ties(held: Held) -> dict[tuple[int, ...], list[str]]:
+def _ties(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
     """Pipeline ranks → the parameters that these and no others hold."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in held.trained if held.pipeline else ():
@@ -222,14 +222,16 @@ def _ties(held: Held) -> dict[tuple[int, ...], list[str]]:
     return found
 
 
-def _whole_tensors(ledger: Ledger, config: Config, held: Held) -> None:
+def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None:
     """Optimizers that need whole tensors: blocks of gradients go to a tensor's owner, and blocks of weights back.
 
     Of the tensors that a pipeline rank holds, the largest goes first, to the rank that owns least.
     """
     parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
     ranks = [
-        Place(held.place.pp, shard, tp) for shard in range(parallel.dp_shard) for tp in range(parallel.tp)
+        MeshPosition(held.place.pp, shard, tp)
+        for shard in range(parallel.dp_shard)
+        for tp in range(parallel.tp)
     ]
     both = parallel.dp_shard > 1 and parallel.tp > 1
     axis = WHOLE_TENSORS if both else TENSOR if parallel.tp > 1 else SHARD
@@ -251,13 +253,13 @@ def _whole_tensors(ledger: Ledger, config: Config, held: Held) -> None:
         ledger.all_to_all(axis, from_owner * size)
 
 
-def _sends(held: Held, name: str) -> bool:
+def _sends(held: RankParameters, name: str) -> bool:
     """Whether this is the first of the ranks that hold the same block."""
     first_of_tp = held.is_cut(name) or held.place.tp == 0
     return first_of_tp and (held.parallel.zero > 0 or held.place.shard == 0)
 
 
-def _scalars(ledger: Ledger, config: Config, held: Held) -> None:
+def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     """Once a step: each term's sum and count, and the gradient's norm, of what is cut over tp and of what is not."""
     terms = len(objective_of(config).weights) * 8
     for axis in (SHARD, REPLICATE):
@@ -269,7 +271,7 @@ def _scalars(ledger: Ledger, config: Config, held: Held) -> None:
     ledger.all_reduce(TENSOR, 8)
 
 
-def _module_state(ledger: Ledger, held: Held) -> None:
+def _module_state(ledger: Ledger, held: RankParameters) -> None:
     """Once a step: what stateful modules observed, those together that are summed over the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in held.model.named_modules():

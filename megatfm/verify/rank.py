@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import Box
+from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
@@ -26,7 +26,7 @@ from megatfm.verify.traffic import Flow, Traffic
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     """One rank among those of the layout; they meet in the file `store`."""
 
     rank: int
@@ -41,7 +41,7 @@ class Answer:
 
     loss: float
     grad_norm: float
-    blocks: Mapping[str, tuple[Box, NDArray[np.float64]]]
+    blocks: Mapping[str, tuple[Region, NDArray[np.float64]]]
     flows: list[Flow]
 
 
@@ -57,7 +57,7 @@ class Failure:
 READY = "ready"
 
 
-def run_rank(connection: Connection, place: Place, config: Config, batch: Arrays) -> None:
+def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Arrays) -> None:
     """The process's main function: sends READY, waits for a word, sends Answer or Failure, waits for the end."""
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve

@@ -13,7 +13,7 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.batch import Arrays
-from megatfm.verify.rank import Answer, Failure, Place, run_rank
+from megatfm.verify.rank import Answer, Failure, RankSetup, run_rank
 
 START_SECONDS = 300.0  # to import torch, while all the others do
 COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
@@ -44,7 +44,7 @@ def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
         try:
             for rank in range(world_size):
-                place = Place(rank, world_size, str(Path(folder) / "store"), COLLECTIVE_SECONDS)
+                place = RankSetup(rank, world_size, str(Path(folder) / "store"), COLLECTIVE_SECONDS)
                 team.append(_start(place, config, batch))
             _collect(team, START_SECONDS)
             for member in team:  # all are there: from here on, a silent rank is a hanging one
@@ -62,7 +62,7 @@ def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
                 member.connection.close()
 
 
-def _start(place: Place, config: Config, batch: Arrays) -> Member:
+def _start(place: RankSetup, config: Config, batch: Arrays) -> Member:
     context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
     context.set_forkserver_preload([run_rank.__module__])
     ours, theirs = context.Pipe()

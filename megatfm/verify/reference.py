@@ -12,7 +12,7 @@ from megatfm.layers.attention import Core
 from megatfm.layers.attention.patterns import Seen
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialise, initials
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import Normal, draw
@@ -22,7 +22,7 @@ from megatfm.verify.batch import Arrays, objective_of
 
 
 @dataclass(frozen=True)
-class Step:
+class ReferenceStep:
     """Loss and gradients of one global batch."""
 
     loss: float
@@ -40,7 +40,7 @@ def perturbation(
     return draw(Normal(0.1), seed, f"verify {name}", shape, offsets, sizes)
 
 
-def reference_step(config: Config, batch: Arrays) -> Step:
+def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     """Loss and gradients by plain autograd in float64, the whole global batch at once."""
     model = build_model(config).double().train()
     _initialise(model, config.train.seed)
@@ -59,7 +59,7 @@ def reference_step(config: Config, batch: Arrays) -> Step:
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
     }
-    return Step(loss.item(), gradients)
+    return ReferenceStep(loss.item(), gradients)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
@@ -71,10 +71,10 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 def _attention(
-    core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, bias: Tensor | None = None
+    core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceMetadata, bias: Tensor | None = None
 ) -> Tensor:
-    keys = core.dropout.head_keys(layout, q.shape[1])
-    return attention_reference(q, k, v, Seen(core.pattern, layout), bias, core.variant, keys)
+    rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
+    return attention_reference(q, k, v, Seen(core.pattern, layout), bias, core.variant, rng_keys)
 
 
 def _cross_entropy(

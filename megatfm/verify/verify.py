@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from megatfm.config import Config
-from megatfm.parallel.layout import Box
+from megatfm.parallel.layout import Region
 from megatfm.registry import import_plugins
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
 from megatfm.verify.ledger import Flows
 from megatfm.verify.rank import Answer
 from megatfm.verify.ranks import run_ranks
-from megatfm.verify.reference import Step, reference_step
+from megatfm.verify.reference import ReferenceStep, reference_step
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
 
@@ -40,7 +40,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """All differences, the worst first, and what the step moved."""
 
     config: Config
@@ -61,7 +61,7 @@ class Verdict:
         return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
 
 
-def verify(config: Config) -> Verdict:
+def verify(config: Config) -> Comparison:
     """Take one step of a shrunk config on one process and under its layout, on the CPU in float64.
 
     Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
@@ -76,7 +76,7 @@ def verify(config: Config) -> Verdict:
         {key: flow for key, flow in flows.items() if key[0] not in without}
         for flows in expected_flows(small, batch)
     ]
-    return Verdict(
+    return Comparison(
         config=small,
         shrunk=shrunk,
         gradients=gradient_differences(step.gradients, answers),
@@ -119,10 +119,10 @@ def gradient_differences(expected: Mapping[str, Tensor], answers: Sequence[Answe
 
     A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
     """
-    everything = Step(0.0, expected).grad_norm
+    everything = ReferenceStep(0.0, expected).grad_norm
     found = []
     for name, gradient in expected.items():
-        squares: dict[Box, float] = {}
+        squares: dict[Region, float] = {}
         for answer in answers:
             if name not in answer.blocks:  # of another pipeline stage
                 continue
@@ -149,7 +149,7 @@ def _larger(one: float, other: float) -> float:
     return one + other if one != one or other != other else max(one, other)
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def _slices(box: Region) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
 
 

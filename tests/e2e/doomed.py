@@ -20,7 +20,7 @@ import torch
 import megatfm.train.loop  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import flow, saver, shard, staging, writer
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 
 PR_SET_PDEATHSIG = 1
 SLOW_SECONDS = 0.001

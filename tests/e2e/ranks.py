@@ -137,8 +137,8 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
 def plant(fault: Fault) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
-    from megatfm.engines import NativeEngine
-    from megatfm.engines.pipelined import StagePasses
+    from megatfm.engines.native.engine import NativeEngine
+    from megatfm.engines.native.pipelined import StagePasses
     from megatfm.train import loop
 
     if fault.phase in ("preflight", "meeting"):
@@ -234,14 +234,14 @@ def has_little_patience() -> None:
 
 
 def has_no_memory() -> None:
-    from megatfm.train import preflight
+    from megatfm.train.guards import preflight
 
     preflight.free_memory = lambda device: 1000
 
 
 def writes_slowly() -> None:
     """By the clock of the check: a real second more or less would be lost on a busy machine."""
-    from megatfm.train import preflight
+    from megatfm.train.guards import preflight
 
     genuine, clock, late = preflight.probe_disk, preflight.time, 0.0
 

@@ -26,7 +26,7 @@ RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=2
 PAUSES = """
 import time
 import torch.distributed as dist
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 
 genuine, calls = NativeEngine.forward_backward, 0
 

@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(
         named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
         seen = re.search(named, said)
         assert seen, (phase, said)
-        assert HANG <= float(seen[1]) <= HANG + 20, "test_judge.py has it to the second"
+        assert HANG <= float(seen[1]) <= HANG + 20, "test_hang_detector.py has it to the second"
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST])
         log = (run.folder / "logs" / f"rank-{1 - rank}.log").read_text()
@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: S
 
 
 CRASHES = """
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 def forward_backward(*_, **__):
     raise RuntimeError("never gets far")
 NativeEngine.forward_backward = forward_backward

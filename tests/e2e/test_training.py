@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
 from tests.workers import THREADS

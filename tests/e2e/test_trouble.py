@@ -1,4 +1,4 @@
-"""Numbers that go wrong in a whole run: steps that are skipped, leaps that are gone back from, bits that flip."""
+"""Numbers that go wrong in a whole run: steps that are skipped, loss spikes that are gone back from, bits that flip."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.engines import NativeEngine, Sums
+from megatfm.engines.interface import Sums
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, MegatfmError
 from megatfm.train.loop import train
 from tests.workers import Workers
@@ -34,7 +35,7 @@ def batch_key(microbatches: Sequence[Mapping[str, Any]]) -> str:
 def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, list[str]]:
     """Train; returns the exit code or error, and a key of each batch that was read. faults: key of a batch → fault.
 
-    A fault is `nan` (the loss), `leap` (the loss) or `inf` (one gradient of the last rank).
+    A fault is `nan` (the loss), `spike` (the loss) or `inf` (one gradient of the last rank).
     """
     genuine, read = NativeEngine.forward_backward, []
 
@@ -46,7 +47,7 @@ def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, 
         fault = faults.get(read[-1])
         if fault == "inf" and dist.get_rank() == dist.get_world_size() - 1:
             next(iter(engine.gradients().values())).view(-1)[0] = math.inf
-        wrong = {"nan": math.nan, "leap": 1e6}.get(fault or "", 0.0)
+        wrong = {"nan": math.nan, "spike": 1e6}.get(fault or "", 0.0)
         return dataclasses.replace(stats, sums={term: value + wrong for term, value in stats.sums.items()})
 
     NativeEngine.forward_backward = faulty  # type: ignore[method-assign]
@@ -129,21 +130,21 @@ def test_a_run_that_only_makes_nan_ends_with_a_clear_error(workers: Workers, mak
 ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
 
 
-def test_a_leap_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
+def test_a_spike_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     ((_, keys),) = workers.run(watched, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     config, run = make_config(*ROLLBACK), tmp_path / "run"
-    ((code, read),) = workers.run(watched, 1, config, {keys[9]: "leap"})  # the tenth step's
+    ((code, read),) = workers.run(watched, 1, config, {keys[9]: "spike"})  # the tenth step's
     assert code == DONE
-    assert read == keys[:10] + keys[10:18], "back to step 8, and on after the data of the leap"
+    assert read == keys[:10] + keys[10:18], "back to step 8, and on after the data of the spike"
     assert [line["step"] for line in curve(run)] == list(range(1, 17)), "each step once"
     assert max(line["loss"] for line in curve(run)) < 100
     ((step, said),) = events(run, "rolled back")
     assert step == 10
     assert "from step-00000008 on" in said
     assert [line["tokens"] for line in curve(run)] == [8 * 64 * step for step in range(1, 17)]
-    # Every resume takes the same data and ends with the same bits, even where nothing leaps this time.
+    # Every resume takes the same data and ends with the same bits, even where nothing spikes this time.
     before, last = curve(run), weights(run, 16)
     for kept, expected in ((12, keys[14:18]), (8, keys[10:18]), (4, keys[4:8] + keys[10:18])):
         forget_after(run, kept)
@@ -153,19 +154,19 @@ def test_a_leap_is_gone_back_from_its_data_skipped_and_every_resume_repeats_it(
         assert same(weights(run, 16), last)
 
 
-def test_rollbacks_are_bounded_and_without_a_checkpoint_a_leap_is_only_reported(
+def test_rollbacks_are_bounded_and_without_a_checkpoint_a_spike_is_only_reported(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     ((_, keys),) = workers.run(watched, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     early = make_config(*ROLLBACK, "checkpoint.every=16", run="early")
-    ((code, _),) = workers.run(watched, 1, early, {keys[9]: "leap"})
+    ((code, _),) = workers.run(watched, 1, early, {keys[9]: "spike"})
     assert code == DONE
     ((step, said),) = events(tmp_path / "early", "spike")
     assert step == 10
     assert "deviations above the median" in said
     config = make_config(*ROLLBACK, "resilience.max_rollbacks=2")
-    ((said, _),) = workers.run(watched, 1, config, dict.fromkeys(keys[9:], "leap"))
-    assert "the loss leaps again after 2 rollbacks to step 8" in str(said)
+    ((said, _),) = workers.run(watched, 1, config, dict.fromkeys(keys[9:], "spike"))
+    assert "the loss spikes again after 2 rollbacks to step 8" in str(said)
 
 
 # -------------------------------------------------------------------------------------------- silent corruption

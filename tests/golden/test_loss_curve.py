@@ -14,7 +14,7 @@ import torch
 
 from megatfm import keyed
 from megatfm.config import CosineSchedule, ModelConfig, MuonConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel import bootstrap

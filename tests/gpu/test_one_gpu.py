@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.train.memory import explained, record_allocations
 from megatfm.train.optimizers import optimizer_groups
+from megatfm.train.watching.memory import explained, record_allocations
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, one_device, one_device_gradients
 from tests.workers import Workers
 

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.engines import distinct, replicated
-from megatfm.engines.buckets import Bucket
-from megatfm.engines.fully_sharded import FullySharded
-from megatfm.engines.replicated import Replicated
+from megatfm.engines import distinct
+from megatfm.engines.native import replicated
+from megatfm.engines.native.buckets import Bucket
+from megatfm.engines.native.fully_sharded import FullySharded
+from megatfm.engines.native.replicated import Replicated
 from megatfm.layers import dropout
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_families, test_layouts
 from tests.parity.test_layouts import ADAMW, CAUSAL, LAYOUTS, MODEL
-from tests.unit.engines import test_loss_scale, test_sharing
+from tests.unit.engines import test_loss_scale
+from tests.unit.engines.native import test_sharing
 from tests.workers import Workers
 
 Patch = pytest.MonkeyPatch
@@ -110,8 +112,8 @@ def the_norm_is_of_the_own_shard(patch: Patch) -> None:
 
 
 def one_key_for_all_rows(patch: Patch) -> None:
-    real = dropout.keys_of
-    patch.setattr(dropout, "keys_of", lambda layout: torch.zeros_like(real(layout)))
+    real = dropout.rng_keys_of
+    patch.setattr(dropout, "rng_keys_of", lambda layout: torch.zeros_like(real(layout)))
 
 
 def the_scale_stays_in_the_gradients(patch: Patch) -> None:
@@ -178,7 +180,7 @@ def dropout_differs(layout: str) -> bool:
     config = test_families.MODELS["gpt"]
     batch = test_families.batch_for(config)
     with pytest.MonkeyPatch.context() as clean:
-        clean.setattr(dropout, "keys_of", lambda sequence: sequence.keys)
+        clean.setattr(dropout, "rng_keys_of", lambda sequence: sequence.rng_keys)
         reference = test_families.build(config).double().train()
         test_families.initialise(reference, 7)
         terms = test_families.PassOn([])(reference, batch)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine, native
 from megatfm.engines.losses import LossSums
+from megatfm.engines.native import engine as native
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles, vocabulary
-from megatfm.parallel.layout import Box, Placement
+from megatfm.parallel.layout import Placement, Region
 from megatfm.parallel.mesh import Mesh
 from tests.parity import test_layouts
 from tests.parity.test_layouts import LAYOUTS, MODEL, TIED, WORLD
@@ -96,16 +97,16 @@ def average_over_ranks(patch: Patch) -> None:
 
 
 def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
-    real = Placement.box.fget
+    real = Placement.region.fget
     assert real is not None
 
-    def box(self: Placement) -> Box:
+    def region(self: Placement) -> Region:
         if not self.cuts or ".wk." not in self.name:
             return real(self)
         offsets, sizes = real(self)
         return ((offsets[0] + sizes[0]) % self.shape[0], *offsets[1:]), sizes
 
-    patch.setattr(Placement, "box", property(box))
+    patch.setattr(Placement, "region", property(region))
 
 
 def forget_the_tie_s_second_use(patch: Patch) -> None:

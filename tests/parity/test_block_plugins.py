@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.terms import block_terms
 from megatfm.models import build

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import AdamWConfig, ModelConfig, MuonConfig, OptimizerSection, ParallelConfig
-from megatfm.engines import NativeEngine, Sharing
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
 from megatfm.ops.cross_entropy import cross_entropy_reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.pipelined import StagePasses, Step
+from megatfm.engines.native.pipelined import StagePasses, StepState
 from megatfm.parallel.pipeline_cut import Stage
 from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
@@ -33,7 +33,7 @@ METHODS: dict[str, Kind] = {
 
 
 def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable[..., None]:
-    def method(self: StagePasses, step: Step, stage: Stage, i: int) -> None:
+    def method(self: StagePasses, step: StepState, stage: Stage, i: int) -> None:
         real(self, step, stage, i)
         done.append(Action(stage.index, kind, i))
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.checkpoint import Box
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines import NativeEngine, Sharing
-from megatfm.engines.pipelined import StagePasses, Step
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.pipelined import StagePasses, StepState
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
@@ -322,7 +323,7 @@ def most_in_flight(parallel: ParallelConfig) -> int:
     engine, most = make_engine(MODEL, parallel), [0]
     real = StagePasses._run_forward
 
-    def run_forward(self: StagePasses, step: Step, *args: object) -> None:
+    def run_forward(self: StagePasses, step: StepState, *args: object) -> None:
         real(self, step, *args)  # type: ignore[arg-type]
         most.append(len(step.passing) + len(step.inputs))
 

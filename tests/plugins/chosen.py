@@ -36,11 +36,11 @@ class Chosen(nn.Module):
     def terms(config):
         return {"router": Term(weight=config.ffn.weight, per="tokens")}
 
-    def forward(self, x_BTD, layout):
+    def forward(self, x_BTD, sequence):
         logits_BTE = self.router(x_BTD)
         choice_BT = (logits_BTE + self.bias).argmax(-1)
         chosen_BT1 = logits_BTE.softmax(-1).gather(-1, choice_BT[..., None])
-        y_BTD = self.dense(x_BTD, layout) * chosen_BT1 * self.scales[choice_BT]
+        y_BTD = self.dense(x_BTD, sequence) * chosen_BT1 * self.scales[choice_BT]
         precise_BTE = logits_BTE.to(torch.promote_types(logits_BTE.dtype, torch.float32))
         loss = self.total(precise_BTE.logsumexp(-1).square().sum())
         load_E = (choice_BT[..., None] == torch.arange(len(self.bias), device=x_BTD.device)).sum((0, 1))

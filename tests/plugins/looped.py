@@ -6,8 +6,8 @@ from torch import nn
 
 from megatfm.layers.head import Head
 from megatfm.models import MODELS
-from megatfm.models.stack import Reads, Stack, layout_of
-from megatfm.models.steps import Pass, Step, Steps
+from megatfm.models.stack import Stack, StackInputs, sequence_metadata
+from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 from megatfm.objectives import OBJECTIVES, Causal
 
 
@@ -20,20 +20,22 @@ class Looped(nn.Module):
         self.config = config
         self.decoder = Stack(config, "decoder")
         self.head = Head(config, self.decoder.embedding.tied_table(config))
-        embedding, *blocks, norm = self.decoder.steps("decoder", Reads(self.layout))
+        embedding, *blocks, norm = self.decoder.steps("decoder", StackInputs(self.sequence))
         again = [replace(step, name=f"again.{step.name}") for step in blocks]
-        head = Step("head", self.run_head, uses=("head",), reads=("hidden",))
-        self.steps = Steps([embedding, *blocks, *again, norm, head])
+        head = ModelStep("head", self.run_head, uses=("head",), reads=("hidden",))
+        self.steps = ModelSteps([embedding, *blocks, *again, norm, head])
 
     def forward(self, tokens=None, **inputs):
-        batch = Pass({"tokens": tokens, **inputs})
+        batch = ForwardPass({"tokens": tokens, **inputs})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
 
-    def layout(self, batch):
+    def sequence(self, batch):
         known = batch.get("positions"), batch.get("documents")
-        return batch.once("layout", lambda: layout_of(batch["tokens"], *known, keys_B=batch.get("keys")))
+        return batch.once(
+            "sequence", lambda: sequence_metadata(batch["tokens"], *known, rng_keys_B=batch.get("keys"))
+        )
 
     def run_head(self, batch):
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")

@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megatfm.checkpoint import Box
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.interface import MOMENTS, PRECISIONS, MemoryNeeds
+from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.losses import LossSums, to_device
 from megatfm.engines.module_state import ModuleState
-from megatfm.engines.norms import LayerNorms
 from megatfm.engines.prepare import draw_initial, make_optimizers, materialise
 from megatfm.engines.registry import ENGINES
 from megatfm.engines.state import TrainedState
@@ -38,12 +38,12 @@ class DdpEngine:
         materialise(self.model, self.precision, self.device)
         self.parameters = dict(self.model.named_parameters())
         self.blocks = {
-            name: Box(p.detach(), self.layout[name].shape, self.layout[name].box[0])
+            name: Box(p.detach(), self.layout[name].shape, self.layout[name].region[0])
             for name, p in self.parameters.items()
         }
         draw_initial(self.model, self.layout, self.blocks, train.seed)
         self.distinct = DistinctBlocks(self.layout, self.mesh, self.device, sharded=False)
-        self.norms = LayerNorms(self.model, self.layout, self.mesh, self.distinct, compiled=False)
+        self.norms = LayerStatistics(self.model, self.layout, self.mesh, self.distinct, compiled=False)
         self.modules = ModuleState(self.model, self.layout, self.mesh)
         optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
         self.state = TrainedState({**self.blocks, **self.modules.boxes}, optimizers)
@@ -95,7 +95,7 @@ class DdpEngine:
         self.model.zero_grad()
         self.modules.forget()
 
-    def layer_norms(self):
+    def layer_statistics(self):
         return self.norms.measure({name: box.tensor for name, box in self.blocks.items()}, self.gradients())
 
     def weights(self):

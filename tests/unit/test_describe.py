@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatfm.commands.describe import add_arguments, main
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
-from megatfm.describe import add_arguments, describe, main
+from megatfm.describe import describe
 from megatfm.describe.flops import row
 from megatfm.describe.text import lines
 from megatfm.engines.optimizers import TorchOptimizer

@@ -1,5 +1,6 @@
 """What the pages say is true: commands parse, configs load, links lead somewhere, and the examples run."""
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
@@ -304,3 +305,27 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
         found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split(".") if name else []:
             found = getattr(found, part)
+
+
+def defined_names() -> set[str]:
+    """Every class, function and alias of a type in the package, by its own name."""
+    found: set[str] = set()
+    for path in (ROOT / "megatfm").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found |= {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+    return found
+
+
+def glossary_terms(text: str) -> list[str]:
+    """The code in the first two columns of the glossary's tables: what the package is said to have."""
+    rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
+    return [name for row in rows for cell in row for name in re.findall(r"`([A-Z]\w+)`", cell)]
+
+
+def test_the_glossary_s_names_are_there() -> None:
+    terms = glossary_terms((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert len(terms) > 20
+    assert not set(terms) - defined_names()
+    assert glossary_terms("| `Judge`, plan | as `Verdict` says | `DeviceMesh` |") == ["Judge", "Verdict"]
+    assert not {"Judge", "Verdict"} & defined_names()

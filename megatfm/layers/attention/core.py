@@ -9,7 +9,7 @@ from megatfm.config import ModelConfig, ScaledAttention, expect
 from megatfm.layers.attention.patterns import Pattern, Seen
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Case, Variant, choose
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
@@ -18,7 +18,7 @@ log = logging.getLogger("megatfm")
 
 
 class Core(nn.Module):
-    """softmax(q kᵀ · scale + bias) v over what the pattern and the layout let each query see."""
+    """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see."""
 
     plan = (("dropout", "keys of own part"),)
 
@@ -40,17 +40,17 @@ class Core(nn.Module):
         q_BNTH: Tensor,
         k_BKSH: Tensor,
         v_BKSH: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
     ) -> Tensor:
         """[B, N, T, H]; bias broadcasts to [B, N, T, S]."""
         n_heads = q_BNTH.shape[1]
-        keys = self.dropout.head_keys(layout, n_heads)
-        seen = Seen(self.pattern, layout, self.dropout.part * n_heads, n_heads)
-        case = Case.of(q_BNTH, k_BKSH, seen, self.variant, drops=keys is not None)
+        rng_keys = self.dropout.head_rng_keys(sequence, n_heads)
+        seen = Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+        case = Case.of(q_BNTH, k_BKSH, seen, self.variant, drops=rng_keys is not None)
         kernel = choose(case)
         tell(kernel.name, self.shown, case.plain, case.device, case.dtype)
-        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, keys)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too

@@ -12,7 +12,7 @@ from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
@@ -47,7 +47,7 @@ class DisentangledAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
@@ -56,7 +56,7 @@ class DisentangledAttention(nn.Module):
         table_RD = bias
         q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         q_position, k_position = (self._heads(w(table_RD)) for w in (self.wq_position, self.wk_position))
-        heads_BNTH = self.core(q, k, v, q_position, k_position, layout)
+        heads_BNTH = self.core(q, k, v, q_position, k_position, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class DisentangledCore(nn.Module):
         v_BNSH: Tensor,
         q_NRH: Tensor,
         k_NRH: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
     ) -> Tensor:
         """[B, N, T, H]."""
         q_BNTH = q_BNTH * self.scale
-        distances_TS = -layout.distances()  # query − key
+        distances_TS = -sequence.distances()  # query − key
         of_keys, of_queries = (
             self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
         )
@@ -92,5 +92,5 @@ class DisentangledCore(nn.Module):
         position_to_content = ((k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)).gather(-1, of_queries)
         scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
         scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
-        keys = self.dropout.head_keys(layout, q_BNTH.shape[1])
-        return probabilities(scores_BNTS, layout.mask(self.pattern), self.dropout.rate, keys) @ v_BNSH
+        rng_keys = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        return probabilities(scores_BNTS, sequence.mask(self.pattern), self.dropout.rate, rng_keys) @ v_BNSH

@@ -11,7 +11,7 @@ from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.position.disentangled_buckets import log_buckets
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, D model width, N heads, H head width, R buckets of relative positions
 
@@ -42,7 +42,7 @@ class DisentangledSharedAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
@@ -50,7 +50,7 @@ class DisentangledSharedAttention(nn.Module):
         """[B, T, D]; `bias` is the table [R, D] of relative positions."""
         q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         q_position, k_position = (self._heads(w(bias)) for w in (self.wq, self.wk))
-        heads_BNTH = self.core(q, k, v, q_position, k_position, layout)
+        heads_BNTH = self.core(q, k, v, q_position, k_position, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

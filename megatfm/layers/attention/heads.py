@@ -11,7 +11,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import POSITIONS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
@@ -46,7 +46,7 @@ class HeadsAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
@@ -56,12 +56,12 @@ class HeadsAttention(nn.Module):
         if memory_BSD is None:
             k_BKSH, v_BKSH = self.k_norm(self._heads(self.wk(x_BTD))), self._heads(self.wv(x_BTD))
             if self.position is not None:
-                q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, layout)
+                q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
                 k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH)
         else:
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
-        heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, layout, bias)
+        heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import Rope
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
 # C width of a latent
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
@@ -83,12 +83,12 @@ class LatentAttention(nn.Module):
             self._heads(self.wk(latent_BTC), self.head_dim),
             self._heads(self.wv(latent_BTC), self.v_dim),
         )
-        q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], layout)
+        q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], sequence)
         k_rope_BNTR = k_rope_B1TR.expand(-1, k_BNTH.shape[1], -1, -1)
         q_BNTH, k_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1), torch.cat((k_BNTH, k_rope_BNTR), -1)
         if cache is not None:
             k_BNTH, v_BNTV = cache.extend(k_BNTH, v_BNTV)
-        return self.wo(self.core(q_BNTH, k_BNTH, v_BNTV, layout, bias).transpose(1, 2).flatten(2))
+        return self.wo(self.core(q_BNTH, k_BNTH, v_BNTV, sequence, bias).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, width: int) -> Tensor:
         return x.unflatten(-1, (-1, width)).transpose(1, 2)

@@ -8,4 +8,4 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.registry import Registry
 
 ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, Pattern], nn.Module]] = Registry("attention")
-"""Called with x [B, T, D], layout, bias, memory, cache; see `heads.py`."""
+"""Called with x [B, T, D], sequence, bias, memory, cache; see `heads.py`."""

@@ -15,7 +15,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
@@ -25,20 +25,20 @@ from megatfm.ops.attention import probabilities
 class Stream:
     """Where the queries of a stream stand, and what each of them may see of the row.
 
-    layout: of the queries, for dropout. mask [B, 1, Q, S]: true where a query may look; None: everywhere.
+    sequence: of the queries, for dropout. mask [B, 1, Q, S]: true where a query may look; None: everywhere.
     distances [B, 1, Q, S]: the row of the table of relative positions, for query − key. segments [B, 1, Q, S]: 0
     where query and key are in the same segment, else 1.
     """
 
-    layout: SequenceLayout
+    sequence: SequenceMetadata
     mask: Tensor | None
     distances: Tensor
     segments: Tensor
 
     def at_layer(self, depth: int, skip_rate: float) -> Self:
         """The same with one layer's random keys."""
-        layout = self.layout.at_layer(depth, skip_rate)
-        return type(self)(layout, self.mask, self.distances, self.segments)
+        sequence = self.sequence.at_layer(depth, skip_rate)
+        return type(self)(sequence, self.mask, self.distances, self.segments)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class TwoStreamAttention(nn.Module):
         )
         scores_BNQS = content @ seen.keys.transpose(-1, -2) + by_distance_BNQR.gather(-1, distances)
         scores_BNQS = scores_BNQS + by_segment_BNQ2.gather(-1, segments)
-        keys = self.dropout.head_keys(stream.layout, q_BNQH.shape[1])
-        shares_BNQS = probabilities(scores_BNQS, stream.mask, self.dropout.rate, keys)
+        rng_keys = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
+        shares_BNQS = probabilities(scores_BNQS, stream.mask, self.dropout.rate, rng_keys)
         return self.wo((shares_BNQS @ seen.values).transpose(1, 2).flatten(2))
 
     def _heads(self, projection: nn.Module, x: Tensor) -> Tensor:

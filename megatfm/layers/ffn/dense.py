@@ -8,7 +8,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.ffn.registry import FFNS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 
 @FFNS.register("dense")
@@ -32,9 +32,9 @@ class FFN(nn.Module):
         self.dropout = Dropout(config.ffn.dropout, "ffn inner")
         self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=bias)
 
-    def forward(self, x_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if self.w_gate is None:
             inner_BTF = self.activation(self.w_up(x_BTD))
         else:
             inner_BTF = self.activation(self.w_gate(x_BTD)) * self.w_up(x_BTD)
-        return self.w_down(self.dropout(inner_BTF, layout))
+        return self.w_down(self.dropout(inner_BTF, sequence))

@@ -7,4 +7,4 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.registry import Registry
 
 FFNS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry("feed-forward network")
-"""Called with x [B, T, D] and layout; see `dense.py`."""
+"""Called with x [B, T, D] and sequence; see `dense.py`."""

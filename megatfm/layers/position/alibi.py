@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.initial import Values
 
 # N heads, T queries, S keys
@@ -31,9 +31,9 @@ class Alibi(nn.Module):
         self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
         self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
 
-    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[1, N, T, S]."""
-        return -self.slopes[:, None, None] * layout.distances().abs()[None, None]
+        return -self.slopes[:, None, None] * sequence.distances().abs()[None, None]
 
 
 ALIBI = POSITIONS.register("alibi")(Position(bias=Alibi))

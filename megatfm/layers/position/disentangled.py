@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.table import Table
 
 # R relative positions (twice the farthest distance), D model width
@@ -21,7 +21,7 @@ class RelativeTable(nn.Module):
         rows = 2 * expect(config.position, DisentangledPositionConfig, "model.position").max_distance
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
 
-    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D]."""
         return self.table.weight
 

@@ -8,7 +8,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.table import Table
 
 # R buckets of both directions, D model width
@@ -46,7 +46,7 @@ class BucketTable(nn.Module):
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)
 
-    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D]."""
         return self.norm(self.table.weight)
 

@@ -8,7 +8,7 @@ from megatfm.config import LearnedPositionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, D embedding width
 
@@ -25,15 +25,15 @@ class LearnedPositions(nn.Module):
         self.initial = {"weight": initial("position", rows, config.embedding_width)}
         self.roles = {"weight": "embedding"}
 
-    def forward(self, layout: SequenceLayout) -> Tensor:
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
         """[B, T, D]. Raises UsageError where a row could be longer than the table."""
-        length = layout.past + layout.positions.shape[1]
-        if length > self.limit and layout.documents is None:
+        length = sequence.past + sequence.positions.shape[1]
+        if length > self.limit and sequence.documents is None:
             raise UsageError(
                 f"a sequence of {length} tokens, but model.position.max_positions = {self.limit}: shorten it, or train "
                 "more positions"
             )
-        return F.embedding(layout.positions + self.offset, self.weight)
+        return F.embedding(sequence.positions + self.offset, self.weight)
 
 
 LEARNED = POSITIONS.register("learned")(Position(embedding=LearnedPositions))

@@ -16,9 +16,9 @@ Make = Callable[[ModelConfig, Initialiser], nn.Module]
 class Position:
     """Makes the modules of an encoding; what it does not do is None.
 
-    embedding: made once a stack, (layout) → [B or 1, T, D], added to the embeddings.
-    heads: made in every self-attention, (q, k, layout) → (q, k).
-    bias: made once a stack and shared by its layers, (layout, causal) → [1, N, T, S], added to the scores.
+    embedding: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
+    heads: made in every self-attention, (q, k, sequence) → (q, k).
+    bias: made once a stack and shared by its layers, (sequence, causal) → [1, N, T, S], added to the scores.
     core: made in every self-attention in place of the plain core; see `layers.attention`.
     """
 

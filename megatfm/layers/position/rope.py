@@ -9,7 +9,7 @@ from megatfm.config import ModelConfig, RopeConfig, RopeScaling, expect
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies, rotary_table, rotate
 
 # B batch, N query heads, K key-value heads, T tokens, H head width
@@ -24,13 +24,13 @@ class Rope(nn.Module):
         self.width, self.theta, self.scaling = width or config.head_width, options.theta, options.scaling
         self.key = f"rope {self.width} {self.theta} {self.scaling}"
 
-    def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-        cos, sin = layout.once(self.key, lambda: self._table(layout))
+    def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
+        cos, sin = sequence.once(self.key, lambda: self._table(sequence))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
-    def _table(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    def _table(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         angles, factor = scaled_frequencies(self.width, self.theta, self.scaling)
-        cos, sin = rotary_table(layout.positions, angles)
+        cos, sin = rotary_table(sequence.positions, angles)
         return cos * factor, sin * factor
 
 

@@ -9,7 +9,7 @@ from megatfm.config import ModelConfig, ScaledAttention, ShawConfig, expect
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
 
 if TYPE_CHECKING:  # patterns live with attention, which reads positions
@@ -42,22 +42,22 @@ class ShawCore(nn.Module):
         q_BNTH: Tensor,
         k_BKSH: Tensor,
         v_BKSH: Tensor,
-        layout: SequenceLayout,
+        sequence: SequenceMetadata,
         bias: Tensor | None = None,
     ) -> Tensor:
         if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
             k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
-        distances_TS = layout.distances().clamp(-self.farthest, self.farthest) + self.farthest
+        distances_TS = sequence.distances().clamp(-self.farthest, self.farthest) + self.farthest
         q_BNTH = q_BNTH * self.scale
         index_BNTS = distances_TS.expand(*q_BNTH.shape[:2], *distances_TS.shape)
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
-        mask_B1TS = layout.mask(self.pattern)
+        mask_B1TS = sequence.mask(self.pattern)
         if mask_B1TS is None and self.pattern.plain == "causal":
-            mask_B1TS = (layout.distances() <= 0)[None, None]
-        keys_BNT = self.dropout.head_keys(layout, q_BNTH.shape[1])
-        probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, keys_BNT)
+            mask_B1TS = (sequence.distances() <= 0)[None, None]
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
         zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
         by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)
         return probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values

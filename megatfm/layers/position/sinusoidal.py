@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies
 
 # B batch, T tokens, D embedding width
@@ -19,9 +19,9 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.width = config.embedding_width
 
-    def forward(self, layout: SequenceLayout) -> Tensor:
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
         """[B, T, D] in float32, or in float64 where that is torch's default."""
-        positions_BT1 = layout.positions[..., None].double()
+        positions_BT1 = sequence.positions[..., None].double()
         angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0).to(
             positions_BT1.device
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 # N heads, T queries, S keys, R buckets
 
@@ -47,9 +47,9 @@ class RelativeBias(nn.Module):
         self.initial = {"weight": initial("relative", self.n_buckets, config.attention.n_heads)}
         self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
-    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[1, N, T, S]."""
-        bucket_TS = buckets(layout.distances(), self.n_buckets, self.farthest, causal=causal)
+        bucket_TS = buckets(sequence.distances(), self.n_buckets, self.farthest, causal=causal)
         return F.embedding(bucket_TS, self.weight).permute(2, 0, 1)[None]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.rotary import frequencies
 
 # R relative positions (all that a row of T tokens has, 2T − 1), D model width
@@ -19,9 +19,9 @@ class SinusoidTable(nn.Module):
         super().__init__()
         self.width = config.d_model
 
-    def forward(self, layout: SequenceLayout, causal: bool) -> Tensor:
+    def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D] in float64."""
-        farthest, device = layout.positions.shape[1] - 1, layout.positions.device
+        farthest, device = sequence.positions.shape[1] - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
         angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0).to(device)
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]

@@ -6,7 +6,7 @@ from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import Stack
 from megatfm.layers.norm import make_norm
 from megatfm.layers.residual.registry import RESIDUALS, Branch
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 
 @RESIDUALS.register("pre")
@@ -22,5 +22,5 @@ class PreNorm(nn.Module):
     def before(self, x_BTD: Tensor) -> Tensor:
         return self.norm(x_BTD)
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
-        return x_BTD + self.branch(y_BTD, layout)
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x_BTD + self.branch(y_BTD, sequence)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
 from megatfm.layers.initialisation import Stack
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
 
@@ -18,7 +18,7 @@ class Residual(Protocol):
     def before(self, x_BTD: Tensor) -> Tensor:
         """What the sublayer gets."""
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         """The residual stream after the sublayer has given y."""
 
 
@@ -36,5 +36,5 @@ class Branch(nn.Module):
         self.dropout = Dropout(config.dropout, place)
         self.drop_path = DropPath(place)
 
-    def forward(self, y_BTD: Tensor, layout: SequenceLayout) -> Tensor:
-        return self.drop_path(self.dropout(y_BTD, layout), layout)
+    def forward(self, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return self.drop_path(self.dropout(y_BTD, sequence), sequence)

@@ -17,7 +17,7 @@ def fused(
     seen: Visible,
     bias_BNTS: Tensor | None,
     variant: Variant,
-    keys_BNT: Tensor | None,
+    rng_keys_BNT: Tensor | None,
 ) -> Tensor:
     """As `attention_reference`, without soft cap and dropped probabilities; causal only where T = S."""
     causal, mask = seen.plain == "causal", seen.mask()

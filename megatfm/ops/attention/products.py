@@ -31,7 +31,7 @@ def attention_reference(
     seen: Visible = ALL,
     bias_BNTS: Tensor | None = None,
     variant: Variant = Variant(),
-    keys_BNT: Tensor | None = None,
+    rng_keys_BNT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
 
@@ -50,15 +50,15 @@ def attention_reference(
     if seen.plain == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    return probabilities(scores_BNTS, mask, variant.dropout, keys_BNT) @ v_BKSV
+    return probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT) @ v_BKSV
 
 
 def probabilities(
-    scores_BNTS: Tensor, mask_B1TS: Tensor | None, rate: float = 0.0, keys_BNT: Tensor | None = None
+    scores_BNTS: Tensor, mask_B1TS: Tensor | None, rate: float = 0.0, rng_keys_BNT: Tensor | None = None
 ) -> Tensor:
     """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten."""
     if mask_B1TS is not None:
         # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
         scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, torch.finfo(scores_BNTS.dtype).min)
     probabilities_BNTS = scores_BNTS.softmax(-1)
-    return probabilities_BNTS if keys_BNT is None else dropout(probabilities_BNTS, rate, keys_BNT)
+    return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)

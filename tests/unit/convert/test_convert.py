@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megatfm
 from megatfm import checkpoint
+from megatfm.commands.convert import add_arguments, main, size
 from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
-from megatfm.convert.command import add_arguments, main, size
 from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 

@@ -14,19 +14,19 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
+from megatfm.commands.generate import search
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.command import search
 from megatfm.generate.load import load
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
 from megatfm.train.build import build_engine
-from megatfm.train.init import load_weights
+from megatfm.train.init_from import load_weights
 from tests.parity.oracle import perturb
 from tests.unit.convert.test_convert import fresh
 from tests.workers import Workers

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data import Loader, Mixture, Order, PackedRows, Phase, Rows, Stage, Steps
+from megatfm.data import BatchSchedule, Loader, Mixture, Order, PackedRows, Phase, Rows, Stage
 from megatfm.data.workers import Workers, _exit_code, serve
 from megatfm.errors import MegatfmError
 
@@ -102,7 +102,7 @@ def test_killed_a_hundred_times_it_goes_on_exactly(
 ) -> None:
     """Each time after a random number of steps, and on another number of ranks and workers; with warm-ups."""
     rows: Rows = request.getfixturevalue(of)
-    warmup = Steps(BATCH, (Stage(20, 24, 4), Stage(30, 48, 2)))
+    warmup = BatchSchedule(BATCH, (Stage(20, 24, 4), Stage(30, 48, 2)))
     draw = np.random.default_rng(0)
     lives = draw.integers(0, 3, 100).tolist()
     whole = list(run(rows, sum(lives), global_batch=warmup))

@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Piece, Place
+from megatfm.data import IGNORED_TARGET, NO_DOCUMENT, Corpus, PackedRows, Piece, RowAddress
 from megatfm.data.order import order_of
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey, permutation
@@ -206,7 +206,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
         rows = PackedRows(corpus, causal, sequence_length=8, seed=9, streams=streams)
         for epoch in (0, 2):
             listed = [
-                Place(epoch, block, row)
+                RowAddress(epoch, block, row)
                 for block in permutation(5, 9, "blocks", epoch).tolist()
                 for row in permutation(counts[block], 9, "rows", epoch, block).tolist()
             ]

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from data_prep.documents import Document
 from data_prep.steps import RULES, language, make
 from data_prep.steps.repetition import _Runs
-from data_prep.steps.rule import Step
+from data_prep.steps.rule import DocumentStep
 from megatfm.config.prep_steps import StepConfig
 from megatfm.errors import UsageError
 
@@ -63,11 +63,11 @@ def same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def step(name: str, **settings: Any) -> Step:
+def step(name: str, **settings: Any) -> DocumentStep:
     return make(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def outcome(each: Step, text: str, url: str = "") -> tuple[str | None, str]:
+def outcome(each: DocumentStep, text: str, url: str = "") -> tuple[str | None, str]:
     """What is left of a text, and why nothing is."""
     result = each(Document("x", text, url))
     return (result.text if result else None), next(iter(each.counts.dropped), "")

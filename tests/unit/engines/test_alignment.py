@@ -12,12 +12,12 @@ from torch import Tensor
 from megatfm import checkpoint
 from megatfm.checkpoint import Box
 from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.ops.initial import draw
 from tests.alignment import lies_wrong, misaligned, only_torchs_memory
 from tests.parity.test_layouts import CAUSAL, MODEL, global_batch, make_engine, microbatches
-from tests.unit.engines.test_native import load_and_train, tensor_of, train_and_save
+from tests.unit.engines.native.test_native import load_and_train, tensor_of, train_and_save
 from tests.unit.engines.test_optimizers import OPTIMIZERS
 from tests.workers import Workers
 

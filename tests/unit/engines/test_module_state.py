@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective
-from megatfm.engines import NativeEngine
 from megatfm.engines.interface import Stateful
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 from megatfm.ops.initial import Constant
-from megatfm.train.integrity import compare_replicas
+from megatfm.train.guards.integrity import compare_replicas
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer

@@ -19,7 +19,8 @@ from megatfm.config import (
     ScheduleFreeConfig,
     SoapConfig,
 )
-from megatfm.engines import NativeEngine, OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.parity.test_layouts import (
@@ -32,7 +33,7 @@ from tests.parity.test_layouts import (
     one_device,
     one_device_gradients,
 )
-from tests.unit.engines.test_native import load_and_train, steps, tensor_of, train_and_save
+from tests.unit.engines.native.test_native import load_and_train, steps, tensor_of, train_and_save
 from tests.workers import Workers
 
 SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import fully_sharded
+from megatfm.engines.native import fully_sharded
 from megatfm.models import build
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.parity.test_pipelines import make_engine as make_pipeline

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm.engines.native.engine import NativeEngine
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_layouts import CAUSAL, global_batch, microbatches
 from tests.unit.engines.test_optimizers import OPTIMIZERS

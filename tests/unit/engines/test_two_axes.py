@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
-from megatfm.engines import NativeEngine, OptimizerGroup, Sharing
+from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import initialise
 from megatfm.ops.initial import Normal
@@ -23,7 +25,7 @@ from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.parallel.styles import STYLES, Own, Ranks, Style
-from megatfm.train.integrity import compare_replicas
+from megatfm.train.guards.integrity import compare_replicas
 from tests.workers import Workers
 
 EXPERT_AXIS = "dp_replicate"
@@ -184,7 +186,7 @@ def compare(world: int, folder: Path) -> None:
         for name, gradient in gradients.items():
             error = (gradient - part(engine, name, expected[name])).norm()
             assert error <= 1e-9 * max(expected[name].norm(), floor), (layout, name, float(error))
-        found = engine.layer_norms()["stack.layers.0"]
+        found = engine.layer_statistics()["stack.layers.0"]
         for kind, tensors in (("weight", dict(model.named_parameters())), ("gradient", expected)):
             whole = torch.cat(
                 [t.detach().flatten() for n, t in tensors.items() if n.startswith("stack.layers.0.")]

@@ -8,22 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.engines.whole_tensor import WholeTensors, _share_out
-from megatfm.parallel.layout import Box
+from megatfm.parallel.layout import Region
 from tests.workers import Workers
 
 SHAPES = {"rows": (7, 3), "grid": (4, 6), "replicated": (5, 2), "short": (1, 3), "largest": (9, 9)}
 
 
-def boxes(ranks: int) -> dict[str, list[Box]]:
+def boxes(ranks: int) -> dict[str, list[Region]]:
     """Each tensor's box on every rank: uneven rows, a grid, replicas, empty blocks."""
 
-    def rows(n: int, width: int) -> list[Box]:
+    def rows(n: int, width: int) -> list[Region]:
         """As FSDP2 cuts them: ceil(n / ranks) each, the last ones shorter or empty."""
         step = -(-n // ranks)
         starts = [min(n, rank * step) for rank in range(ranks)]
         return [((start, 0), (min(step, n - start), width)) for start in starts]
 
-    grid: dict[int, list[Box]] = {
+    grid: dict[int, list[Region]] = {
         1: [((0, 0), (4, 6))],
         3: [((0, 2 * rank), (4, 2)) for rank in range(3)],
         4: [((2 * (rank // 2), 3 * (rank % 2)), (2, 3)) for rank in range(4)],
@@ -37,7 +37,7 @@ def boxes(ranks: int) -> dict[str, list[Box]]:
     }
 
 
-def cut(tensor: Tensor, box: Box) -> Tensor:
+def cut(tensor: Tensor, box: Region) -> Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].clone()
 
 

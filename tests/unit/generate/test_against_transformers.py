@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.generate.beam import Penalty, beam_search, power, wu
+from megatfm.generate.beam import Penalty, beam_search, gnmt_penalty, power
 from megatfm.generate.decoding import Prompts
 from megatfm.generate.generate import generate
 from tests.parity.oracle import Pair, pair
@@ -111,7 +111,7 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
         )
 
 
-@pytest.mark.parametrize("penalty", [wu(0.6), wu(0.0), power(1.0), power(-1.0)])
+@pytest.mark.parametrize("penalty", [gnmt_penalty(0.6), gnmt_penalty(0.0), power(1.0), power(-1.0)])
 def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
     config = ModelConfig.of(**{**MODELS["llama"][1], "vocab_size": 5})
@@ -138,8 +138,8 @@ def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
 
 
 def test_the_penalties() -> None:
-    assert wu(0.6)(1) == 1.0
-    assert wu(1.0)(7) == 2.0
+    assert gnmt_penalty(0.6)(1) == 1.0
+    assert gnmt_penalty(1.0)(7) == 2.0
     assert power(0.5)(9) == 3.0
 
 

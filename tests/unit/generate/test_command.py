@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatfm.commands.generate import add_arguments, main
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.command import add_arguments, main
 from megatfm.generate.generate import generate
 from megatfm.generate.load import load
 

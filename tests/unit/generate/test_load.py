@@ -46,7 +46,7 @@ def test_weights_of_any_precision_become_float32(
 
 
 def test_importing_megatfm_needs_no_torch() -> None:
-    code = "import sys, megatfm, megatfm.generate.command as c; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatfm, megatfm.commands.generate as c; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.agent import torchrun, verdict
+from launchers.agent import exit_code_of, torchrun
 
 ROOT = Path(__file__).parents[3]
 STEP = {
@@ -128,9 +128,9 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(
 
 
 def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) -> None:
-    assert verdict(1, tmp_path) == 1
+    assert exit_code_of(1, tmp_path) == 1
     (tmp_path / "0").write_text("75")
-    assert verdict(1, tmp_path) == 75
+    assert exit_code_of(1, tmp_path) == 75
     (tmp_path / "1").write_text("2")
-    assert verdict(1, tmp_path) == 1
-    assert verdict(0, tmp_path) == 0
+    assert exit_code_of(1, tmp_path) == 1
+    assert exit_code_of(0, tmp_path) == 0

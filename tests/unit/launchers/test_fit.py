@@ -7,7 +7,7 @@ from megatfm.config import load_config
 from megatfm.data import check_batch
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.train.fit import fit
+from megatfm.train.guards.elastic import fit_layout
 
 LAYOUTS = [
     [],
@@ -41,7 +41,7 @@ def test_and_what_an_elastic_run_would(layout: list[str]) -> None:
     fits = []
     for processes in range(1, 33):
         try:
-            fit(config, processes)
+            fit_layout(config, processes)
             fits.append(processes)
         except UsageError:
             pass

@@ -14,7 +14,7 @@ from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.position.disentangled_buckets import log_buckets
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 K, T, D, N = 3, 9, 12, 2
@@ -118,8 +118,8 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     )
     weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
-    layout = SequenceLayout(torch.arange(T).expand(2, T), torch.tensor(documents))
-    ours = attention(x, layout, table)
+    sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
+    ours = attention(x, sequence, table)
     wanted = torch.stack(
         [by_pairs(attention, row, table, where, rows) for row, where in zip(x, documents, strict=True)]
     )

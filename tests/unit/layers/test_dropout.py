@@ -10,15 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout, DropPath
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 ROWS, T, D = 64, 50, 96
 
 
-def layout_of(keys: Tensor | None, length: int = T) -> SequenceLayout:
+def layout_of(keys: Tensor | None, length: int = T) -> SequenceMetadata:
     rows = 1 if keys is None else len(keys)
-    return SequenceLayout(torch.arange(length).expand(rows, length), keys=keys)
+    return SequenceMetadata(torch.arange(length).expand(rows, length), rng_keys=keys)
 
 
 def keys(n: int = ROWS, seed: int = 0) -> Tensor:
@@ -42,11 +42,11 @@ def test_rate_and_scale(rate: float) -> None:
 
 
 def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> None:
-    x, layout = torch.ones(ROWS, T, D), layout_of(keys())
-    first = Dropout(0.3, "here")(x, layout) == 0
+    x, sequence = torch.ones(ROWS, T, D), layout_of(keys())
+    first = Dropout(0.3, "here")(x, sequence) == 0
     others = {
-        "another place": Dropout(0.3, "there")(x, layout) == 0,
-        "another layer": Dropout(0.3, "here")(x, layout.at_layer(0)) == 0,
+        "another place": Dropout(0.3, "there")(x, sequence) == 0,
+        "another layer": Dropout(0.3, "here")(x, sequence.at_layer(0)) == 0,
         "other rows": first.roll(1, 0),
         "other tokens": first.roll(1, 1),
         "the next channel": first.roll(1, 2),
@@ -55,7 +55,7 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
     }
     for what, other in others.items():
         assert near(float((first & other).double().mean()), 0.09, first.numel()), what
-    layers = [Dropout(0.3, "here")(x, layout.at_layer(depth)) == 0 for depth in range(3)]
+    layers = [Dropout(0.3, "here")(x, sequence.at_layer(depth)) == 0 for depth in range(3)]
     assert near(float((layers[1] & layers[2]).double().mean()), 0.09, first.numel())
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import Embedding
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 SMALL = {
@@ -26,7 +26,7 @@ SMALL = {
 }
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
 SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
-LAYOUT = SequenceLayout(torch.arange(7).expand(2, 7))
+LAYOUT = SequenceMetadata(torch.arange(7).expand(2, 7))
 
 
 def moved(module: torch.nn.Module) -> torch.nn.Module:
@@ -75,11 +75,11 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
     config = ModelConfig.of(**SMALL, dropout=0.5, **{"embedding.dim": 5, "embedding.norm": True})
     embedding = moved(Embedding(config, "encoder"))
     keys = torch.tensor([5, 6])
-    layout = SequenceLayout(torch.arange(7).expand(2, 7), keys=keys)
+    sequence = SequenceMetadata(torch.arange(7).expand(2, 7), rng_keys=keys)
     seen: list[Tensor] = []
     embedding.projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    embedding(TOKENS, layout)
-    embedding.eval()(TOKENS, layout)
+    embedding(TOKENS, sequence)
+    embedding.eval()(TOKENS, sequence)
     dropped, whole = seen
     assert 0.2 < float((dropped == 0).double().mean()) < 0.8
     torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * whole), rtol=1e-12, atol=0)
@@ -88,15 +88,15 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
 def test_packed_documents_count_from_their_own_start() -> None:
     embedding = moved(Embedding(ModelConfig.of(**SMALL), "encoder"))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
-    layout = SequenceLayout(positions, torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2))
-    second = embedding(TOKENS[:, 3:], SequenceLayout(torch.arange(4).expand(2, 4)))
-    assert torch.equal(embedding(TOKENS, layout)[:, 3:], second)
+    sequence = SequenceMetadata(positions, torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2))
+    second = embedding(TOKENS[:, 3:], SequenceMetadata(torch.arange(4).expand(2, 4)))
+    assert torch.equal(embedding(TOKENS, sequence)[:, 3:], second)
 
 
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
     embedding = Embedding(ModelConfig.of(**SMALL), "encoder")
     with pytest.raises(UsageError, match=r"a sequence of 10 tokens, but model\.position\.max_positions = 9"):
-        embedding(torch.zeros(1, 10, dtype=torch.int64), SequenceLayout(torch.arange(10)[None]))
+        embedding(torch.zeros(1, 10, dtype=torch.int64), SequenceMetadata(torch.arange(10)[None]))
 
 
 def test_a_shared_block_gets_the_sum_of_its_uses_gradients() -> None:

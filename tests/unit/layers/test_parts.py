@@ -8,7 +8,7 @@ from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.ffn import FFN
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import NORMS
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -33,10 +33,10 @@ def test_swiglu() -> None:
 def test_gated_ffn() -> None:
     config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6})
     ffn = FFN(config, initialiser(config)).double()
-    layout = SequenceLayout(torch.arange(3).expand(2, 3))
+    sequence = SequenceMetadata(torch.arange(3).expand(2, 3))
     for seed, parameter in enumerate(ffn.parameters()):
         parameter.data = draw(*parameter.shape, seed=seed)
     x = draw(2, 3, 4, seed=9)
     gate, up = x @ ffn.w_gate.weight.T, x @ ffn.w_up.weight.T
     wanted = (gate * gate.sigmoid() * up) @ ffn.w_down.weight.T
-    torch.testing.assert_close(ffn(x, layout), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ffn(x, sequence), wanted, rtol=1e-12, atol=1e-12)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.layers.attention import core
 from megatfm.layers.attention.patterns import PATTERNS, Full, Memory, Pattern, Seen, Span
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 T = 13
@@ -70,9 +70,9 @@ def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head
     return seen
 
 
-def dense(pattern: Pattern, layout: SequenceLayout) -> Tensor:
+def dense(pattern: Pattern, sequence: SequenceMetadata) -> Tensor:
     """[B, N, T, T], whatever form the pattern gives it."""
-    seen = Seen(pattern, layout, 0, N)
+    seen = Seen(pattern, sequence, 0, N)
     mask = seen.mask()
     if mask is None:
         mask = torch.ones(T, T, dtype=torch.bool)
@@ -82,31 +82,31 @@ def dense(pattern: Pattern, layout: SequenceLayout) -> Tensor:
     return mask.expand(2, N, T, T)
 
 
-def layouts() -> Iterator[tuple[SequenceLayout, Tensor | None, Tensor | None]]:
+def layouts() -> Iterator[tuple[SequenceMetadata, Tensor | None, Tensor | None]]:
     positions = torch.arange(T).expand(2, T)
     prefix = (torch.arange(T) < 2) | (torch.arange(T) == 6)
     for documents in (None, DOCUMENTS):
-        yield SequenceLayout(positions, documents), documents, None
+        yield SequenceMetadata(positions, documents), documents, None
         opened = prefix.expand(2, T)
-        yield SequenceLayout(positions, documents, prefix=opened), documents, opened
+        yield SequenceMetadata(positions, documents, prefix=opened), documents, opened
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_masks_say_what_the_pattern_says(pattern: Pattern) -> None:
-    for layout, documents, prefix in layouts():
+    for sequence, documents, prefix in layouts():
         wanted = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
-        assert torch.equal(dense(pattern, layout), wanted)
+        assert torch.equal(dense(pattern, sequence), wanted)
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) -> None:
-    for layout, *_ in layouts():
-        table = Seen(pattern, layout, 0, N).blocks(size).expand(2, N, -(-T // size), -(-T // size))
+    for sequence, *_ in layouts():
+        table = Seen(pattern, sequence, 0, N).blocks(size).expand(2, N, -(-T // size), -(-T // size))
         spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
-        mask = dense(pattern, layout)
+        mask = dense(pattern, sequence)
         assert (spread | ~mask).all()
-        if size == 1 and layout.opened is None:
+        if size == 1 and sequence.opened is None:
             assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
 
 
@@ -114,8 +114,8 @@ def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) ->
 def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
     past = 4
     for documents in (None, DOCUMENTS):
-        whole = dense(pattern, SequenceLayout(torch.arange(T).expand(2, T), documents))
-        rest = SequenceLayout(
+        whole = dense(pattern, SequenceMetadata(torch.arange(T).expand(2, T), documents))
+        rest = SequenceMetadata(
             torch.arange(past, T).expand(2, -1),
             None if documents is None else documents[:, past:],
             past=past,
@@ -137,8 +137,8 @@ def test_pairs_are_counted(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
-    layout = SequenceLayout(torch.arange(T).expand(2, T), DOCUMENTS)
-    whole, second = Seen(Chunks(2), layout, 0, 2).mask(), Seen(Chunks(2), layout, 1, 1).mask()
+    sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
+    whole, second = Seen(Chunks(2), sequence, 0, 2).mask(), Seen(Chunks(2), sequence, 1, 1).mask()
     assert whole is not None
     assert second is not None
     assert torch.equal(whole[:, 1:], second)
@@ -146,13 +146,13 @@ def test_heads_of_a_part_are_those_of_the_whole() -> None:
 
 
 def test_a_memory_is_seen_by_document() -> None:
-    memory = SequenceLayout(torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 1], [2, 1, -1]]))
-    layout = SequenceLayout(torch.arange(T).expand(2, T), DOCUMENTS, memory=memory)
-    mask = layout.mask(Memory())
+    memory = SequenceMetadata(torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 1], [2, 1, -1]]))
+    sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS, memory=memory)
+    mask = sequence.mask(Memory())
     assert memory.documents is not None
     assert mask is not None
     assert torch.equal(mask[:, 0], DOCUMENTS[:, :, None] == memory.documents[:, None, :])
-    assert torch.equal(Seen(Memory(), layout).blocks(1)[:, 0], mask[:, 0])
+    assert torch.equal(Seen(Memory(), sequence).blocks(1)[:, 0], mask[:, 0])
 
 
 def test_the_kernel_of_a_kind_is_logged_once(

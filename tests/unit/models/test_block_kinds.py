@@ -6,7 +6,7 @@ import torch
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.plugins import plugin
 
@@ -38,7 +38,7 @@ def test_each_block_is_as_its_kind_says() -> None:
     for depth, block in enumerate(blocks):
         alone = build(config.at(depth).changed({"n_layers": 1})).double().decoder.layers["0"]
         alone.load_state_dict(block.state_dict())
-        x = alone(x, SequenceLayout(torch.arange(6).expand(2, 6)))
+        x = alone(x, SequenceMetadata(torch.arange(6).expand(2, 6)))
     torch.testing.assert_close(model(tokens).hidden, model.decoder.norm(x))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import megatfm
 from megatfm.config import ParallelConfig
 from megatfm.layers import linear
-from megatfm.train.integrity import forward_backward
+from megatfm.train.guards.integrity import forward_backward
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
@@ -37,6 +37,6 @@ def way() -> list[str]:
 
 def test_the_way_is_short(workers: Workers) -> None:
     (found,) = workers.run(way, 1)
-    assert found[0] == "train/integrity.py forward_backward"
+    assert found[0] == "train/guards/integrity.py forward_backward"
     assert found[-1] == "layers/linear.py forward"
     assert len(found) <= HOPS, found

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatfm.layers.attention.patterns import Full, Seen
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import CAUSAL, Case, Variant, Visible, attention_reference, choose, kernels
 
 B, N, T, H = 2, 6, 11, 4
@@ -43,7 +43,7 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
-    seen = Seen(EARLIER, SequenceLayout(positions, past=past))
+    seen = Seen(EARLIER, SequenceMetadata(positions, past=past))
     assert (seen.plain == "causal") == (past == 0)
     torch.testing.assert_close(function(q, k, v, seen), one_query_at_a_time(q, k, v, past))
 
@@ -51,7 +51,7 @@ def test_against_loops(function, kv_heads: int, past: int) -> None:  # type: ign
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
-    seen = Seen(EARLIER, SequenceLayout(torch.arange(T).expand(B, T), documents))
+    seen = Seen(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
@@ -64,7 +64,7 @@ def test_gradients_against_the_reference(masked: bool) -> None:
 def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
-    seen = Seen(EARLIER, SequenceLayout(torch.arange(T).expand(B, T), documents))
+    seen = Seen(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     packed = function(q, k, v, seen)
     for b in range(B):
         for document in documents[b].unique():
@@ -85,6 +85,6 @@ def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_layers_share_is_made_once() -> None:
     made = []
-    layout = SequenceLayout(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
+    layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.once("x", lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
     assert layout.mask(EARLIER) is layout.mask(Full(causal=True))

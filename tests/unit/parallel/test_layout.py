@@ -28,7 +28,7 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
     whole = torch.arange(6 * 12).view(6, 12)
     seen = torch.zeros_like(whole)
     for part in range(3):
-        offsets, sizes = cut((6, 12), dim, part, 3).box
+        offsets, sizes = cut((6, 12), dim, part, 3).region
         seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
@@ -39,8 +39,8 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
 
 
 def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
-    assert Placement("w", (6, 12)).box == ((0, 0), (6, 12))
-    assert Placement("b", ()).box == ((), ())
+    assert Placement("w", (6, 12)).region == ((0, 0), (6, 12))
+    assert Placement("b", ()).region == ((), ())
     second_column = cut((6, 12), 1, 1, 2)
     assert second_column.inside((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
     last_row = cut((6, 12), 0, 2, 3)
@@ -58,7 +58,7 @@ def test_a_dim_that_does_not_divide() -> None:
 
 
 def test_parts_of_unlike_size() -> None:
-    rows = [cut((10, 2), 0, part, 4, uneven=True).box for part in range(4)]
+    rows = [cut((10, 2), 0, part, 4, uneven=True).region for part in range(4)]
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
         UsageError,
@@ -221,7 +221,7 @@ def lay_decoder(
 def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
     ranks = workers.run(lay_decoder, 2, 10, sequence_parallel)
     for rank, (layout, shapes, table) in enumerate(ranks):
-        assert shapes == {name: placement.box[1] for name, placement in layout.items()}
+        assert shapes == {name: placement.region[1] for name, placement in layout.items()}
         cuts = {name: p.cuts for name, p in layout.items() if p.cuts}
         found = {name: (cut.dim, cut.part) for name, (cut,) in cuts.items() if cut.axis == "tp"}
         assert found == {
@@ -259,7 +259,8 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
 
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
     boxes = [
-        layout["decoder.embedding.tokens.weight"].box for layout, *_ in workers.run(lay_decoder, 2, 31, True)
+        layout["decoder.embedding.tokens.weight"].region
+        for layout, *_ in workers.run(lay_decoder, 2, 31, True)
     ]
     assert boxes == [((0, 0), (16, 8)), ((16, 0), (15, 8))]
 

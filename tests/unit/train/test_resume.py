@@ -12,7 +12,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.train import resume
-from megatfm.train.run import Run
+from megatfm.train.record.run_directory import RunDirectory
 from tests.workers import Workers
 
 PATH = Path("runs/a/checkpoints/step-00000005")
@@ -63,7 +63,7 @@ def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
 
 
 def test_the_same_run_goes_on() -> None:
-    assert resume.check(resume.Found(PATH, state()), state(), []) == []
+    assert resume.check(resume.ResumePoint(PATH, state()), state(), []) == []
 
 
 CHANGES = {
@@ -77,7 +77,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("group", CHANGES)
 def test_a_change_is_refused_with_a_diff_and_can_be_allowed(group: str) -> None:
-    found = resume.Found(PATH, state())
+    found = resume.ResumePoint(PATH, state())
     now = state(CHANGES[group])
     with pytest.raises(UsageError) as caught:
         resume.check(found, now, [])
@@ -98,11 +98,11 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
     with pytest.raises(
         UsageError, match=r"optimizer\.name = 'adamw', with which 'lion' can't go on.*init_from"
     ):
-        resume.check(resume.Found(PATH, state()), now, ["optimizer"])
+        resume.check(resume.ResumePoint(PATH, state()), now, ["optimizer"])
 
 
 def test_the_diff_says_what_was_and_what_is() -> None:
-    found = resume.Found(PATH, state())
+    found = resume.ResumePoint(PATH, state())
     assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
     with pytest.raises(
         UsageError, match=r"d_ff is model\.ffn\.d_ff now\): .* train\.init_from=.*step-00000005$"
     ):
-        resume.check(resume.Found(PATH, before), state(), ["model"])
+        resume.check(resume.ResumePoint(PATH, before), state(), ["model"])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> N
     ],
 )
 def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> None:
-    found, now = resume.Found(PATH, state()), state(**facts)
+    found, now = resume.ResumePoint(PATH, state()), state(**facts)
     with pytest.raises(UsageError, match=rf"resume\.allow={group}$"):
         resume.check(found, now, [])
     assert len(resume.check(found, now, [group])) == 1
@@ -132,7 +132,7 @@ def test_other_data_and_another_tokenizer(facts: dict[str, Any], group: str) -> 
 def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
     now = state(change(CHANGES["seed"], "model.ffn.d_ff", 32), tokenizer="u")
     with pytest.raises(UsageError, match=r"train\.seed: 0 → 1.*resume\.allow=model,seed,tokenizer$"):
-        resume.check(resume.Found(PATH, state()), now, ["model"])
+        resume.check(resume.ResumePoint(PATH, state()), now, ["model"])
 
 
 @pytest.mark.parametrize(
@@ -147,20 +147,20 @@ def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
     ],
 )
 def test_what_changes_nothing_may_change(values: dict[str, Any]) -> None:
-    assert resume.check(resume.Found(PATH, state()), state(values), []) == []
+    assert resume.check(resume.ResumePoint(PATH, state()), state(values), []) == []
 
 
 def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
     now = state(data__position=99, data__epoch=3, megatfm="9.9", later__fact=1)
-    assert resume.check(resume.Found(PATH, state()), now, []) == []
-    assert resume.check(resume.Found(PATH, now), state(), []) == []
+    assert resume.check(resume.ResumePoint(PATH, state()), now, []) == []
+    assert resume.check(resume.ResumePoint(PATH, now), state(), []) == []
 
 
 def test_a_fact_that_an_older_checkpoint_lacks_is_a_difference() -> None:
     older = state()
     del older["config"]["optimizer"]["clip"]
     with pytest.raises(UsageError, match=r"optimizer\.clip: None → 1\.0"):
-        resume.check(resume.Found(PATH, older), state(), [])
+        resume.check(resume.ResumePoint(PATH, older), state(), [])
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -215,7 +215,7 @@ def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
 def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> None:
     values = change(change(VALUES, "checkpoint.local", local), "checkpoint.local_every", 5)
     with pytest.raises(UsageError, match=r"checkpoint\.local = '.*' is .* here: give an absolute path"):
-        resume.meet_nodes(Config.model_validate(values), Run(tmp_path, 0))
+        resume.meet_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
 
 
 def test_a_node_local_folder_is_named_once_per_run_directory(
@@ -226,7 +226,7 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     config = Config.model_validate(values)
     for name in "ab":
         (tmp_path / name).mkdir()
-    first, again, other = (resume.meet_nodes(config, Run(tmp_path / name, 0)) for name in "aab")
+    first, again, other = (resume.meet_nodes(config, RunDirectory(tmp_path / name, 0)) for name in "aab")
     assert first is not None
     assert first.folder.parent == tmp_path / "disk"
     assert again == first
@@ -234,8 +234,8 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
     for planted in (b"../../elsewhere", b"\x80\x04}.", b""):
         (tmp_path / "a" / resume.LOCAL_ID).write_bytes(planted)
         with pytest.raises(MegatfmError, match=r"a/local-id: can't be read, or is damaged: remove it"):
-            resume.meet_nodes(config, Run(tmp_path / "a", 0))
-    assert resume.meet_nodes(Config.model_validate(VALUES), Run(tmp_path / "a", 0)) is None
+            resume.meet_nodes(config, RunDirectory(tmp_path / "a", 0))
+    assert resume.meet_nodes(Config.model_validate(VALUES), RunDirectory(tmp_path / "a", 0)) is None
 
 
 def test_another_kind_of_machine_is_told_and_goes_on() -> None:
@@ -244,13 +244,13 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
         "of_rank": [0, 0],
     }
     before, now = state(machines=there), state()
-    assert resume.check(resume.Found(PATH, before), now, []) == []
-    (line,) = resume.elsewhere(resume.Found(PATH, before), HERE)
+    assert resume.check(resume.ResumePoint(PATH, before), now, []) == []
+    (line,) = resume.elsewhere(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
     assert "goes on, but not to the bit" in line
-    assert resume.elsewhere(resume.Found(PATH, now), HERE) == []
+    assert resume.elsewhere(resume.ResumePoint(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
-    assert resume.elsewhere(resume.Found(PATH, before), HERE) == []
+    assert resume.elsewhere(resume.ResumePoint(PATH, before), HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
     with pytest.raises(
         MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"
     ):
-        resume.Found(PATH, change(state(), key, value))
+        resume.ResumePoint(PATH, change(state(), key, value))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from megatfm.commands.verify import add_arguments, main
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import ranks
-from megatfm.verify.command import add_arguments, main
 from megatfm.verify.traffic import Flow
-from megatfm.verify.verify import Verdict, verify
+from megatfm.verify.verify import Comparison, verify
 
 CONFIG = {
     "name": "small",
@@ -31,9 +31,9 @@ CONFIG = {
 PLUGIN = """
 import multiprocessing, os, time
 from dataclasses import replace
-import megatfm.engines.fully_sharded as fully_sharded
-import megatfm.engines.native as native
-import megatfm.engines.pipelined as pipelined
+import megatfm.engines.native.fully_sharded as fully_sharded
+import megatfm.engines.native.engine as native
+import megatfm.engines.native.pipelined as pipelined
 import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
@@ -111,9 +111,9 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Comparison]:
     """What the command's calls of `verify` return."""
-    seen: list[Verdict] = []
+    seen: list[Comparison] = []
     monkeypatch.setattr(
         "megatfm.verify.verify.verify", lambda config: seen.append(verify(config)) or seen[-1]
     )
@@ -121,22 +121,22 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
 
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "model.embedding.tied=false", "--all") == 0
-    [verdict] = verdicts
+    [comparison] = comparisons
     printed = capsys.readouterr().out
     assert "model.n_layers 6 → 2" in printed
-    assert all(one.name in printed for one in verdict.gradients)
-    assert len(verdict.gradients) == 21
+    assert all(one.name in printed for one in comparison.gradients)
+    assert len(comparison.gradients) == 21
     assert "Same computation" in printed
     # Korthikanti et al. 2022: 8bsh(t−1)/t elements per layer and micro-batch, and one pair each way at both ends.
-    model = verdict.config.model
+    model = comparison.config.model
     residual = (
         2 * 24 * model.d_model * 8 // 2
     )  # bytes that a ring of two sends of one float64 residual stream
     half = 2 * (4 * model.n_layers + 2) * residual // 1
-    flows = {flow.collective: flow for flow in verdict.flows if flow.axis == "tp"}
+    flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "tp"}
     assert flows["all_gather"] == Flow("tp", "all_gather", 2 * (4 * model.n_layers + 2), half)
     assert flows["reduce_scatter"].sent_bytes == half
 
@@ -145,16 +145,20 @@ def test_without_sequence_parallelism(tmp_path: Path) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "parallel.sequence_parallel=false") == 0
 
 
-def test_sharded_data_parallelism_moves_its_gradients_once(tmp_path: Path, verdicts: list[Verdict]) -> None:
+def test_sharded_data_parallelism_moves_its_gradients_once(
+    tmp_path: Path, comparisons: list[Comparison]
+) -> None:
     assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
-    [verdict] = verdicts
-    parameters = sum(one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in verdict.gradients)
-    flows = {flow.collective: flow for flow in verdict.flows if flow.axis == "dp_shard"}
+    [comparison] = comparisons
+    parameters = sum(
+        one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in comparison.gradients
+    )
+    flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "dp_shard"}
     assert flows["reduce_scatter"].sent_bytes == parameters * 8 // 2
 
 
 def test_pipelines_are_the_same_and_send_what_they_should(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run_command(
@@ -162,36 +166,36 @@ def test_pipelines_are_the_same_and_send_what_they_should(
         )
         == 0
     )
-    [verdict] = verdicts
+    [comparison] = comparisons
     printed = capsys.readouterr().out
     assert "one step under pp 2 (zbv) × dp_replicate 1 × dp_shard 1 × tp 2 against" in printed
-    assert verdict.config.model.n_layers == 4
+    assert comparison.config.model.n_layers == 4
     # Each rank is before one boundary and after another; three micro-batches of two rows.
-    sent = 2 * 6 * 24 * verdict.config.model.d_model * 8 // 2
-    assert [flow for flow in verdict.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
-    assert verdict.expected["pp", "send"] == (6, sent)
-    assert {axis for axis, _ in verdict.expected} == {"pp", "tp"}
-    assert [(flow.axis, flow.collective) for flow in verdict.flows] == sorted(verdict.expected)
+    sent = 2 * 6 * 24 * comparison.config.model.d_model * 8 // 2
+    assert [flow for flow in comparison.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
+    assert comparison.expected["pp", "send"] == (6, sent)
+    assert {axis for axis, _ in comparison.expected} == {"pp", "tp"}
+    assert [(flow.axis, flow.collective) for flow in comparison.flows] == sorted(comparison.expected)
 
 
 def test_an_axis_without_a_closed_form_says_why(
-    tmp_path: Path, verdicts: list[Verdict], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, comparisons: list[Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, "parallel.tp=2", "train.recompute=1 kB") == 0
-    [verdict] = verdicts
-    assert verdict.expected == {}
+    [comparison] = comparisons
+    assert comparison.expected == {}
     assert (
         "No traffic expected over tp: train.recompute = '1 kB': what blocks keep is"
         in capsys.readouterr().out
     )
 
 
-def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, verdicts, capsys) -> None:
+def test_a_pipeline_s_needless_transfers_are_found(tmp_path: Path, plant, comparisons, capsys) -> None:
     assert run_command(tmp_path, plant("needless_transfer"), "parallel.pp=2") == 1
     assert "rank 0, send over pp: " in capsys.readouterr().out
 
 
-def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant, verdicts, capsys) -> None:
+def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant, comparisons, capsys) -> None:
     layout = ["parallel.tp=2", "train.recompute=full", "model.embedding.tied=false"]
     assert run_command(tmp_path, plant("needless_sum"), *layout) == 1
     assert "rank 0, all_reduce over tp: " in capsys.readouterr().out
@@ -205,25 +209,27 @@ def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant,
         ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "decoder.layers."),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path: Path, plant, verdicts, capsys, fault, overrides, named) -> None:
+def test_a_planted_fault_is_found(
+    tmp_path: Path, plant, comparisons, capsys, fault, overrides, named
+) -> None:
     assert run_command(tmp_path, plant(fault), *overrides) == 1
-    [verdict] = verdicts
-    worst = verdict.gradients[0]
+    [comparison] = comparisons
+    worst = comparison.gradients[0]
     assert named in worst.name
     assert worst.error > 1e-3
     assert f"the worst is {worst.name}" in capsys.readouterr().out
     if fault == "norm_row_not_partial":
-        assert {one.name for one in verdict.gradients if one.is_wrong} == {
-            one.name for one in verdict.gradients if "norm" in one.name
+        assert {one.name for one in comparison.gradients if one.is_wrong} == {
+            one.name for one in comparison.gradients if "norm" in one.name
         }
 
 
 def test_needless_traffic_is_found_though_gradients_are_right(
-    tmp_path: Path, plant, verdicts, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plant, comparisons, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(tmp_path, plant("needless_reduction"), "parallel.dp_shard=2") == 1
-    [verdict] = verdicts
-    assert not verdict.wrong
+    [comparison] = comparisons
+    assert not comparison.wrong
     assert "DIFFERENT TRAFFIC" in (printed := capsys.readouterr().out)
     assert "rank 0, reduce_scatter over dp_shard" in printed
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatfm.layers.sequence import SequenceLayout
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Plain
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
@@ -81,69 +81,69 @@ class Pattern:
             seen += int(found.expand(1, n_heads, len(queries), length).sum())
         return seen / n_heads
 
-    def is_plain(self, layout: SequenceLayout) -> bool:
-        """Whether `plain` says all of it for a layout."""
-        alone = layout.document_numbers(of_memory=self.of_memory) is None
+    def is_plain(self, sequence: SequenceMetadata) -> bool:
+        """Whether `plain` says all of it for a sequence."""
+        alone = sequence.document_numbers(of_memory=self.of_memory) is None
         return alone and (
-            self.plain == "all" or (self.plain == "causal" and layout.opened is None and not layout.past)
+            self.plain == "all" or (self.plain == "causal" and sequence.opened is None and not sequence.past)
         )
 
-    def mask(self, layout: SequenceLayout, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
+    def mask(self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query looks; None where `plain` says the same.
 
-        `layout.mask(pattern)` makes it once for all layers.
+        `sequence.mask(pattern)` makes it once for all layers.
         """
-        if self.is_plain(layout):
+        if self.is_plain(sequence):
             return None
-        same_B1TS = layout.same_document(of_memory=self.of_memory)
+        same_B1TS = sequence.same_document(of_memory=self.of_memory)
         if self.plain == "all":
             return same_B1TS
-        q, k = self._places(layout)
+        q, k = self._places(sequence)
         seen = self.sees(q[:, None, :, None], k[:, None, None, :], _heads(first_head, n_heads, q.device))
-        if layout.opened is not None:
-            seen = seen | layout.opened[:, None, None, :]
+        if sequence.opened is not None:
+            seen = seen | sequence.opened[:, None, None, :]
         return seen if same_B1TS is None else same_B1TS & seen
 
-    def table(self, layout: SequenceLayout, size: int, first_head: int = 0, n_heads: int = 1) -> Tensor:
+    def table(self, sequence: SequenceMetadata, size: int, first_head: int = 0, n_heads: int = 1) -> Tensor:
         """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block."""
-        q, k = self._places(layout)
+        q, k = self._places(sequence)
         heads = _heads(first_head, n_heads, q.device)
         seen = self.blocks(_span(q, size, -1), _span(k, size, -2), heads)
-        if layout.opened is not None:
-            seen = seen | _span(layout.opened.long(), size, -2).last.bool()
-        numbers = layout.document_numbers(of_memory=self.of_memory)
+        if sequence.opened is not None:
+            seen = seen | _span(sequence.opened.long(), size, -2).last.bool()
+        numbers = sequence.document_numbers(of_memory=self.of_memory)
         if numbers is not None:
             of_q, of_k = _span(numbers[0], size, -1), _span(numbers[1], size, -2)
             seen = seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
         return seen
 
-    def _places(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    def _places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
-        if self.of_memory and layout.memory is not None:
-            return layout.indices[None], layout.memory.indices[None]
-        if self.is_relative or layout.document_numbers() is None:
-            return layout.indices[None], layout.key_indices[None]
-        return layout.document_places()
+        if self.of_memory and sequence.memory is not None:
+            return sequence.indices[None], sequence.memory.indices[None]
+        if self.is_relative or sequence.document_numbers() is None:
+            return sequence.indices[None], sequence.key_indices[None]
+        return sequence.document_places()
 
 
 class Seen:
-    """A pattern over a layout, for heads from `first_head` on, as kernels ask for it (`ops.attention.Visible`)."""
+    """A pattern over a sequence, for heads from `first_head` on, as kernels ask for it (`ops.attention.Visible`)."""
 
     def __init__(
-        self, pattern: Pattern, layout: SequenceLayout, first_head: int = 0, n_heads: int = 1
+        self, pattern: Pattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
     ) -> None:
-        self._pattern, self._layout = pattern, layout
+        self._pattern, self._sequence = pattern, sequence
         self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
 
     @property
     def plain(self) -> Plain | None:
-        return self._pattern.plain if self._pattern.is_plain(self._layout) else None
+        return self._pattern.plain if self._pattern.is_plain(self._sequence) else None
 
     def mask(self) -> Tensor | None:
-        return self._layout.mask(self._pattern, *self._heads)
+        return self._sequence.mask(self._pattern, *self._heads)
 
     def blocks(self, size: int) -> Tensor:
-        return self._pattern.table(self._layout, size, *self._heads)
+        return self._pattern.table(self._sequence, size, *self._heads)
 
 
 def _heads(first: int, n: int, device: torch.device) -> Tensor:

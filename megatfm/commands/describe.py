@@ -1,0 +1,21 @@
+"""`megatfm describe CONFIG`: parts, exact parameter counts, FLOPs and state, before anything is allocated."""
+
+import argparse
+
+from megatfm.config import load_config
+from megatfm.describe import describe, lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and its overrides."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.n_layers=8")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the description."""
+    for label, text in lines(describe(load_config(args.config, args.overrides))):
+        print(f"{label:<16}  {text}".rstrip())
+    return 0

@@ -1,0 +1,116 @@
+"""`megatfm verify CONFIG [parallel.tp=2 …]`: is this layout the same computation as one process?"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatfm.verify.verify import Comparison, Difference
+
+SHOWN = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, its overrides, and how much to show."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
+    parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the comparison; 0 if everything agrees, 1 if anything differs."""
+    from megatfm.config import load_config
+
+    config = load_config(args.config, args.overrides)  # before torch: a mistake in it shouldn't wait
+
+    from rich.console import Console
+
+    from megatfm.verify.verify import verify
+
+    comparison = verify(config)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_heading(comparison), markup=False)
+    shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
+    console.print(_gradients(comparison, len(shown)))
+    console.print(_traffic(comparison))
+    for axis, reason in comparison.unpredicted.items():
+        console.print(f"No traffic expected over {axis}: {reason}.", markup=False)
+    console.print(_conclusion(comparison), markup=False)
+    return 1 if comparison.wrong or comparison.misses else 0
+
+
+def _heading(comparison: "Comparison") -> str:
+    parallel = comparison.config.parallel
+    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
+    layout = " × ".join(f"{axis} {size}" for axis, size in axes.items())
+    if parallel.pp > 1:
+        layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        layout += " without sequence parallelism"
+    if parallel.dp_shard > 1:
+        layout += f", ZeRO {parallel.zero}"
+    shrunk = "\n".join(f"  {change}" for change in comparison.shrunk)
+    return (
+        f"{comparison.config.name}: one step under {layout} against plain autograd on one process, in float64\n"
+        f"Changed for this test:\n{shrunk}"
+    )
+
+
+def _gradients(comparison: "Comparison", shown: int) -> "Table":
+    from rich.table import Table
+
+    rest = len(comparison.gradients) - shown
+    table = Table()
+    for heading in ("gradient of", "shape", "norm", "error"):
+        table.add_column(heading, justify="left" if heading == "gradient of" else "right", no_wrap=True)
+
+    def add(one: "Difference") -> None:
+        shape = "×".join(map(str, one.shape))
+        table.add_row(
+            one.name, shape, f"{one.norm:.4g}", f"{one.error:.1e}", style="bold red" if one.is_wrong else None
+        )
+
+    for one in comparison.gradients[:shown]:
+        add(one)
+    if rest:
+        table.add_row(f"… {rest} more, none worse (--all)")
+    table.add_section()
+    add(comparison.grad_norm)
+    add(comparison.loss)
+    return table
+
+
+def _traffic(comparison: "Comparison") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
+    for heading in ("axis", "collective", "calls", "bytes sent", "expected"):
+        table.add_column(heading, justify="left" if heading in ("axis", "collective") else "right")
+    counted = {(flow.axis, flow.collective): flow for flow in comparison.flows}
+    for key in sorted(counted.keys() | comparison.expected.keys()):
+        flow, (_, wanted) = counted.get(key), comparison.expected.get(key, (0, 0))
+        sent, known = flow.sent_bytes if flow else 0, key[0] not in comparison.unpredicted
+        row = *key, f"{flow.calls if flow else 0:,}", f"{sent:,}", f"{wanted:,}" if known else "–"
+        table.add_row(*row, style="bold red" if known and sent != wanted else None)
+    return table
+
+
+def _conclusion(comparison: "Comparison") -> str:
+    from megatfm.verify.verify import BOUND
+
+    everything = len(comparison.gradients)
+    if not comparison.wrong and comparison.misses:
+        more = f" (and {len(comparison.misses) - 1} more)" if len(comparison.misses) > 1 else ""
+        same = f"loss, norm and {everything} gradients agree within {BOUND:g}"
+        return f"DIFFERENT TRAFFIC: {same}, but {comparison.misses[0]}{more}"
+    if not comparison.wrong:
+        return f"Same computation: loss, norm and {everything} gradients agree within {BOUND:g}."
+    worst = max(comparison.wrong, key=lambda one: (one.error != one.error, one.error))
+    gradients = sum(one.is_wrong for one in comparison.gradients)
+    return (
+        f"DIFFERENT: {gradients} of {everything} gradients are off by more than {BOUND:g}; "
+        f"the worst is {worst.name}, by {worst.error:.1e}"
+    )

@@ -1,0 +1,76 @@
+"""How the data ranks share weights, gradients and optimizer state among themselves: ZeRO (Rajbhandari et al. 2020).
+
+| Stage | Cut over dp_shard | File |
+|---|---|---|
+| 0 | nothing | replicated.py |
+| 1 | optimizer state and the weights that it moves | replicated.py |
+| 2 | + gradients | fully_sharded.py |
+| 3 | + the weights that the model computes with | fully_sharded.py |
+
+dp_replicate always replicates what dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the
+last ones, so stages 1 to 3 hold the same boxes, and a checkpoint of any stage opens in any other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from megatfm.parallel.layout import Region
+
+Stages = Sequence[nn.Module]
+"""The parts of the model that this rank computes, each called by itself; their parameters have global names."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a layout asks for.
+
+    zero: the stage. accumulate: gradients of a step's micro-batches, "whole": each rank adds up whole ones, reduced
+    once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
+    """
+
+    zero: Literal[0, 1, 2, 3] = 3
+    accumulate: Literal["whole", "shards"] = "whole"
+
+
+class DataParallel(Protocol):
+    """One way to share. Every method is called by all data ranks together, in the same order."""
+
+    local: dict[str, Tensor]
+    """The blocks of the weights that the optimizer moves here, in the stored precision."""
+    boxes: dict[str, Region]
+    """Where they are in the global tensors."""
+    sharded: bool
+    """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
+
+    def begin(self, last: bool) -> None:
+        """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""
+
+    def begin_pipeline(self, keep_whole: bool) -> None:
+        """Instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced at its
+        end. keep_whole: weights must stay as they are between the parts of a backward pass."""
+
+    def reduce(self) -> None:
+        """After the last backward pass: sum gradients over the data axes, as far as it has not been done in it."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The blocks of the gradients that go with `local`; after `reduce`, complete over the data axes."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+
+    def weights_changed(self, frozen: bool = False) -> None:
+        """`local` was changed: the weights that the model computes with follow; with `frozen` those too that
+        no step moves."""
+
+
+def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of all stages, one that is tied or shared once, under its first name."""
+    seen: set[nn.Parameter] = set()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter

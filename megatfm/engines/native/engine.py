@@ -1,0 +1,226 @@
+"""The native engine: a model whose tensor-parallel plan has been laid, its weights shared over the data axes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.checkpoint import Box as StoredBox
+from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
+from megatfm.engines.interface import (
+    Arrays,
+    LossFunction,
+    MemoryNeeds,
+    OptimizerGroup,
+    StateDict,
+    Sums,
+)
+from megatfm.engines.layer_statistics import LayerStatistics
+from megatfm.engines.loss_scale import LossScale
+from megatfm.engines.losses import LossSums, to_device
+from megatfm.engines.module_state import ModuleState
+from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
+from megatfm.engines.native.fully_sharded import FullySharded
+from megatfm.engines.native.memory import memory_needed
+from megatfm.engines.native.passes import Passes, WholeModel
+from megatfm.engines.native.pipelined import StagePasses
+from megatfm.engines.native.replicated import Replicated
+from megatfm.engines.precision import PRECISIONS, Precision
+from megatfm.engines.prepare import draw_initial, make_optimizers
+from megatfm.engines.recompute import recompute
+from megatfm.engines.state import TrainedState
+from megatfm.engines.ties import Ties
+from megatfm.errors import MegatfmError
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
+from megatfm.parallel.pipeline_cut import Pipeline
+
+SHARDED = Sharing()
+
+
+class NativeEngine:
+    """Carries out forward, backward and optimizer steps.
+
+    model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
+    cut into stages, where `model` has only this rank's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ParameterLayout,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        optimizers: Sequence[OptimizerGroup],
+        sharing: Sharing = SHARDED,
+        pipeline: Pipeline | None = None,
+        recomputed: str = "none",
+        compile_blocks: bool = False,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
+        self.precision, self.sharing, self.pipeline = PRECISIONS[precision], sharing, pipeline
+        self.loss_scale = LossScale() if precision == "fp16" else None
+        recompute(model, blocks(model), recomputed, compiled=compile_blocks)
+        for block in blocks(model) if compile_blocks else ():
+            block.compile(fullgraph=True)
+        self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)
+        self.boxes, self.local = self.data.boxes, self.data.local
+        weights = {
+            name: StoredBox(block, layout[name].shape, self.boxes[name][0])
+            for name, block in self.local.items()
+        }
+        draw_initial(model, layout, weights, seed)
+        self.data.weights_changed(frozen=True)
+        self.optimizers = make_optimizers(optimizers, weights, mesh)
+        self.ties = Ties(pipeline, mesh)
+        self.module_state = ModuleState(model, layout, mesh, self.ties)
+        self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers)
+        self.distinct = DistinctBlocks(
+            layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
+        )
+        self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
+        self.passes: Passes = WholeModel(model)
+        if pipeline:
+            self.passes = StagePasses(
+                model, pipeline, mesh.group(PIPELINE), dtype=PRECISIONS[precision].computed, device=device
+            )
+
+    @property
+    def replicated_axes(self) -> Sequence[str]:
+        weights = {placement.data for placement in self.layout.values()}
+        state = {placement.data for placement in self.layout.state.values()}
+        copied = {axis for data in weights for axis in (data.copies if self.data.sharded else data.all)}
+        return in_order(copied | {axis for data in state for axis in data.all})
+
+    def forward_backward(
+        self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
+    ) -> Sums:
+        """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
+        self.model.train()
+        self.norms.watch(watch)
+        batches = [to_device(batch, self.device) for batch in microbatches]
+        losses = LossSums(objective, self.mesh, self.device)
+        losses.count(batches)
+
+        def weigh(terms: Mapping[str, Tensor]) -> Tensor:
+            return losses.weigh(terms) * (self.loss_scale.value if self.loss_scale else 1.0)
+
+        for terms in self.passes.step(batches, objective, weigh, self.data):
+            losses.add(terms)
+        self.data.reduce()
+        self._all_have_gradients()
+        self.ties.sum(self.gradients())
+        sum_partial(self.gradients(), self.layout, self.mesh)
+        if self.loss_scale and self.gradients():
+            torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
+        return losses.result()
+
+    def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
+        """See `Engine.step`. A step that is skipped, or whose norm is not finite, lowers float16's loss scale."""
+        gradients = self.gradients()
+        norm = self.distinct.norm(gradients, spoiled=skip)
+        if self.loss_scale:
+            self.loss_scale.update(bool(torch.isfinite(norm)))
+        if torch.isfinite(norm):
+            clip_gradients(gradients, norm, clip)
+            for optimizer in self.optimizers:
+                optimizer.step(gradients, lr)
+            self.module_state.update()
+            self.data.weights_changed()
+        self.zero_grad()
+        return float(norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
+        """The loss over batches, of which every rank must bring equally many."""
+        self.model.eval()
+        losses = LossSums(objective, self.mesh, self.device)
+        with self.state.averaged_weights(self.data.weights_changed):
+            for microbatch in batches:
+                batch = to_device(microbatch, self.device)
+                losses.add(self.passes.evaluate(batch, objective))
+                losses.count([batch])
+        return losses.result()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
+        return self.data.gradients()
+
+    def layer_statistics(self) -> dict[str, dict[str, float]]:
+        """After `forward_backward`: see LayerStatistics. A collective."""
+        return self.norms.measure(self.local, self.gradients())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and what modules observed."""
+        self.data.zero_grad()
+        self.module_state.forget()
+
+    def weights(self) -> Mapping[str, StoredBox]:
+        """This rank's blocks, in the stored precision, and the state of modules."""
+        return self.state.weights
+
+    def weights_changed(self) -> None:
+        """To be called after the weights were set from outside: whoever has copies of them looks again."""
+        self.state.refresh()
+        self.data.weights_changed(frozen=True)
+
+    def state_dict(self) -> StateDict:
+        """See `TrainedState`; and float16's loss scale."""
+        return {**self.state.state_dict(), **(self.loss_scale.state() if self.loss_scale else {})}
+
+    def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
+        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+        scale = self.loss_scale.state() if self.loss_scale else {}
+        held = {name: value for name, value in scale.items() if name in stored}
+        return {**self.state.empty_state_dict(stored), **held}
+
+    def load_state_dict(self, state: Mapping[str, StoredBox | Tensor]) -> None:
+        """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
+        self.state.load_state_dict(state)
+        if self.loss_scale:
+            self.loss_scale.load(state)
+        self.data.weights_changed(frozen=True)
+
+    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
+        """See memory.py."""
+        return memory_needed(
+            self.model,
+            self.state.weights.values(),
+            self.precision,
+            self.sharing,
+            self.mesh,
+            self.pipeline,
+            microbatches=microbatches,
+            block_input=block_input,
+        )
+
+    def process_groups(self) -> Mapping[str, str]:
+        """Those of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
+        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes)
+
+    def _all_have_gradients(self) -> None:
+        trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
+        if missing := sorted(trained - self.gradients().keys()):
+            raise MegatfmError(
+                f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
+                "out of [model], or take an objective that trains it"
+            )
+
+
+def share(
+    stages: Stages,
+    layout: ParameterLayout,
+    mesh: Mesh,
+    sharing: Sharing,
+    precision: Precision,
+    device: torch.device,
+) -> DataParallel:
+    """Lay the stages' parameters (on the meta device) out over the data axes; they come back in memory, not yet set."""
+    if sharing.zero <= 1:
+        return Replicated(stages, layout, mesh, zero=sharing.zero, precision=precision, device=device)
+    return FullySharded(stages, layout, mesh, sharing=sharing, precision=precision, device=device)

@@ -1,0 +1,147 @@
+"""ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
+from megatfm.engines.precision import Precision
+from megatfm.ops.aligned import all_aligned
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.layout import ParameterLayout, Region
+from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
+from megatfm.parallel.torch_stage import reduce_gradients
+
+
+class FullySharded:
+    """Stage 3 gathers a block's weights for its forward and again for its backward pass; stage 2 keeps them between."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        layout: ParameterLayout,
+        mesh: Mesh,
+        *,
+        sharing: Sharing,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self._stages, self._sharing = stages, sharing
+        self._left = False  # whether gradients are to be reduced after the last backward pass
+        self.sharded = True
+        for stage in stages:
+            stage.to(precision.stored)
+            _shard(stage, layout, mesh, precision, keeps=sharing.zero == 2)
+            stage.to_empty(device=device)
+        self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+        self._parameters = dict(named_parameters(stages))
+        self.boxes = {name: _box(layout, name, p) for name, p in self._parameters.items()}
+        self.local = {name: _local(p) for name, p in self._parameters.items()}
+
+    def begin(self, last: bool) -> None:
+        for stage in self._stages:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_gradient_sync(last or self._sharing.accumulate == "shards")
+            if self._sharing.zero == 2:
+                stage.set_reshard_after_backward(last)
+
+    def begin_pipeline(self, keep_whole: bool) -> None:
+        """With keep_whole, stage 3 keeps gathered weights until the end of the step: the second part of a backward
+        pass doesn't gather them again."""
+        self._left = True
+        for stage in self._stages:
+            assert isinstance(stage, FSDPModule)
+            stage.set_requires_gradient_sync(False)
+            stage.set_is_last_backward(False)
+            if keep_whole:
+                stage.set_reshard_after_forward(False)
+            stage.set_reshard_after_backward(not keep_whole and self._sharing.zero == 3)
+
+    def reduce(self) -> None:
+        """Nothing where it was done in the last backward pass, after which no other stage could have one; then what
+        FSDP2 left anywhere in its buffers is laid where memory begins."""
+        for stage in self._stages if self._left else ():
+            reduce_gradients(stage)
+        self._left = False
+        before = self.gradients()
+        for name, gradient in all_aligned(before).items():
+            whole = self._parameters[name].grad
+            if gradient is not before[name] and isinstance(whole, DTensor):
+                whole._local_tensor = gradient  # as FSDP2 itself sets it
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        for stage in self._stages:
+            stage.zero_grad(set_to_none=True)
+
+    def weights_changed(self, frozen: bool = False) -> None:
+        for module in self._modules:
+            module.reshard()  # what was gathered and kept would be the weights before these
+
+
+def _shard(
+    stage: nn.Module, layout: ParameterLayout, mesh: Mesh, precision: Precision, *, keeps: bool
+) -> None:
+    """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
+    (experts) each by itself."""
+    policy = (
+        MixedPrecisionPolicy(param_dtype=precision.computed, reduce_dtype=precision.stored)
+        if precision.is_mixed
+        else MixedPrecisionPolicy()
+    )
+    placements = {p: layout[name] for name, p in named_parameters([stage])}
+
+    def dim(parameter: nn.Parameter) -> Shard | None:
+        return Shard(placements[parameter].data_dim)
+
+    reshard = False if keeps else None  # None: all but the root, whose weights are needed again at once
+    for module, data in _alone(stage, layout):
+        fully_shard(
+            module,
+            mesh=mesh.sharding(data),
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=dim,
+        )
+    for module in (*blocks(stage), stage):
+        fully_shard(
+            module,
+            mesh=mesh.sharding(DENSE),
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=dim,
+        )
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global count, so gradients are to be summed, not averaged;
+            # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _alone(stage: nn.Module, layout: ParameterLayout) -> list[tuple[nn.Module, DataAxes]]:
+    """The modules whose own parameters have data axes other than the model's."""
+    found = {}
+    for name, _ in named_parameters([stage]):
+        if (data := layout[name].data) != DENSE:
+            found[name.rpartition(".")[0]] = data
+    return [(stage.get_submodule(path), data) for path, data in found.items()]
+
+
+def _box(layout: ParameterLayout, name: str, parameter: nn.Parameter) -> Region:
+    if not isinstance(parameter, DTensor):
+        return layout[name].region
+    sizes, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return layout[name].inside(tuple(offsets), tuple(sizes))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The block of a DTensor that lies here, sharing its storage."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,70 @@
+"""What a step of the native engine will at least take of a rank's memory, besides the weights that it holds already.
+
+| ZeRO | Gradients | Moments | Gathered weights |
+|---|---|---|---|
+| 0 | whole | whole | – |
+| 1 | whole | shard | – |
+| 2 | shard; whole where micro-batches add up | shard | whole |
+| 3 | likewise | shard | a block, and what lies in none; whole in pipelines that split their backward passes |
+
+"Whole" is what this rank's stages hold of the model, cut by tensor parallelism. Of activations only what every way to
+recompute keeps is counted: the input of each block, for as many micro-batches as a rank holds at a time.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatfm.checkpoint import Box
+from megatfm.engines.interface import MOMENTS, MemoryNeeds
+from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.precision import Precision
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, orders
+
+
+def memory_needed(
+    model: nn.Module,
+    weights: Iterable[Box],
+    precision: Precision,
+    sharing: Sharing,
+    mesh: Mesh,
+    pipeline: Pipeline | None,
+    *,
+    microbatches: int,
+    block_input: int,
+) -> MemoryNeeds:
+    """From what the engine has built. weights: this rank's blocks; block_input: bytes of a micro-batch's."""
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    whole, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    local = sum(box.tensor.nbytes for box in weights) * trained // max(whole, 1)
+    adds_up = pipeline is not None or (microbatches > 1 and sharing.accumulate == "whole")
+    splits = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
+    gathered = 0
+    if sharing.zero == 2 or (sharing.zero == 3 and splits):
+        gathered = whole * precision.computed.itemsize
+    elif sharing.zero == 3:
+        gathered = (whole - in_blocks + max(sizes, default=0)) * precision.computed.itemsize
+    if mesh.size(SHARD) == 1 and not precision.is_mixed:
+        gathered = 0  # the weights themselves
+    return MemoryNeeds(
+        gradients=trained * precision.stored.itemsize if sharing.zero < 2 or adds_up else local,
+        moments=MOMENTS * local,
+        gathered=gathered,
+        inputs=inputs_held(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
+    )
+
+
+def inputs_held(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
+    """Most inputs of blocks that a pipeline rank keeps at a time: of each micro-batch between its two passes."""
+    if pipeline is None:
+        return n_blocks
+    order = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)[rank]
+    now = most = 0
+    for action in order:
+        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most * n_blocks // len({action.stage for action in order})

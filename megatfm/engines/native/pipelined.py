@@ -1,0 +1,250 @@
+"""Forward and backward passes of a model that is cut into pipeline stages, in the order of a schedule.
+
+The orders are those of torch.distributed.pipelining; what carries them out is here, because its stages fix the shapes
+of all micro-batches at the first step, keep a buffer for each micro-batch of a step, give the losses of one stage only,
+and lose the gradients of weights that don't lie behind a stage's input (ELECTRA's discriminator, in the stage that
+also has the end of its generator) when the backward pass is split. See docs/design/index.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatfm.engines.interface import Batch, LossFunction
+from megatfm.engines.native.data_parallel import DataParallel
+from megatfm.engines.native.passes import Terms, Weigh
+from megatfm.engines.native.split_backward import Later, backward_of_inputs
+from megatfm.parallel.forward import replace_forward
+from megatfm.parallel.pipeline_cut import Field, Pipeline, Stage, StageOutput, activation_shape
+from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
+
+Carry = dict[str, Tensor]
+
+
+@dataclass
+class InFlight:
+    """A micro-batch between its forward and its backward pass through a stage."""
+
+    takes: Carry
+    gives: Carry
+    loss: Tensor | None
+    later: Later | None = None
+    through: Carry = field(default_factory=dict)
+    """Gradients of what the stage only handed on."""
+
+
+@dataclass
+class PendingReceive:
+    """What is being received for a pass."""
+
+    carry: Carry
+    works: list[dist.Work]
+
+    def wait(self) -> Carry:
+        for work in self.works:
+            work.wait()
+        return self.carry
+
+
+@dataclass
+class StepState:
+    """The state of one step. All of it goes as soon as it has been used."""
+
+    batches: Sequence[Batch]
+    objective: LossFunction
+    weigh: Weigh
+    passing: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Carry] = field(default_factory=dict)
+    """To be sent forward: what a stage gave."""
+    gradients: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
+    returns: dict[tuple[int, int], Carry] = field(default_factory=dict)
+    """To be sent backward: gradients of what a stage took."""
+    terms: list[Terms] = field(default_factory=list)
+    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+
+class StagePasses:
+    """Runs this rank's stages of a pipeline.
+
+    model: holds the modules of these stages alone; its forward becomes that of one stage, so that whatever is laid
+    around the model's forward stays there. dtype: of activations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        group: ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model, self._pipeline, self._group = model, pipeline, group
+        self._dtype, self._device = dtype, device
+        self._rank = dist.get_rank(group)
+        self._stages = {stage.index: stage for stage in pipeline.mine(self._rank)}
+        self.splits = pipeline.schedule in SPLITS_BACKWARD
+        self._plan = cache(self._planned)
+        replace_forward(model, self._forward)
+
+    def _planned(self, microbatches: int) -> list[Action]:
+        pipeline = self._pipeline
+        order_of = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)
+        return with_transfers(order_of, pipeline.rank_of)[self._rank]
+
+    def step(
+        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: DataParallel
+    ) -> list[Terms]:
+        data.begin_pipeline(keep_whole=self.splits)
+        step = StepState(batches, objective, weigh)
+        run = {
+            "F": self._run_forward, "B": self._run_backward, "I": self._run_backward_of_input, "W": self._run_later,
+            "send F": self._send_forward, "recv F": self._receive_forward,
+            "send B": self._send_backward, "recv B": self._receive_backward,
+        }  # fmt: skip
+        for action in self._plan(len(batches)):
+            step.sent = [(work, tensor) for work, tensor in step.sent if not work.is_completed()]
+            run[action.kind](step, self._stages[action.stage], action.microbatch)
+        for work, _ in step.sent:
+            work.wait()
+        return step.terms
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
+        """Forward through the stages one after another; ranks work at different micro-batches at a time, while each
+        has one stage."""
+        terms: Terms = {}
+        carry: Carry = {}
+        for index, stage in sorted(self._stages.items()):
+            if index and (index - 1) not in self._stages:
+                carry = self._receive(stage.takes, batch, index - 1).wait()
+            carry, found = self._call(stage, batch, carry, objective)
+            terms |= found
+            if index + 1 < len(self._pipeline.stages) and (index + 1) not in self._stages:
+                for work, _ in self._send(stage.gives, carry, index + 1):
+                    work.wait()
+        return terms
+
+    def _forward(
+        self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
+    ) -> tuple[Carry, dict[str, Tensor]]:
+        """Of the model, for one stage."""
+        done = stage.steps.start(inputs, carry)
+        gives = {name: done.carry[name] for name in stage.gives if name in stage.makes}
+        # FSDP2 puts its hooks on what a model returns, and warns where that is a view.
+        return {n: t if t._base is None else t.clone() for n, t in gives.items()}, done.losses
+
+    def _call(self, stage: Stage, batch: Batch, carry: Carry, objective: LossFunction) -> tuple[Carry, Terms]:
+        """A stage's pass as the objective's model."""
+        gives: Carry = {}
+
+        def model(**inputs: Tensor) -> Any:
+            made, losses = self._model(stage, inputs, carry)
+            gives.update({name: made[name] if name in made else carry[name] for name in stage.gives})
+            return StageOutput(losses)
+
+        return gives, objective(cast(nn.Module, model), batch)
+
+    def _run_forward(self, step: StepState, stage: Stage, i: int) -> None:
+        inbox = step.inputs.pop((stage.index, i), None)
+        takes = inbox.wait() if inbox else {}
+        for name in stage.returns:
+            takes[name].requires_grad_()
+        gives, terms = self._call(stage, step.batches[i], takes, step.objective)
+        loss = step.weigh(terms) if terms else None
+        step.terms.append({name: term.detach() for name, term in terms.items()})
+        step.passing[stage.index, i] = InFlight(takes, gives, loss)
+        if stage.index + 1 in self._stages:
+            step.inputs[stage.index + 1, i] = PendingReceive({n: t.detach() for n, t in gives.items()}, [])
+        elif stage.gives:
+            step.outputs[stage.index, i] = {name: tensor.detach() for name, tensor in gives.items()}
+
+    def _run_backward(self, step: StepState, stage: Stage, i: int) -> None:
+        passing = step.passing.pop((stage.index, i))
+        roots, gradients = self._roots(step, stage, i, passing)
+        if roots:  # none where all that lies so far down is frozen
+            torch.autograd.backward(roots, gradients)
+        self._hand_back(step, stage, i, passing)
+
+    def _run_backward_of_input(self, step: StepState, stage: Stage, i: int) -> None:
+        passing = step.passing[stage.index, i]
+        roots, gradients = self._roots(step, stage, i, passing)
+        inputs = [tensor for tensor in passing.takes.values() if tensor.requires_grad]
+        passing.later = backward_of_inputs(roots, gradients, inputs)
+        passing.gives, passing.loss = {}, None
+        self._hand_back(step, stage, i, passing)
+
+    def _run_later(self, step: StepState, stage: Stage, i: int) -> None:
+        later = step.passing.pop((stage.index, i)).later
+        assert later is not None
+        later()
+
+    def _roots(
+        self, step: StepState, stage: Stage, i: int, passing: InFlight
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs of a pass from which gradients flow back, and theirs."""
+        inbox = step.gradients.pop((stage.index, i), None)
+        received = inbox.wait() if inbox else {}
+        passing.through = {name: g for name, g in received.items() if name not in stage.makes}
+        found: list[tuple[Tensor, Tensor | None]] = [
+            (passing.gives[name], gradient) for name, gradient in received.items() if name in stage.makes
+        ]
+        if passing.loss is not None:
+            found.append((passing.loss, None))
+        found = [(root, gradient) for root, gradient in found if root.requires_grad]
+        return [root for root, _ in found], [gradient for _, gradient in found]
+
+    def _hand_back(self, step: StepState, stage: Stage, i: int, passing: InFlight) -> None:
+        """Gradients of what came in, to the stage before."""
+        back: Carry = {}
+        for name in sorted(stage.returns):
+            taken = passing.takes[name]
+            shares = [g for g in (taken.grad, passing.through.get(name)) if g is not None]
+            back[name] = sum(shares[1:], shares[0]) if shares else torch.zeros_like(taken)
+        passing.takes = {}
+        if stage.index - 1 in self._stages:
+            step.gradients[stage.index - 1, i] = PendingReceive(back, [])
+        elif stage.index:
+            step.returns[stage.index, i] = back
+
+    def _send_forward(self, step: StepState, stage: Stage, i: int) -> None:
+        step.sent += self._send(stage.gives, step.outputs.pop((stage.index, i)), stage.index + 1)
+
+    def _receive_forward(self, step: StepState, stage: Stage, i: int) -> None:
+        step.inputs[stage.index, i] = self._receive(stage.takes, step.batches[i], stage.index - 1)
+
+    def _send_backward(self, step: StepState, stage: Stage, i: int) -> None:
+        fields = {name: stage.takes[name] for name in sorted(stage.returns)}
+        step.sent += self._send(fields, step.returns.pop((stage.index, i)), stage.index - 1)
+
+    def _receive_backward(self, step: StepState, stage: Stage, i: int) -> None:
+        fields = {name: stage.gives[name] for name in sorted(stage.expects)}
+        step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1)
+
+    def _send(self, fields: Mapping[str, Field], carry: Carry, to: int) -> list[tuple[dist.Work, Tensor]]:
+        peer, sent = self._pipeline.stages[to].rank, []
+        for name in fields:
+            tensor = carry[name].contiguous()
+            work = dist.isend(tensor, group=self._group, group_dst=peer)
+            assert work is not None
+            sent.append((work, tensor))
+        return sent
+
+    def _receive(self, fields: Mapping[str, Field], batch: Batch, origin: int) -> PendingReceive:
+        peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
+        for name, one in fields.items():
+            dtype = torch.int64 if one.width is None else self._dtype
+            carry[name] = torch.empty(
+                activation_shape(one, batch, self._pipeline.sequence_parts), dtype=dtype, device=self._device
+            )
+            work = dist.irecv(carry[name], group=self._group, group_src=peer)
+            assert work is not None
+            works.append(work)
+        return PendingReceive(carry, works)

@@ -1,0 +1,193 @@
+"""ZeRO stages 0 and 1: every data rank computes with whole weights; gradients are reduced once a step.
+
+Gradients add up in `.grad`. In the last backward pass of a step a bucket is on its way as soon as it is complete, while
+the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
+"""
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Work
+from torch.utils._pytree import tree_map
+
+from megatfm.engines.native.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
+from megatfm.engines.native.data_parallel import Stages, named_parameters
+from megatfm.engines.precision import Precision
+from megatfm.engines.prepare import materialise
+from megatfm.ops.aligned import aligned, all_aligned
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.layout import ParameterLayout, Region
+from megatfm.parallel.mesh import DataAxes, Mesh
+
+
+class Replicated:
+    """Stage 0 keeps everything on every rank. Stage 1 scatters the summed gradients over dp_shard; a rank moves the
+    rows that it is given, in the stored precision, and the weights are gathered after each change."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        layout: ParameterLayout,
+        mesh: Mesh,
+        *,
+        zero: int,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        for stage in stages:
+            materialise(stage, precision, device)
+            if precision.is_mixed:
+                _cast_inputs(stage, precision.computed)
+        self._mesh, self._precision = mesh, precision
+        self._parameters = dict(named_parameters(stages))
+        self.sharded = zero == 1
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        frozen = {name: p for name, p in self._parameters.items() if name not in trained}
+        dealt = self._dealt(trained, layout)
+        self._buckets, self._over = [bucket for bucket, _ in dealt], [data for _, data in dealt]
+        self._frozen = self._dealt(frozen, layout)
+        self._gradients: dict[str, Tensor] = {}
+        self._flying: dict[int, tuple[Tensor, Work]] = {}
+        self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
+        self._without: set[str] = set()  # parameters that no pass of the step has reached
+        if mesh.data_ranks > 1:
+            self._watch()
+        self.local: dict[str, Tensor] = {}
+        self.boxes: dict[str, Region] = {}
+        for bucket, data in (*dealt, *self._frozen):
+            for name, shape in bucket.shapes.items():
+                first, count = bucket.rows(name, self._rank(bucket, data))
+                rows = self._parameters[name].detach()[first : first + count]
+                # Without a precision of its own, what the optimizer moves are the model's weights themselves; of a cut,
+                # rows that don't begin where memory does are moved in a copy, from which weights are gathered too.
+                stored = rows.to(precision.stored)
+                self.local[name] = aligned(stored) if bucket.ranks > 1 else stored
+                offsets = (first, *[0] * (len(shape) - 1))
+                self.boxes[name] = layout[name].inside(offsets, (count, *shape[1:]))
+
+    def _dealt(
+        self, parameters: Mapping[str, nn.Parameter], layout: ParameterLayout
+    ) -> list[tuple[Bucket, DataAxes]]:
+        """Buckets of parameters with the same data axes, and these axes."""
+        by_axes: dict[DataAxes, dict[str, torch.Size]] = {}
+        for name, parameter in parameters.items():
+            by_axes.setdefault(layout[name].data, {})[name] = parameter.shape
+        return [
+            (bucket, data)
+            for data, shapes in by_axes.items()
+            for bucket in deal(shapes, self._mesh.size(data.shard) if self.sharded else 1, BUCKET_ELEMENTS)
+        ]
+
+    def _rank(self, bucket: Bucket, data: DataAxes) -> int:
+        """Whose rows of a bucket are kept here."""
+        return self._mesh.rank(data.shard) if bucket.ranks > 1 else 0
+
+    def begin(self, last: bool) -> None:
+        """In the last pass, every bucket misses the gradients of all of its parameters."""
+        self._missing = [{self._parameters[name] for name in b.shapes} for b in self._buckets] if last else []
+
+    def begin_pipeline(self, keep_whole: bool) -> None:
+        """No pass is known to be the last."""
+        self._missing = []
+
+    def reduce(self) -> None:
+        self._missing = []
+        if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
+            own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            self._gradients = all_aligned(own)
+            return
+        while len(self._flying) < len(self._buckets):
+            self._send_next()
+        for place, (row, work) in self._flying.items():
+            work.wait()
+            bucket, data = self._buckets[place], self._over[place]
+            if bucket.ranks > 1:
+                self._mesh.sum(row, data.copies)
+            self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(bucket, data)))
+        for name in self._without:
+            del self._gradients[name]
+        self._flying, self._without = {}, set()
+
+    def _watch(self) -> None:
+        places = {name: place for place, bucket in enumerate(self._buckets) for name in bucket.shapes}
+        this = weakref.ref(
+            self
+        )  # hooks lie where Python's collector sees no cycle: what they hold would stay for ever
+
+        def complete(place: int, parameter: Tensor) -> None:
+            if watcher := this():
+                watcher._complete(place, parameter)
+
+        for name in places:
+            parameter = self._parameters[name]
+            parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
+
+    def _complete(self, place: int, parameter: Tensor) -> None:
+        """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
+        if not self._missing:
+            return
+        if place in self._flying:
+            raise RuntimeError("a gradient came after its bucket was sent: a pass has changed it twice")
+        self._missing[place].discard(parameter)
+        while len(self._flying) < len(self._buckets) and not self._missing[self._next]:
+            self._send_next()
+
+    @property
+    def _next(self) -> int:
+        return len(self._buckets) - 1 - len(self._flying)
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        place, bucket = self._next, self._buckets[self._next]
+        parameters = {name: self._parameters[name] for name in bucket.shapes}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        self._without |= parameters.keys() - gradients.keys()
+        buffer = bucket.pack(gradients, next(iter(self.local.values())))
+        del gradients
+        for parameter in parameters.values():  # at once, so that no two whole copies are held
+            parameter.grad = None
+        data = self._over[place]
+        if bucket.ranks > 1:
+            self._flying[place] = reduce_scatter(buffer, self._mesh.group(data.shard))
+        else:
+            row = buffer[0]
+            group = self._mesh.flat_group(data.all)
+            self._flying[place] = row, dist.all_reduce(row, group=group, async_op=True)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return dict(self._gradients)
+
+    def zero_grad(self) -> None:
+        self._gradients, self._flying = {}, {}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def weights_changed(self, frozen: bool = False) -> None:
+        changed = [*zip(self._buckets, self._over, strict=True), *(self._frozen if frozen else [])]
+        for bucket, data in changed:
+            if bucket.ranks > 1:
+                row = bucket.pack_own(self.local, next(iter(self._parameters.values())))
+                buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                bucket.unpack(buffer, self._parameters)
+            elif self._precision.is_mixed:
+                for name in bucket.shapes:
+                    self._parameters[name].copy_(self.local[name])
+
+
+def _cast_inputs(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Blocks take their inputs in the computed precision, as FSDP2 has it: a bias may come from a buffer."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    for block in blocks(stage):
+        block.register_forward_pre_hook(hook, with_kwargs=True)

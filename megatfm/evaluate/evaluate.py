@@ -1,0 +1,70 @@
+"""Evaluating the newest checkpoint of a run on its validation sets, or on others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatfm import checkpoint
+from megatfm.config import load_config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.evaluate.compressors import compressors
+from megatfm.parallel import bootstrap
+from megatfm.parallel.mesh import build_mesh
+from megatfm.registry import import_plugins
+from megatfm.train.build import build_engine
+from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
+from megatfm.train.evaluation import evaluate
+from megatfm.train.init_from import load_weights
+from megatfm.train.record.run_directory import RunDirectory
+
+
+def evaluate_run(
+    run_dir: Path, sets: dict[str, str], with_compressors: bool
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
+    """The results of each set, and of the compressors; both are written into the run directory as well.
+
+    Under several processes all take part, and rank 0 has the results.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise UsageError(
+            f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
+        )
+    config = load_config(run_dir / "config.toml")
+    import_plugins(config.plugins)
+    data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
+    parallel = config.parallel.model_copy(
+        update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1}
+    )
+    config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
+    if with_compressors and not (tokenizer and tokenizer.lossless):
+        raise UsageError(
+            f"--compressors: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
+            "leave it out"
+        )
+    source = checkpoint.find_checkpoint(run_dir)
+    state = checkpoint.read_state(source)
+    if type(state.get("step")) is not int or not isinstance(state.get("precision"), str):
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step or precision")
+    with bootstrap.joined(device=config.train.device) as rank:
+        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        corpora = open_corpora(config, tokenizer)
+        engine = build_engine(config, mesh, rank.device, str(state["precision"]))
+        load_weights(engine, source)
+        results = {
+            name: evaluate(
+                engine, rows, corpora.objective, corpora.byte_lengths, micro_batch=config.train.micro_batch
+            )
+            for name, rows in corpora.validation.items()
+        }
+    if not rank.is_main:
+        return None
+    found = {"step": state["step"], "sets": results}
+    baselines = {}
+    if with_compressors and tokenizer:
+        folders = config.data.validation.items()
+        baselines = {name: compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
+    run = RunDirectory(run_dir, rank.rank)
+    run.write("evaluation.json", json.dumps(found, indent=2) + "\n")
+    if baselines:
+        run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
+    return found, baselines

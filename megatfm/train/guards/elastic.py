@@ -1,0 +1,78 @@
+"""The layout that fits the processes that are there, for a run that goes on with fewer (or more)."""
+
+import logging
+
+from megatfm.config import Config
+from megatfm.errors import UsageError
+from megatfm.parallel.mesh import axis_sizes
+
+log = logging.getLogger("megatfm")
+
+
+def elastic_config(config: Config, world_size: int) -> Config:
+    """The config, with another layout where `resilience.elastic` allows it and this many processes need it."""
+    if not config.resilience.elastic:
+        return config
+    config, said = fit_layout(config, world_size)
+    if said:
+        log.warning("%d processes: %s", world_size, said)
+    return config
+
+
+def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
+    """The config itself where it fits, else the nearest that does, and what was changed.
+
+    Kept: the global batch, and the axes that cut the model (tp, pp, cp). The data axes take what is left, and
+    the micro-batch becomes smaller where it must: neither changes what is computed. Raises UsageError where
+    nothing fits, naming numbers of processes that would.
+    """
+    try:
+        sizes = axis_sizes(config.parallel, world_size)
+    except UsageError:
+        sizes = None
+    data_ranks = world_size // _model_ranks(config)
+    if sizes is not None and config.train.global_batch % (config.train.micro_batch * data_ranks) == 0:
+        return config, None
+    if world_size % _model_ranks(config) or config.train.global_batch % data_ranks:
+        raise UsageError(
+            f"no layout fits {world_size} process{'es' * (world_size > 1)}: train.global_batch = "
+            f"{config.train.global_batch} and {_model_ranks(config)} ranks a model go with {_choices(config)} processes"
+        )
+    share = config.train.global_batch // data_ranks
+    micro_batch = max(m for m in range(1, config.train.micro_batch + 1) if share % m == 0)
+    replicas = config.parallel.dp_replicate
+    changes = {
+        "parallel.dp_replicate": max(
+            r for r in range(1, replicas + 1) if data_ranks % r == replicas % r == 0
+        ),
+        "parallel.dp_shard": config.parallel.dp_shard if sizes is not None else -1,
+        "train.micro_batch": micro_batch,
+    }
+    parallel = config.parallel.model_copy(
+        update={
+            "dp_replicate": changes["parallel.dp_replicate"],
+            "dp_shard": changes["parallel.dp_shard"],
+        }
+    )
+    train = config.train.model_copy(update={"micro_batch": micro_batch})
+    before = {
+        "parallel.dp_replicate": replicas,
+        "parallel.dp_shard": config.parallel.dp_shard,
+        "train.micro_batch": config.train.micro_batch,
+    }
+    said = ", ".join(
+        f"{key} {before[key]} → {value}" for key, value in changes.items() if before[key] != value
+    )
+    return config.model_copy(update={"parallel": parallel, "train": train}), said
+
+
+def _model_ranks(config: Config) -> int:
+    """Ranks over which one copy of the model's work is cut."""
+    return config.parallel.tp * config.parallel.pp * config.parallel.cp
+
+
+def _choices(config: Config) -> str:
+    ranks = _model_ranks(config)
+    batch = config.train.global_batch
+    fitting = [str(ranks * n) for n in range(1, batch + 1) if batch % n == 0]
+    return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"

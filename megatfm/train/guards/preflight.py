@@ -1,0 +1,235 @@
+"""Before the first step: can this run write, save, hold its state, and talk on every axis? In well under a second.
+
+What is broken ends the run, with the rank and host that it is broken on; what is merely slow is named in the log.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatfm.atomic import write_whole
+from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint.nodes import KEEP, Nodes
+from megatfm.config import Config
+from megatfm.engines.interface import MOMENTS, Engine
+from megatfm.errors import MegatfmError
+from megatfm.parallel.agreement import gather, gather_problems
+from megatfm.parallel.mesh import AXES, Mesh
+from megatfm.train.record.run_directory import RunDirectory
+
+SLOW = 3.0
+"""Times the median of all ranks …"""
+SLACK_SECONDS = {"writing and syncing a file": 0.5, "a matrix product": 0.005}
+"""… and so much above it, what each takes now and then on a sound machine; a sum over an axis:"""
+SUM_SLACK_SECONDS = 0.2
+PROBE_BYTES = 64 * 1024
+REDUCED = 2**16
+"""Elements of the collective on each axis."""
+LAG_SECONDS = 10.0
+"""How long a shared filesystem may take to show one machine the files of another."""
+
+
+def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: Nodes | None = None) -> list[str]:
+    """Check disks, memory and every axis of the mesh; returns a line for each rank that is slow. A collective.
+
+    Raises MegatfmError on all ranks, naming those where something is broken.
+    """
+    problems: list[str] = []
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    try:
+        probe_disk(run.folder, run.rank)
+        seconds["writing and syncing a file"] = time.perf_counter() - start
+        state = checkpoint_bytes(run, engine)
+        if run.is_main:
+            keep, instead = config.checkpoint.keep, "lower checkpoint.keep, or give another run_dir"
+            check_space(run.folder, run.checkpoints, state, keep, instead)
+        if nodes and nodes.leads:
+            check_node(nodes, state)
+        check_memory(config, engine)
+        seconds["a matrix product"] = product_seconds(engine.device)
+    except (MegatfmError, OSError) as error:
+        problems.append(str(error))
+    _end_if(problems)
+    _end_if(_missing(run))
+    seconds |= axis_seconds(engine.mesh, engine.device)
+    return slow_ranks(seconds)
+
+
+def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
+    """What a checkpoint takes: as much as the last one, or weights and two moments in their precision."""
+    for path in reversed(committed(run.checkpoints)):
+        with contextlib.suppress(OSError):  # one that can't be read tells nothing
+            if size := sum(file.stat().st_size for file in path.iterdir()):
+                return size
+    elements = sum(torch.Size(p.shape).numel() for p in engine.layout.values())
+    return elements * engine.precision.stored.itemsize * (1 + MOMENTS)
+
+
+def probe_disk(folder: Path, rank: int) -> None:
+    """Write, sync and rename a file, as a save does. Raises MegatfmError that names what could not be done."""
+    probe = folder / f".probe-{rank}"
+    try:
+        write_whole(probe, os.urandom(PROBE_BYTES))
+        if probe.stat().st_size != PROBE_BYTES:
+            raise MegatfmError(f"{probe} came out with {probe.stat().st_size} bytes instead of {PROBE_BYTES}")
+    except OSError as error:
+        raise MegatfmError(
+            f"{folder}: can't write, sync and rename a file there: {error.strerror}"
+        ) from error
+
+
+def check_space(folder: Path, checkpoints: Path, state: int, keep: int, instead: str) -> None:
+    """There must be room for the checkpoints that are kept and the one being written, less those that are there."""
+    due = max(1, keep + 1 - len(committed(checkpoints)))
+    free = shutil.disk_usage(folder).free
+    if free < due * state:
+        raise MegatfmError(
+            f"{folder}: {_size(free)} are free, but {due} more checkpoint{'s' * (due > 1)} of {_size(state)} will be "
+            f"written: make room, {instead}"
+        )
+
+
+def check_node(nodes: Nodes, state: int) -> None:
+    """The same for a node's own disk, which holds its share of each checkpoint and that of the node before."""
+    try:
+        nodes.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegatfmError(f"{nodes.folder}: can't make it (checkpoint.local): {error.strerror}") from error
+    probe_disk(nodes.folder, nodes.rank)
+    (nodes.folder / f".probe-{nodes.rank}").unlink()
+    mine = len(nodes.of(nodes.node[nodes.rank])) + (nodes.count > 1) * len(nodes.of(nodes.before))
+    share, instead = state * mine // len(nodes.node), "or give another checkpoint.local"
+    check_space(nodes.folder, nodes.folder, share, KEEP, instead)
+
+
+def check_memory(config: Config, engine: Engine) -> None:
+    """What a step takes at least must be there, on top of the weights, which are in memory already."""
+    train = config.train
+    microbatches = train.global_batch // (train.micro_batch * engine.mesh.data_ranks)
+    needed = engine.memory_needed(microbatches, block_input(config, engine.precision.computed.itemsize))
+    free = free_memory(engine.device)
+    if needed.total > free:
+        raise MegatfmError(
+            f"{_size(free)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{_size(needed.gradients + needed.moments)}, gathered weights {_size(needed.gathered)} and the inputs of "
+            f"blocks {_size(needed.inputs)} besides the weights: lower train.micro_batch, or shard over more ranks "
+            "(parallel.zero, parallel.dp_shard, parallel.tp, parallel.pp), or make the model smaller"
+        )
+
+
+def block_input(config: Config, itemsize: int) -> int:
+    """Bytes of a micro-batch in the residual stream of one rank."""
+    data, parallel = config.data, config.parallel
+    tokens = min(data.sequence_length, data.target_length or data.sequence_length)
+    rows = config.train.micro_batch * tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    return rows * config.model.d_model * itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this rank may still take: of its GPU, or its share of this machine's (or this container's) memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def product_seconds(device: torch.device) -> float:
+    """The best of several timings of a small matrix product: what the processor can do when it is let."""
+    values, best = torch.ones(512, 512, device=device), float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        (values @ values)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def axis_seconds(mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Time a sum over each axis of several ranks, after one that opens its connections. A collective."""
+    seconds = {}
+    for axis in AXES:
+        if mesh.size(axis) == 1:
+            continue
+        values = torch.full((REDUCED,), 1.0 + mesh.rank(axis), device=device)
+        dist.all_reduce(values, group=mesh.group(axis))
+        expected = sum(range(1, mesh.size(axis) + 1))
+        _end_if([] if bool((values == expected).all()) else [f"a sum over the axis {axis} came out wrong"])
+        dist.barrier(mesh.group(axis))
+        start = time.perf_counter()
+        dist.all_reduce(values, group=mesh.group(axis))
+        values[0].item()  # waits for a GPU
+        seconds[f"a sum over {axis}"] = time.perf_counter() - start
+    return seconds
+
+
+def slow_ranks(seconds: Mapping[str, float]) -> list[str]:
+    """Compare what each check took on every rank; a line for each rank far above the median. A collective."""
+    return find_slow(gather((socket.gethostname(), dict(seconds))))
+
+
+def find_slow(everyone: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
+    """The same, from (host, check → seconds) of every rank."""
+    lines = []
+    for check in everyone[0][1]:
+        middle = statistics.median_low(seconds[check] for _, seconds in everyone)
+        for rank, (host, seconds) in enumerate(everyone):
+            if seconds[check] > max(SLOW * middle, middle + SLACK_SECONDS.get(check, SUM_SLACK_SECONDS)):
+                lines.append(
+                    f"rank {rank} on {host} is slow: {check} took {seconds[check]:.3f} s, on most ranks {middle:.3f} s"
+                )
+    return lines
+
+
+def _missing(run: RunDirectory) -> list[str]:
+    """Rank 0 must see every rank's probe: the run directory has to be one and the same on all machines."""
+    dist.barrier()
+    problems = []
+    if run.is_main:
+        probes = {run.folder / f".probe-{rank}": rank for rank in range(dist.get_world_size())}
+        deadline = time.monotonic() + LAG_SECONDS
+        while (absent := [n for p, n in probes.items() if not p.exists()]) and time.monotonic() < deadline:
+            os.listdir(run.folder)  # noqa: PTH208  asks an NFS client to look again
+            time.sleep(0.1)
+        if absent:
+            names = ", ".join(map(str, absent[:8]))
+            problems = [
+                f"what rank {names} wrote to {run.folder} can't be seen: run_dir must be on a shared disk"
+            ]
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+    return problems
+
+
+def _end_if(problems: list[str]) -> None:
+    """Raise the same error on all ranks if any has a problem."""
+    ranks: dict[str, list[str]] = {}  # problem → those who have it
+    for rank, texts in gather_problems(problems).items():
+        for text in texts:
+            ranks.setdefault(text, []).append(rank)
+    if ranks:
+        said = [f"{_few(names)}: {text}" for text, names in ranks.items()]
+        more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""
+        raise MegatfmError(f"the check before training failed: {'; '.join(said[:3])}{more}")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

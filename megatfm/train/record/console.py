@@ -1,0 +1,109 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines in a log."""
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatfm.train.record.run_directory import RunDirectory
+
+log = logging.getLogger("megatfm")
+
+
+class Screen(logging.StreamHandler[TextIO]):
+    """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+            return
+        log.removeHandler(self)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+        log.warning(
+            "nobody reads the screen any more: the run goes on, and says in its log what it would say here"
+        )
+
+
+class RunLog:
+    """While entered, this rank's messages go to logs/rank-K.log, those of rank 0 to the screen as well.
+
+    The log file also receives the traceback of an exception, and every thread's stack when the process crashes.
+    """
+
+    def __init__(self, run: RunDirectory, steps: int) -> None:
+        self._path = run.log
+        self._shows, self._steps = run.is_main, steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        log.setLevel(logging.INFO)
+        to_file = logging.FileHandler(self._path, encoding="utf-8")
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._add(to_file)
+        if self._shows and self._console.is_terminal:
+            self._add(
+                RichHandler(
+                    console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S"
+                )
+            )
+        elif self._shows:
+            to_screen = Screen(sys.stdout)
+            to_screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            self._add(to_screen)
+        crashes = self._stack.enter_context(self._path.open("a", encoding="utf-8"))
+        faulthandler.enable(crashes)
+        self._stack.callback(faulthandler.disable)
+        self._to_file = to_file
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and kind is not None:
+            record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), (kind, error, traceback))
+            self._to_file.handle(record)
+        self._stack.close()
+
+    def step(self, record: Mapping[str, Any], due: bool) -> None:
+        """Show a step: on a terminal by the bar, else in a line when one is due."""
+        facts = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if self._shows and self._console.is_terminal:
+            if self._progress is None:
+                self._progress = self._stack.enter_context(self._bar(record["step"] - 1))
+            self._progress.update(self._progress.task_ids[0], completed=record["step"], facts=facts)
+        elif due:
+            log.info(
+                "step %d  %s  lr %.2e  grad norm %.2f",
+                record["step"],
+                facts,
+                record["lr"],
+                record["grad_norm"],
+            )
+
+    def _bar(self, completed: int) -> Progress:
+        progress = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        progress.add_task("train", total=self._steps, completed=completed, facts="")
+        return progress
+
+    def _add(self, handler: logging.Handler) -> None:
+        log.addHandler(handler)
+        self._stack.callback(handler.close)
+        self._stack.callback(log.removeHandler, handler)

@@ -1,0 +1,277 @@
+"""The hang watch: when one rank raises, dies, is stopped or falls behind, all others end soon and say who it was.
+
+Every rank has a thread that tells rank 0's hub how far its main thread is, over a connection that no collective
+uses. The hub's diagnosis ends every rank: by an exception where the main thread can still take one, else at once.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from megatfm.errors import FAILED, MegatfmError
+from megatfm.parallel.bootstrap import Rank
+from megatfm.train.watching.flight_recorder import dump_flight_recorder
+from megatfm.train.watching.hang_detector import SETTLE_SECONDS, Diagnosis, Heartbeat
+from megatfm.train.watching.hub import Hub, JsonConnection
+
+log = logging.getLogger("megatfm")
+
+GRACE_SECONDS = 2.0
+"""After a diagnosis: how long a main thread may take to end in good order."""
+AFTER_YOU_SECONDS = 1.0
+"""By which those who are not to blame end later: to a launcher, the first that ends is the cause."""
+INNERMOST = 3
+"""Frames in which torch.distributed marks a main thread as waiting for others."""
+
+Report = Callable[[str, int, list[int], list[str]], None]
+"""Told why the run ends, at which step, and which ranks on which hosts are to blame."""
+
+
+class Watch:
+    """While entered, this rank is watched by the others. Entering is a collective.
+
+    limit: seconds without a move after which a rank counts as hung. Leaving with an error tells the others; where
+    that error only comes from a lost peer, a MegatfmError that names the cause replaces it.
+    """
+
+    def __init__(self, rank: Rank, limit: float) -> None:
+        self._rank, self._limit = rank, limit
+        self._interval = min(5.0, max(0.1, limit / 10))
+        self._seldom = max(
+            0.1, 0.002 * rank.world_size
+        )  # between heartbeats at steps: rank 0 hears all of them
+        self._step, self._phase, self._ticks = 0, "start", 0
+        self._moved = self._last_heartbeat = time.monotonic()
+        self._main = threading.get_ident()
+        self._log: int | None = None
+        self._report: Report | None = None
+        self.stands_in: Callable[[], int | None] = lambda: None
+        """The thread that the main thread waits for while it saves: that is where the work is done."""
+        self._lock = threading.Lock()
+        self._leaving = threading.Event()
+        self._told = threading.Event()  # a diagnosis, or that everybody has left
+        self._diagnosis: Diagnosis | None = None
+        self._hub: Hub | None = None
+
+    def __enter__(self) -> Self:
+        self._line, self._hosts = self._connect()
+        self._arm()
+        self._thread = threading.Thread(target=self._watch, name="megatfm-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lost_peer = error is not None and _lost_its_peer(error)
+        self._leaving.set()
+        self._say({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
+        self._say({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
+        if self._hub and error is None:  # the others may still have something to do, and the hub is here
+            self._told.wait()
+        elif self._hub or lost_peer:
+            self._told.wait(SETTLE_SECONDS + GRACE_SECONDS)
+        self._told.set()
+        self._line.hang_up()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._log is not None:
+            os.close(self._log)
+        if self._diagnosis and self._rank.rank not in self._diagnosis.ranks and (error is None or lost_peer):
+            time.sleep(AFTER_YOU_SECONDS)
+            raise MegatfmError(self._diagnosis.text) from error
+
+    def tick(self, step: int, phase: str) -> None:
+        """Say that the main thread moves on: called alike on all ranks."""
+        new = phase != self._phase
+        self._step, self._phase, self._moved = step, phase, time.monotonic()
+        self._ticks += 1
+        if (
+            new or self._moved - self._last_heartbeat > self._seldom
+        ):  # so that a sudden death is placed rightly
+            self._say({"heartbeat": self._heartbeat(self._moved).__dict__})
+
+    def log_to(self, path: Path, report: Report) -> None:
+        """From now on stacks go to this file; one of the ranks that are left calls `report`."""
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._report = report
+        self._arm()
+
+    # ------------------------------------------------------------------------------------------ meeting the hub
+
+    def _connect(self) -> tuple[JsonConnection, list[str]]:
+        """Rank 0 opens its ear and tells the others where; all learn each other's hosts."""
+        size, token = self._rank.world_size, secrets.token_hex(16)
+        hosts: list[Any] = [None] * size
+        dist.all_gather_object(hosts, socket.gethostname())
+        alone = len(set(hosts)) == 1
+        ours, theirs = socket.socketpair()
+        where: list[Any] = [None]
+        if self._rank.rank == 0:
+            listener = _listen(alone) if size > 1 else None
+            self._hub = Hub(hosts, self._limit, self._interval, token, listener)
+            self._hub.add(theirs)
+            self._hub.start()
+            where = [(token, listener.getsockname()[1] if listener else 0)]
+        dist.broadcast_object_list(where)
+        token, port = where[0]
+        if self._rank.rank != 0:
+            ours.close()
+            theirs.close()
+            address = "127.0.0.1" if alone else self._rank.address or hosts[0]
+            try:
+                ours = socket.create_connection((address, port), timeout=max(self._limit, 10.0))
+            except OSError as error:
+                raise MegatfmError(
+                    f"rank {self._rank.rank} on {socket.gethostname()} can't reach rank 0 at {address}:{port} "
+                    f"({error.strerror or error}): the hang watch needs any port of rank 0's machine"
+                ) from error
+        line = JsonConnection(ours)
+        line.send({"rank": self._rank.rank, "token": token})
+        return line, hosts
+
+    # ------------------------------------------------------------------------------------------ in the thread
+
+    def _watch(self) -> None:
+        heard = last = next_heartbeat = time.monotonic()
+        selector = selectors.DefaultSelector()
+        selector.register(self._line, selectors.EVENT_READ)
+        while self._diagnosis is None and not self._told.is_set():
+            readable = selector.select(self._interval / 2)
+            now = time.monotonic()
+            if now - last > 2 * self._interval + 1:
+                heard += now - last  # we were stopped ourselves
+            last = now
+            if self._told.is_set():
+                break
+            if readable:
+                heard = now
+                self._hear()
+            elif now - heard > self._limit + 3 * self._interval:
+                self._blame_the_hub(f"no sign of life for {now - heard:.0f} s", hung=True)
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._interval
+                self._say({"heartbeat": self._heartbeat(now).__dict__})
+                self._arm()
+        faulthandler.cancel_dump_traceback_later()
+        if self._diagnosis:
+            self._carry_out(self._diagnosis)
+        selector.close()
+        self._line.close()
+
+    def _hear(self) -> None:
+        messages = self._line.receive()
+        if messages is None:
+            self._blame_the_hub("ended without a word: it was killed, or it crashed", hung=False)
+        for message in messages or ():
+            if "diagnosis" in message:
+                self._diagnosis = Diagnosis.parse(message["diagnosis"])
+            elif "bye" in message:
+                self._told.set()
+
+    def _blame_the_hub(self, what: str, hung: bool) -> None:
+        text = f"rank 0 on {self._hosts[0]} at step {self._step}, {self._phase}: {what}"
+        self._diagnosis = self._diagnosis or Diagnosis(
+            [0], [self._hosts[0]], self._step, text, hung, reporter=1
+        )
+
+    def _carry_out(self, diagnosis: Diagnosis) -> None:
+        """Leave what there is to know, then end this process if its main thread doesn't."""
+        me = self._rank.rank
+        if diagnosis.hung:
+            self._write(
+                f"\n{diagnosis.text}\nThe stacks of rank {me}, at step {self._step}, {self._phase}:\n"
+            )
+            faulthandler.dump_traceback(self._file(), all_threads=True)
+            dump_flight_recorder(self._file(), me)
+        if me == diagnosis.reporter and self._report:
+            with contextlib.suppress(MegatfmError, OSError):  # a full disk must not keep us from ending
+                self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
+        self._told.set()
+        if self._leaving.wait(GRACE_SECONDS / 4 if diagnosis.hung else GRACE_SECONDS):
+            return
+        if me not in diagnosis.ranks:
+            time.sleep(AFTER_YOU_SECONDS)
+        self._write(f"{diagnosis.text}\n")
+        os.write(2, f"error: {diagnosis.text}\n".encode())
+        os._exit(FAILED)
+
+    def _heartbeat(self, now: float) -> Heartbeat:
+        self._last_heartbeat = now
+        working = self.stands_in() if self._phase == "save" else None
+        frames = sys._current_frames()
+        waiting, place = _where(frames.get(working or self._main) or frames.get(self._main))
+        return Heartbeat(self._step, self._phase, self._ticks, now - self._moved, waiting, place)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._line.send(message)
+
+    def _arm(self) -> None:
+        """Our thread needs the interpreter: where a call never gives it back, C code leaves the stacks and ends us.
+
+        A little late, so that the others have found out that we are silent.
+        """
+        faulthandler.dump_traceback_later(1.2 * self._limit + 1, exit=True, file=self._file())
+
+    def _file(self) -> int:
+        return 2 if self._log is None else self._log
+
+    def _write(self, text: str) -> None:
+        """Past logging, whose lock the stuck main thread may hold."""
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._log, text.encode())
+
+
+def _listen(alone: bool) -> socket.socket:
+    """A listening socket: for this machine's own ranks only where there are no others."""
+    if alone:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _where(frame: FrameType | None) -> tuple[bool, str]:
+    """Whether a thread is inside torch.distributed, and the innermost line of ours."""
+    waiting, depth = False, 0
+    while frame is not None:
+        name, depth = frame.f_globals.get("__name__", ""), depth + 1
+        waiting = waiting or (depth <= INNERMOST and name.startswith("torch.distributed"))
+        if name.startswith("megatfm."):
+            return waiting, f"{name.replace('.', '/')}.py:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return waiting, ""
+
+
+def _lost_its_peer(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(
+            heartbeat in str(error)
+            for heartbeat in ("gloo", "NCCL", "Connection", "Timed out", "recvBytes", "sendBytes")
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n", 1)[0][:2000]
+    return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,0 +1,103 @@
+"""What a step is said to need, against the bytes that are counted in one."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.engines.interface import MemoryNeeds
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.memory import inputs_held
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.train.guards.preflight import block_input
+from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, ROWS, global_batch, make_engine
+from tests.unit.engines.native.test_sharing import EVEN
+from tests.unit.engines.native.test_sharing import held as counted
+from tests.workers import Workers
+
+MICRO = 2
+
+
+def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
+    made = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
+    return made.model_copy(
+        update={
+            "model": EVEN,
+            "parallel": parallel,
+            "data": made.data.model_copy(update={"sequence_length": LENGTH}),
+            "train": made.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
+        }
+    )
+
+
+def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
+    """As the check before training asks for it."""
+    microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
+    return engine.memory_needed(microbatches, block_input(config, engine.precision.computed.itemsize))
+
+
+def compare() -> None:
+    for zero in range(4):
+        parallel = ParallelConfig(dp_shard=2, zero=zero)  # type: ignore[arg-type]
+        said = needs(config(parallel), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
+        found = counted(parallel)
+        psi = found["stored"] * (1 if zero == 0 else 2) // 4
+        assert said.moments == found["optimizer"], zero
+        assert said.gradients == (found["whole gradients"] or 4 * psi), zero
+        one_pass = needs(config(parallel, ROWS // 2), make_engine(EVEN, parallel, ADAMW, precision="bf16"))
+        assert one_pass.gradients == (found["whole gradients"] or found["gradients"]), zero
+        largest = max(
+            sum(p.numel() for p in b.parameters()) for b in blocks(make_engine(EVEN, parallel, ADAMW).model)
+        )
+        # Between a forward and a backward pass stage 3 has no block gathered; in a block's pass, one.
+        assert said.gathered == (0 if zero < 2 else found["computed"] + (zero == 3) * 2 * largest), zero
+
+
+def test_gradients_moments_and_gathered_weights_are_those_counted(workers: Workers) -> None:
+    workers.run(compare, 2)
+
+
+def kept_inputs(n_layers: int) -> tuple[int, int]:
+    """Bytes said to be kept of inputs of blocks, and all that full recomputation keeps, in one micro-batch."""
+    model = EVEN.model_copy(update={"n_layers": n_layers})
+    engine = make_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        held_here.append(tensor)  # or its address might come up again
+        return tensor
+
+    held_here: list[torch.Tensor] = []
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        CAUSAL(engine.model.train(), {k: v[:MICRO] for k, v in global_batch(seed=1).items()})
+    return needs(config(ParallelConfig(zero=0)), engine).inputs, sum(kept.values())
+
+
+def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
+    ((few, kept),) = workers.run(kept_inputs, 1, 2)
+    ((more, kept_more),) = workers.run(kept_inputs, 1, 5)
+    weights = 0  # recomputed blocks save none
+    assert more - few == kept_more - kept - weights == 3 * MICRO * LENGTH * EVEN.d_model * 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "microbatches", "wanted"),
+    [
+        ("gpipe", 0, 6, 6), ("gpipe", 3, 6, 6),
+        ("1f1b", 0, 6, 4), ("1f1b", 3, 6, 1), ("1f1b", 0, 2, 2),
+    ],
+)  # fmt: skip
+def test_a_pipeline_rank_holds_several_microbatches(
+    schedule: str, rank: int, microbatches: int, wanted: int
+) -> None:
+    pipeline = Pipeline(schedule, ranks=4, virtual=1, stages=(), holders={})
+    assert inputs_held(pipeline, rank, microbatches, n_blocks=3) == 3 * wanted
+
+
+def test_sequence_parallel_ranks_keep_their_part() -> None:
+    whole = block_input(config(ParallelConfig()), 2)
+    assert whole == 2 * MICRO * LENGTH * EVEN.d_model
+    assert block_input(config(ParallelConfig(tp=2)), 2) == whole // 2
+    assert block_input(config(ParallelConfig(tp=2, sequence_parallel=False)), 2) == whole

@@ -1,0 +1,215 @@
+"""The engine's step, its norm, and its state through the real checkpoint store."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.errors import MegatfmError
+from tests.parity import test_pipelines as pipelines
+from tests.parity.test_families import PassOn
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MODEL,
+    MUON,
+    TIED,
+    block,
+    global_batch,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.workers import Workers
+
+LAYOUTS = {
+    1: ParallelConfig(),
+    2: ParallelConfig(tp=2),
+    4: ParallelConfig(dp_replicate=2, tp=2),
+}
+
+
+def steps(engine: NativeEngine, first: int, last: int) -> None:
+    for step in range(first, last):
+        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
+        engine.step(1e-2, clip=0.3)
+
+
+def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
+    """The gradient norm that a step reports, that of one device, and the largest change by clipping to a tenth."""
+    engine, model = make_engine(TIED, parallel, ADAMW), one_device(TIED)
+    batch = global_batch(seed=3)
+    _, expected = one_device_gradients(model, batch)
+    wanted = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    engine.forward_backward(microbatches(engine, batch), CAUSAL)
+    seen: dict[str, Tensor] = {}
+    for optimizer in engine.optimizers:
+        optimizer.step = lambda gradients, lr: seen.update({n: g.clone() for n, g in gradients.items()})  # type: ignore[method-assign]
+    norm = engine.step(0.1, clip=float(wanted) / 10)
+    differences = [
+        float((gradient - block(engine, name, expected[name]) / 10).abs().max())
+        for name, gradient in seen.items()
+        if gradient.numel()
+    ]
+    return norm, float(wanted), max(differences)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ranks: int) -> None:
+    for norm, wanted, difference in workers.run(norms, ranks, LAYOUTS[ranks]):
+        assert norm == pytest.approx(wanted, rel=1e-12)
+        assert difference <= 1e-6 * wanted  # the customary 1e-6 in the divisor
+
+
+def one_bad_gradient(value: float) -> None:
+    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), MUON)
+    steps(engine, 0, 1)
+    before = {name: tensor_of(part).clone() for name, part in engine.state_dict().items()}
+    engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
+    if dist.get_rank() == 1:
+        engine.gradients()["decoder.layers.0.ffn.w_up.weight"][-1, -1] = value
+    norm = engine.step(1e-2, clip=1.0)
+    assert not torch.isfinite(torch.tensor(norm))
+    after = engine.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(before[name], tensor_of(part)) for name, part in after.items())
+    assert engine.gradients() == {}, "the bad gradient would be added to the next one"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
+    workers: Workers, value: float
+) -> None:
+    workers.run(one_bad_gradient, 2, value)
+
+
+def tensor_of(part: checkpoint.Box | Tensor) -> Tensor:
+    return part.tensor if isinstance(part, checkpoint.Box) else part
+
+
+def train_and_save(
+    folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig
+) -> tuple[Path, dict[str, Tensor]]:
+    """Three steps, a checkpoint, and two steps more; returns the weights held at the end."""
+    engine = make_engine(MODEL, parallel, optimizer)
+    steps(engine, 0, 3)
+    path = checkpoint.save(folder, 3, engine.state_dict(), {})
+    steps(engine, 3, 5)
+    return path, {name: tensor.clone() for name, tensor in engine.local.items()}
+
+
+def load_and_train(
+    path: Path, parallel: ParallelConfig, optimizer: AdamWConfig, folder: Path
+) -> tuple[Path, dict[str, Tensor]]:
+    """Load into an engine that is elsewhere already, save again at once, and take the two steps."""
+    engine = make_engine(MODEL, parallel, optimizer)
+    steps(engine, 7, 8)
+    state = engine.empty_state_dict(checkpoint.names(path))
+    checkpoint.load(path, state)
+    engine.load_state_dict(state)
+    again = checkpoint.save(folder, 3, engine.state_dict(), {})
+    steps(engine, 3, 5)
+    return again, {name: tensor.clone() for name, tensor in engine.local.items()}
+
+
+def ranks_of(parallel: ParallelConfig) -> int:
+    return 1 if parallel == ParallelConfig() else 2
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (ParallelConfig(dp_shard=2), ParallelConfig()),
+        (ParallelConfig(tp=2), ParallelConfig(dp_shard=2)),
+        (ParallelConfig(), ParallelConfig(tp=2)),
+        (ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2, zero=0)),
+        (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=2)),
+    ],
+    ids=["shards to one", "tp to shards", "one to tp", "zero 1 to 0", "zero 0 to 2"],
+)
+def test_state_goes_through_the_store_bit_for_bit(
+    workers: Workers, tmp_path: Path, optimizer: AdamWConfig, saved: ParallelConfig, loaded: ParallelConfig
+) -> None:
+    path, _ = workers.run(train_and_save, ranks_of(saved), tmp_path / "a", saved, optimizer)[0]
+    again, _ = workers.run(load_and_train, ranks_of(loaded), path, loaded, optimizer, tmp_path / "b")[0]
+    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(again)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert sum(name.startswith("model.") for name in before) == 21
+    moments = {name.rpartition(".")[2] for name in before if name.startswith("optimizer.")}
+    assert moments == {"step", "exp_avg", "exp_avg_sq"} | (
+        {"momentum_buffer"} if isinstance(optimizer, MuonConfig) else set()
+    )
+    assert all(tensor.abs().max() > 0 for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_training_goes_on_after_a_load_as_without(
+    workers: Workers, tmp_path: Path, optimizer: AdamWConfig
+) -> None:
+    layout = ParallelConfig(dp_shard=2, zero=1)
+    straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
+    path = straight[0][0]
+    resumed = workers.run(load_and_train, 2, path, layout, optimizer, tmp_path / "b")
+    for (_, wanted), (_, got) in zip(straight, resumed, strict=True):
+        assert wanted.keys() == got.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(tensor, got[name]), name
+
+
+def weights_from_outside() -> None:
+    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), MUON)
+    for tensor in engine.local.values():
+        tensor.fill_(0.5)
+    engine.weights_changed()
+    engine.forward_backward(microbatches(engine, global_batch(seed=0)), CAUSAL)
+    engine.step(0.0, clip=0.0)
+    assert all(torch.equal(tensor, torch.full_like(tensor, 0.5)) for tensor in engine.local.values())
+
+
+def test_an_optimizer_s_copies_follow_weights_that_are_set_from_outside(workers: Workers) -> None:
+    workers.run(weights_from_outside, 2)
+
+
+def train_without_sentences(layouts: list[ParallelConfig]) -> None:
+    """A BERT whose pairs nobody asks about."""
+    config, batch = pipelines.case("bert", False)
+    del batch["sentence_targets"]
+    for parallel in layouts:
+        engine = pipelines.make_engine(config, parallel)
+        with pytest.raises(
+            MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"
+        ):
+            engine.forward_backward(pipelines.microbatches(engine, batch), PassOn(["masked", "boundary"]))
+
+
+def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
+    """Under every stage alike, instead of being left to decay."""
+    workers.run(train_without_sentences, 1, [ParallelConfig(zero=zero) for zero in (0, 3)])
+    workers.run(train_without_sentences, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
+
+
+def engines_end(layouts: list[ParallelConfig]) -> None:
+    for parallel in layouts:
+        engine = make_engine(TIED, parallel, ADAMW)
+        engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL)
+        data = weakref.ref(engine.data)
+        del engine
+        gc.collect()
+        assert data() is None, (
+            f"{parallel}: something out of the collector's sight keeps it, and with it all weights"
+        )
+
+
+def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
+    workers.run(engines_end, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])

@@ -1,0 +1,113 @@
+"""Root mean squares by layer, against one device's tensors, under every kind of layout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.parallel.blocks import blocks
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MODEL,
+    TIED,
+    global_batch,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.parity.test_pipelines import case, reference
+from tests.parity.test_pipelines import make_engine as make_stages
+from tests.parity.test_pipelines import microbatches as stage_microbatches
+from tests.workers import Workers
+
+LAYOUTS = [
+    ParallelConfig(dp_shard=2, zero=0),
+    ParallelConfig(dp_shard=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(tp=2, sequence_parallel=False),
+]
+STAGES = {
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, schedule="zbv")],
+    4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)],
+}
+
+
+def expected(config: ModelConfig = MODEL) -> dict[str, dict[str, float]]:
+    """By plain tensors: every parameter and gradient of a layer in one vector."""
+    model, batch = one_device(config), global_batch(seed=3)
+    outputs = {}
+    for path, module in model.named_modules():
+        if module in set(blocks(model)):
+            module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
+    _, gradients = one_device_gradients(model, batch)
+    found: dict[str, dict[str, float]] = {}
+    layers = ["decoder.embedding", "decoder.layers.0", "decoder.layers.1", "decoder.norm", "head"]
+    for layer in layers:
+        names = [name for name, _ in model.named_parameters() if name.startswith(f"{layer}.")]
+        if not names:  # a tied head
+            continue
+        weights = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
+        gradient = torch.cat([gradients[name].flatten() for name in names])
+        found[layer] = {"weight": float(weights.square().mean() ** 0.5)}
+        found[layer]["gradient"] = float(gradient.square().mean() ** 0.5)
+        if layer in outputs:
+            found[layer]["activation"] = float(outputs[layer].square().mean() ** 0.5)
+    return found
+
+
+def compare(config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]) -> None:
+    wanted = expected(config)
+    for parallel in layouts:
+        engine = make(config, parallel, ADAMW)
+        for watches in (True, False):
+            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL, watch=watches)
+            found = engine.layer_statistics()
+            engine.zero_grad()
+            assert found.keys() == wanted.keys()
+            for layer, kinds in found.items():
+                assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
+                for kind, value in kinds.items():
+                    assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
+
+
+def test_norms_are_those_of_one_device(workers: Workers) -> None:
+    workers.run(compare, 2, MODEL, make_engine, LAYOUTS)
+
+
+@pytest.mark.parametrize("ranks", STAGES)
+def test_norms_over_pipeline_stages_are_those_of_one_device(workers: Workers, ranks: int) -> None:
+    """Every rank knows all layers by their global names; a tied table, which two stages hold, counts once."""
+    workers.run(compare, ranks, TIED, make_stages, STAGES[ranks])
+
+
+def compare_content() -> None:
+    """XLNet's blocks give two streams; what the second one is padded with depends on the micro-batch."""
+    config, batch = case("xlnet", False)
+    model, objective, _ = reference(config, batch)
+    outputs: dict[str, Tensor] = {}
+    inside = set(blocks(model))
+    for path, module in model.named_modules():
+        if module in inside:
+            module.register_forward_hook(lambda _, __, streams, path=path: outputs.update({path: streams[0]}))
+    with torch.no_grad():
+        objective(model, batch)
+    engine = make_stages(config, ParallelConfig(dp_shard=2), ADAMW)
+    engine.forward_backward(stage_microbatches(engine, batch), objective, watch=True)
+    found = engine.layer_statistics()
+    *earlier, last = outputs
+    assert earlier
+    for path in earlier:
+        assert found[path]["activation"] == pytest.approx(
+            float(outputs[path].square().mean() ** 0.5), rel=1e-9
+        )
+    assert outputs[last] is None
+    assert "activation" not in found[last]
+
+
+def test_the_content_stream_counts(workers: Workers) -> None:
+    workers.run(compare_content, 2)

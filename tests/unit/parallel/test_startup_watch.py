@@ -1,0 +1,61 @@
+"""While ranks meet: one that is stopped is named, and one that is asked to stop doesn't wait for ever."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.ranks import free_port
+
+# The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
+PROGRAM = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+if os.environ["RANK"] == sys.argv[1]:
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.kill(os.getpid(), int(sys.argv[2]))
+from megatfm.parallel import bootstrap, startup_watch
+startup_watch.STOPPED_LOOKS = startup_watch.ASKED_LOOKS = 3
+bootstrap.initialise(timeout=240, device="cpu")
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(rank, stops=0)`: a rank of two."""
+    port, started = str(free_port()), []
+
+    def start(rank: int, stops: int = -1, asked: int = 0) -> "subprocess.Popen[str]":
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-c", PROGRAM, str(stops), str(asked)]
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: int) -> None:
+    """If it is rank 0, the other waits inside torch to reach it."""
+    start(stopped, stops=stopped)
+    waits = start(1 - stopped)
+    _, said = waits.communicate(timeout=120)
+    assert waits.returncode == 1, said
+    assert said.startswith(f"error: rank {stopped} of 2 on "), said
+    assert said.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank: int) -> None:
+    waits = start(rank, asked=signal.SIGUSR1)
+    _, said = waits.communicate(timeout=120)
+    assert waits.returncode == 75, said
+    assert said == "stopped by a signal before all ranks had come: there is nothing to save\n"

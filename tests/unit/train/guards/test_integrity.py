@@ -1,0 +1,67 @@
+"""One flipped bit in what ranks hold as copies of each other is found, and its rank and name said, at every stage."""
+
+import re
+import socket
+
+import torch
+import torch.distributed as dist
+
+from megatfm.config import ParallelConfig
+from megatfm.errors import MegatfmError
+from megatfm.train.guards.integrity import compare_replicas
+from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine
+from tests.workers import Workers
+
+HOST = re.escape(socket.gethostname())
+COPIES = {
+    "zero 0": ParallelConfig(dp_shard=3, zero=0),
+    **{f"replicas, zero {zero}": ParallelConfig(dp_replicate=3, dp_shard=1, zero=zero) for zero in range(4)},
+}
+NAME = "decoder.layers.1.attn.wo.weight"
+
+
+def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
+    """What is said after a bit has flipped on rank 1; nothing must be said before."""
+    engine = make_engine(MODEL, parallel, ADAMW, precision=precision)
+    rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
+    engine.forward_backward([rows], CAUSAL)
+    engine.step(1e-2, clip=1.0)
+    compare_replicas(engine, step=4, every=2)
+    if dist.get_rank() == 1:
+        held = engine.local[NAME] if kind == "model" else engine.optimizers[0].state()[NAME]["exp_avg"]
+        held.view(-1)[:1].view(torch.uint8)[0] ^= 1
+    compare_replicas(engine, step=5, every=2)  # not due
+    try:
+        compare_replicas(engine, step=6, every=2)
+    except MegatfmError as error:
+        return str(error)
+    return "nothing was found"
+
+
+def everywhere() -> dict[tuple[str, str], str]:
+    return {
+        (layout, kind): flipped(parallel, kind, "bf16" if parallel.zero % 2 else "fp32")
+        for layout, parallel in COPIES.items()
+        for kind in ("model", "optimizer")
+    }
+
+
+def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
+    by_rank = workers.run(everywhere, 3)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert len(by_rank[0]) == 2 * len(COPIES)
+    for (layout, kind), said in by_rank[0].items():
+        name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
+        found = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
+        assert re.match(found, said), (layout, kind, said)
+
+
+def shards_differ() -> None:
+    for zero in (1, 2, 3):
+        engine = make_engine(MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
+        compare_replicas(engine, step=2, every=2)
+
+
+def test_shards_are_no_copies(workers: Workers) -> None:
+    """Other blocks on every rank: not compared, and not taken for broken."""
+    workers.run(shards_differ, 3)

@@ -1,0 +1,140 @@
+"""The lock on a run directory: dies with its holder, on one machine and on filesystems without locks."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import LOCKED, LockedError, MegatfmError
+from megatfm.train.record import lock
+from megatfm.train.record.lock import RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatfm.train.record.lock import RunLock
+held = RunLock(Path(sys.argv[1]))
+held.take()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_holder_is_named_and_its_death_frees_the_lock(
+    tmp_path: Path, holder: "subprocess.Popen[bytes]"
+) -> None:
+    with pytest.raises(LockedError, match=rf"\(process {holder.pid} on .*\): wait for it") as caught:
+        RunLock(tmp_path / "lock").take()
+    assert caught.value.exit_code == LOCKED == 77
+    holder.kill()
+    holder.wait()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid, "left over"
+    after = RunLock(tmp_path / "lock")
+    after.take()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    after.release()
+    assert (tmp_path / "lock").read_text() == ""
+
+
+def test_the_same_process_can_not_take_it_twice_and_a_refusal_does_not_lose_it(tmp_path: Path) -> None:
+    first = RunLock(tmp_path / "lock")
+    first.take()
+    with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+        RunLock(tmp_path / "lock").take()
+    done = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], capture_output=True, text=True
+    )
+    assert "LockedError" in done.stderr
+    first.release()
+    first.release()
+    RunLock(tmp_path / "lock").take()
+    lock._held.clear()
+
+
+def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(MegatfmError, match=r"lock is a symbolic link, .*: remove it"):
+        RunLock(tmp_path / "lock").take()
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def elsewhere(path: Path) -> None:
+    path.write_text(json.dumps({"host": "another-machine", "pid": 1, "job": "7", "time": 0}))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "DEAD_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_where_locks_do_not_reach_other_machines_a_file_that_moves_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    elsewhere(path)
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
+            RunLock(path).take()
+    finally:
+        done.set()
+        thread.join()
+    start = time.monotonic()
+    mine = RunLock(path)
+    mine.take()
+    assert time.monotonic() - start >= 0.5, "its death was waited for"
+    before = path.stat().st_mtime_ns
+    time.sleep(0.4)
+    assert path.stat().st_mtime_ns > before, "ours moves"
+    mine.release()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
+    tmp_path: Path, holder: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with pytest.raises(LockedError, match=f"process {holder.pid}"):
+        RunLock(tmp_path / "lock").take()
+    holder.kill()
+    holder.wait()
+    mine = RunLock(tmp_path / "lock")
+    mine.take()
+    mine.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', "\x00" * 50])
+def test_a_torn_file_is_nobodys(tmp_path: Path, content: str) -> None:
+    (tmp_path / "lock").write_text(content)
+    mine = RunLock(tmp_path / "lock")
+    mine.take()
+    mine.release()

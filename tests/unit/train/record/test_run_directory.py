@@ -1,0 +1,206 @@
+"""The run directory: its lock, its files, and what a crash leaves in the log."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm import tokenizers
+from megatfm.atomic import draft_of
+from megatfm.config import Config, load_config
+from megatfm.errors import LockedError, MegatfmError, UsageError
+from megatfm.train.record.console import RunLog, log
+from megatfm.train.record.run_directory import RunDirectory, run_folder
+
+RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
+
+
+def enter(run: RunDirectory) -> None:
+    with run:
+        pass
+
+
+def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "a", 0):
+        with pytest.raises(
+            LockedError, match=rf"/a: another process is training .* \(process {os.getpid()} on .*\): wait"
+        ):
+            enter(RunDirectory(tmp_path / "a", 0))
+        enter(RunDirectory(tmp_path / "a", 1))  # another rank of the first
+        enter(RunDirectory(tmp_path / "b", 0))
+    enter(RunDirectory(tmp_path / "a", 0))
+
+
+def hold(folder: Path, says: Connection) -> None:
+    with RunDirectory(folder, 0):
+        says.send("locked")
+        time.sleep(60)
+
+
+def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    hears, says = context.Pipe()
+    holder = context.Process(target=hold, args=(tmp_path, says))
+    holder.start()
+    try:
+        assert hears.recv() == "locked"
+        with pytest.raises(MegatfmError, match="another process is training"):
+            enter(RunDirectory(tmp_path, 0))
+        holder.kill()
+        holder.join(20)
+        enter(RunDirectory(tmp_path, 0))
+    finally:
+        holder.kill()
+        holder.join()
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MegatfmError, match=r"file/a: can't write the run directory: Not a directory"):
+        enter(RunDirectory(tmp_path / "file" / "a", 0))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.model").write_bytes(b"a tokenizer")
+    return load_config("quickstart", ["data.tokenizer=t.model"])
+
+
+def test_where_a_run_lives(tmp_path: Path, config: Config) -> None:
+    assert run_folder(config) == tmp_path / "runs" / "quickstart"
+    assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
+
+
+def test_a_path_that_is_no_text_is_refused(config: Config) -> None:
+    with pytest.raises(UsageError, match=r"udcff': a run directory's path must be UTF-8"):
+        run_folder(config.model_copy(update={"run_dir": os.fsdecode(b"/x/\xff")}))
+
+
+def test_a_run_describes_itself(tmp_path: Path, config: Config) -> None:
+    run = RunDirectory(tmp_path / "a", 0)
+    enter(run)
+    run.describe(config, "the plan\n")
+    assert load_config(tmp_path / "a") == config.model_copy(update={"run_dir": str(tmp_path / "a")})
+    assert json.loads((tmp_path / "a" / "environment.json").read_text())["torch"] == torch.__version__
+    assert (tmp_path / "a" / "plan.txt").read_text() == "the plan\n"
+    assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"a tokenizer"
+    run.describe(config, "another\n")
+    assert (tmp_path / "a" / "plan.txt").read_text() == "another\n"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "config.toml", "environment.json", "lock", "logs", "plan.txt", "tokenizer.model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["tokenizer.json", "."])
+def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given: str) -> None:
+    """A tokenizer.json may need the roles that a file beside it gives to its tokens."""
+    (tmp_path / "from").mkdir()
+    text = ["def f(x):\n    return x\n" * 20]
+    (tmp_path / "from" / "tokenizer.json").write_bytes(tokenizers.train_byte_bpe(text, vocab_size=310))
+    (tmp_path / "from" / "tokenizer_config.json").write_text('{"eos_token": "<sep>"}')
+    given = str(tmp_path / "from" / given)
+    data = config.data.model_copy(update={"tokenizer": given})
+    with RunDirectory(tmp_path / "a", 0) as run:
+        run.describe(config.model_copy(update={"data": data}), "the plan")
+    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(given)
+    assert kept.hash == before.hash
+    assert kept.piece(kept.eos) == "<sep>"
+
+
+def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, 0)
+    run.write("plan.txt", "old")
+    draft_of(tmp_path / "plan.txt").mkdir()  # stands for a full disk
+    with pytest.raises((MegatfmError, OSError)):
+        run.write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize("place", [draft_of, Path])
+def test_a_planted_link_is_not_written_through(tmp_path: Path, place: Callable[[Path], Path]) -> None:
+    (tmp_path / "precious").write_text("precious")
+    place(tmp_path / "plan.txt").symlink_to(tmp_path / "precious")
+    RunDirectory(tmp_path, 0).write("plan.txt", "new")
+    assert (tmp_path / "plan.txt").read_text() == "new"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_folder_that_is_taken_away_is_noticed(tmp_path: Path, rank: int, successor: bool) -> None:
+    folder = tmp_path / "a"
+    with (
+        RunDirectory(folder, 0) as first,
+        nullcontext(first) if rank == 0 else RunDirectory(folder, rank) as run,
+    ):
+        run.check_place()
+        shutil.rmtree(folder)
+        if successor:
+            folder.mkdir()
+            (folder / "lock").write_text("another's")
+        with pytest.raises(MegatfmError, match="removed, moved or replaced while it was trained in"):
+            run.check_place()
+        with pytest.raises(MegatfmError, match="nothing more is written"):
+            run.report("it hangs", 3, [1], ["n1"])
+    assert [path.name for path in tmp_path.rglob("*")] == (["a", "lock"] if successor else [])
+
+
+def train_and_fail(run: RunDirectory) -> None:
+    with run, RunLog(run, steps=10) as screen:
+        log.info("a message")
+        screen.step(RECORD | {"step": 3}, due=True)
+        screen.step(RECORD | {"step": 4}, due=False)
+        raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
+    tmp_path: Path, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list(log.handlers)
+    with pytest.raises(ValueError, match="the cause"):
+        train_and_fail(RunDirectory(tmp_path, rank))
+    assert log.handlers == before, "handlers are taken off again"
+    text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert "INFO a message" in text
+    assert "step 3  loss 1.5000  2,000 tokens/s  lr 1.00e-03  grad norm 0.50" in text
+    assert "step 4" not in text
+    assert "ERROR the cause\nTraceback (most recent call last)" in text
+    assert "in train_and_fail" in text
+    shown = capsys.readouterr()
+    assert ("a message" in shown.out) == (rank == 0)
+    assert "Traceback" not in shown.out + shown.err
+
+
+def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    for message in ("first", "second"):
+        with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1):
+            log.info(message)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert [line.split()[-1] for line in lines] == ["first", "second"]
+
+
+def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with RunDirectory(tmp_path, 0) as run, open(writes, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        with RunLog(run, steps=1):
+            for message in ("first", "second"):
+                log.info(message)
+    text = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert text.count("nobody reads the screen any more") == 1
+    assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
+    assert capsys.readouterr().err == "", "no traceback of logging's"

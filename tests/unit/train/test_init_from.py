@@ -1,0 +1,51 @@
+"""Which weights are taken over from another run, by name, and what is said of the others."""
+
+from pathlib import Path
+
+import pytest
+
+from megatfm.errors import UsageError
+from megatfm.train.init_from import what_fits
+
+BODY = {"decoder.embedding.tokens.weight": (40, 8), "decoder.layers.0.attn.wq.weight": (8, 8)}
+STORED = {**BODY, "head.weight": (40, 8), "head.bias": (40,)}
+SOURCE = Path("runs/before")
+
+
+def test_all_are_taken_over_where_all_fit() -> None:
+    takeover = what_fits(STORED, STORED, [], SOURCE)
+    assert takeover.taken == STORED
+    assert not takeover.is_partial
+    assert str(takeover) == "the weights of runs/before"
+
+
+def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
+    wanted = {**BODY, "topic.weight": (5, 8)}
+    takeover = what_fits(wanted, STORED, ["decoder.*"], SOURCE)
+    assert takeover.taken == BODY
+    assert str(takeover) == "2 of the 3 weights of runs/before"
+    assert takeover.lines() == [
+        "weights of runs/before",
+        "  taken over  2 tensors, 384 parameters",
+        "  drawn       1 tensors, 40 parameters: topic.weight [5, 8]",
+        "  left there  2 tensors, 360 parameters: head.weight [40, 8], head.bias [40]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "only", "message"),
+    [
+        (
+            {**BODY, "topic.weight": (5, 8)},
+            [],
+            r'no topic\.weight: name the .* train\.init_only=\["decoder\.\*"\]',
+        ),
+        ({**BODY, "head.weight": (50, 8)}, [], r"head\.weight is \[40, 8\] there and \[50, 8\] here"),
+        ({**BODY, "topic.weight": (5, 8)}, ["topic.*"], r"it has no topic\.weight"),
+        (BODY, ["decoder.layer.*"], r"'decoder\.layer\.\*' matches none .*such as 'decoder\.\*'"),
+        ({"other.weight": (3,)}, [], r"it has no other\.weight: take another"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        what_fits(wanted, STORED, only, SOURCE)

@@ -1,0 +1,51 @@
+"""NCCL's flight recorder is switched on by environment variables, only where there are GPUs."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.train.watching.flight_recorder import SETTINGS, dump_flight_recorder, start_flight_recorder
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (old_name, _) in SETTINGS.items():
+        for each in (name, old_name or name):
+            monkeypatch.setenv(each, "")  # so that it is put back afterwards
+            monkeypatch.delenv(each)
+
+
+def recorded() -> dict[str, str]:
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
+
+
+def test_on_gpus_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    start_flight_recorder(Path("/runs/a"), "auto")
+    assert recorded() == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": "/runs/a/logs/nccl-",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_what_is_set_stays_under_its_old_name_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(name, "7")
+    start_flight_recorder(Path("/runs/a"), "cuda")
+    assert os.environ[name] == "7"
+    assert recorded().get("TORCH_FR_BUFFER_SIZE", "7") == "7"
+
+
+def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    start_flight_recorder(tmp_path, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    start_flight_recorder(tmp_path, "auto")
+    assert recorded() == {}
+    with (tmp_path / "log").open("wb") as file:
+        dump_flight_recorder(file.fileno(), 0)
+    assert (tmp_path / "log").read_bytes() == b""

@@ -1,0 +1,48 @@
+"""Running out of memory ends in one line that says what to do; any other error passes as it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatfm.errors import MegatfmError
+from megatfm.train.watching.memory import explained
+
+
+def test_what_torch_could_not_allocate_is_named(tmp_path: Path) -> None:
+    """The allocator's own error, for an exabyte."""
+    with (
+        pytest.raises(
+            MegatfmError,
+            match=r"^rank 3 is out of memory: it held .* GB and asked for 1e\+09 GB more\. Lower ",
+        ),
+        explained(tmp_path, 3),
+    ):
+        torch.empty(10**18, dtype=torch.uint8)
+
+
+def test_python_s_and_cuda_s_errors_count_too(tmp_path: Path) -> None:
+    with pytest.raises(MegatfmError, match="rank 0 is out of memory: it held"), explained(tmp_path, 0):
+        raise MemoryError
+    said = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79 GiB."
+    with pytest.raises(MegatfmError, match=r"and asked for 2\.50 GiB more"), explained(tmp_path, 0):
+        raise torch.OutOfMemoryError(said)
+
+
+def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    place = tmp_path / "memory" / "rank-2.pickle"
+    with pytest.raises(MegatfmError, match=f"it held 3 GB.*; what is in it: {place}"), explained(tmp_path, 2):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    assert place.read_bytes() == b"snapshot"
+    (tmp_path / "memory").rename(tmp_path / "elsewhere")
+    (tmp_path / "memory").write_text("a file where the folder should be")
+    with pytest.raises(MegatfmError, match="could not be written to"), explained(tmp_path, 2):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shapes don't match"), explained(tmp_path, 0):
+        raise RuntimeError("shapes don't match")
