@@ -30,17 +30,17 @@ test: $(VENV)/.installed-test ## the whole suite on the CPU
 	$(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
 # What a CPU of another kind would round otherwise, as far as this one can act as such: instruction sets of torch's kernels,
-# oneDNN and MKL, and two threads.
+# oneDNN and MKL, and two threads. Whether models learn, and whether another rate shows, depends on none of it.
 NUMBERS := tests/golden tests/unit/engines/test_alignment.py tests/unit/engines/test_optimizers.py \
   tests/unit/convert/test_alignment.py tests/unit/convert/test_encoders.py tests/unit/generate/test_load.py \
   tests/unit/checkpoint/test_alignment.py tests/unit/ops/test_aligned.py
 CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
-  ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE MEGATFM_TEST_THREADS=2
+  ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE MEGATFM_TEST_THREADS=2,OMP_WAIT_POLICY=passive
 
 test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and with two threads
 	@failed=; for cpu in $(CPUS); do \
 	  echo "$${cpu//,/ }"; \
-	  env $${cpu//,/ } $(RUN) -m pytest -q -n $(JOBS) --no-loadscope-reorder $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
+	  env $${cpu//,/ } $(RUN) -m pytest -q -n $(JOBS) --no-loadscope-reorder -k "not learn" $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import load_config
-from tests.golden.curves import VOCABULARY, WORDS, Curves, check, check_float32, check_rate, curves, write
+from tests.golden.curves import VOCABULARY, WORDS, check, check_float32, check_rate, curves, write
 from tests.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,19 +42,16 @@ def config_of(preset: str) -> dict[str, Any]:
     return load_config(preset, overrides).model_dump()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def trained(request: pytest.FixtureRequest, workers: Workers) -> tuple[str, Curves]:
-    (found,) = workers.run(curves, 1, config_of(request.param), timeout=500)
-    return request.param, found
+@pytest.mark.parametrize("preset", MODELS)
+def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> None:
+    check(workers, preset, config_of(preset))
 
 
-def test_the_curve_begins_as_the_golden_one(trained: tuple[str, Curves]) -> None:
-    check(*trained)
-
-
-def test_learns(trained: tuple[str, Curves]) -> None:
+@pytest.mark.parametrize("preset", MODELS)
+def test_it_learns(preset: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
-    assert sum(trained[1]["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
+    (found,) = workers.run(curves, 1, config_of(preset), timeout=500)
+    assert sum(found["loss"][-10:]) / 10 < 0.75 * math.log(WORDS)
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -14,7 +14,6 @@ from tests.golden.curves import (
     TOPICS,
     VOCABULARY,
     WORDS,
-    Curves,
     check,
     check_float32,
     check_rate,
@@ -56,20 +55,15 @@ def config_of(preset: str) -> dict[str, Any]:
     return load_config(preset, overrides).model_dump()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def trained(request: pytest.FixtureRequest, workers: Workers) -> tuple[str, Curves]:
-    (found,) = workers.run(curves, 1, config_of(request.param), timeout=500)
-    return request.param, found
+@pytest.mark.parametrize("preset", MODELS)
+def test_the_curve_begins_as_the_golden_one(preset: str, workers: Workers) -> None:
+    check(workers, preset, config_of(preset))
 
 
 @pytest.mark.slow
-def test_the_curve_begins_as_the_golden_one(trained: tuple[str, Curves]) -> None:
-    check(*trained)
-
-
-@pytest.mark.slow
-def test_both_tasks_are_learned(trained: tuple[str, Curves]) -> None:
-    preset, found = trained
+@pytest.mark.parametrize("preset", MODELS)
+def test_it_learns_both_tasks(preset: str, workers: Workers) -> None:
+    (found,) = workers.run(curves, 1, config_of(preset), timeout=500)
     last = {term: sum(values[-10:]) / 10 for term, values in found.items()}
     if preset == "bert-base":
         assert last["masked"] < math.log(WORDS), "better than knowing the topic"
