@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatfm.ops.squares import sum_of_squares
 from megatfm.parallel.layout import ParameterLayout, Placement
 from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 
@@ -34,9 +35,12 @@ class DistinctBlocks:
     def norm(self, tensors: Mapping[str, Tensor], spoiled: bool = False) -> Tensor:
         """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
         squares = torch.zeros(len(self.kinds), dtype=torch.float64, device=self._device)
+        own: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
             if self.counted(name):
-                squares[self.kind_of[name]] += tensor.double().square().sum()
+                own.setdefault(self.kind_of[name], []).append(tensor)
+        for kind, blocks in own.items():
+            squares[kind] = sum_of_squares(blocks)
         if spoiled:
             squares.fill_(torch.nan)
         return over_ranks(squares, self.kinds, self._mesh).sqrt()

@@ -37,6 +37,7 @@ from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
+ALONE = Sharing(zero=0)
 
 
 class NativeEngine:
@@ -62,12 +63,14 @@ class NativeEngine:
         compile_blocks: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
-        self.precision, self.sharing, self.pipeline = PRECISIONS[precision], sharing, pipeline
+        # One data rank has nobody to share with: no gathering, no buffers.
+        self.sharing = sharing if mesh.data_ranks > 1 else ALONE
+        self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():
             block.compile(fullgraph=True)
-        self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)
+        self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
             name: StoredBox(block, layout[name].shape, self.boxes[name][0])
