@@ -25,7 +25,7 @@ from megatfm.objectives import Causal, SpecialTokens
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.train.memory import keep_freed_memory
+from megatfm.train.watching.memory import keep_freed_memory
 
 Step = Callable[[], float]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -182,8 +182,8 @@ def main() -> None:
                 ratios = compare(sides, args.rounds)
                 wall, cpu = ratios["wall"], ratios["cpu"]
                 line = (
-                    f"| {precision} | {state} | **{statistics.median(wall):.2f}** | {min(wall):.2f} – {max(wall):.2f} | "
-                    f"{statistics.median(cpu):.2f} |"
+                    f"| {precision} | {state} | **{statistics.median(wall):.2f}** | {min(wall):.2f} – "
+                    f"{max(wall):.2f} | {statistics.median(cpu):.2f} |"
                 )
                 lines.append(line)
                 print(line, flush=True)

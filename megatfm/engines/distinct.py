@@ -70,10 +70,10 @@ def sum_partial(gradients: Mapping[str, Tensor], layout: ParameterLayout, mesh: 
             gradient.copy_(total.view_as(gradient))
 
 
-def clip_gradients(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
+def clip_gradients(gradients: Mapping[str, Tensor], norm: float, largest: float) -> None:
     """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are)."""
     if gradients and largest and norm > largest:  # a pipeline rank may have none, where all is frozen
-        torch._foreach_mul_(list(gradients.values()), float(largest / (norm + 1e-6)))
+        torch._foreach_mul_(list(gradients.values()), largest / (norm + 1e-6))
 
 
 def _axes(placement: Placement, sharded: bool) -> tuple[str, ...]:

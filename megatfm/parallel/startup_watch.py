@@ -31,7 +31,7 @@ class StartupWatch:
     def __init__(self, place: ProcessEnvironment) -> None:
         self._place = place
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="megatfm-vigil", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
 
     def __enter__(self) -> Self:
         if self._place.world_size > 1:

@@ -1,5 +1,6 @@
 """The native engine: a model whose tensor-parallel plan has been laid, its weights shared over the data axes."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import LossSums, to_device
+from megatfm.engines.losses import HostReads, LossSums, to_device
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
@@ -86,6 +87,8 @@ class NativeEngine:
             layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
         )
         self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
+        self.reads = HostReads()
+        self.passed: list[Sums] = []  # the losses whose gradients these are
         self.passes: Passes = WholeModel(model)
         if pipeline:
             self.passes = StagePasses(
@@ -106,8 +109,8 @@ class NativeEngine:
         self.model.train()
         self.norms.watch(watch)
         batches = [to_device(batch, self.device) for batch in microbatches]
-        losses = LossSums(objective, self.mesh, self.device)
-        losses.count(batches)
+        losses = LossSums(objective, self.mesh, self.device, self.reads)
+        losses.count(microbatches)
 
         def weigh(terms: Mapping[str, Tensor]) -> Tensor:
             return losses.weigh(terms) * (self.loss_scale.value if self.loss_scale else 1.0)
@@ -120,22 +123,26 @@ class NativeEngine:
         sum_partial(self.gradients(), self.layout, self.mesh)
         if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
-        return losses.result()
+        self.passed.append(losses.result())
+        return self.passed[-1]
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
-        """See `Engine.step`. A step that is skipped, or whose norm is not finite, lowers float16's loss scale."""
+        """See `Engine.step`. The host reads norm and losses together, once. A step that is skipped, or is not finite,
+        lowers float16's loss scale."""
         gradients = self.gradients()
-        norm = self.distinct.norm(gradients, spoiled=skip)
+        (norm,) = self.reads.later(self.distinct.norm(gradients, spoiled=skip)[None])()
+        if not all(math.isfinite(sums.loss) for sums in self.passed):
+            norm = math.nan
         if self.loss_scale:
-            self.loss_scale.update(bool(torch.isfinite(norm)))
-        if torch.isfinite(norm):
+            self.loss_scale.update(math.isfinite(norm))
+        if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.optimizers:
                 optimizer.step(gradients, lr)
             self.module_state.update()
             self.data.weights_changed()
         self.zero_grad()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
@@ -146,7 +153,7 @@ class NativeEngine:
             for microbatch in batches:
                 batch = to_device(microbatch, self.device)
                 losses.add(self.passes.evaluate(batch, objective))
-                losses.count([batch])
+                losses.count([microbatch])
         return losses.result()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -161,6 +168,7 @@ class NativeEngine:
         """Forget the gradients, and what modules observed."""
         self.data.zero_grad()
         self.module_state.forget()
+        self.passed = []
 
     def weights(self) -> Mapping[str, StoredBox]:
         """This rank's blocks, in the stored precision, and the state of modules."""

@@ -17,8 +17,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 if os.environ["RANK"] == sys.argv[1]:
     os.kill(os.getpid(), signal.SIGSTOP)
 os.kill(os.getpid(), int(sys.argv[2]))
-from megatfm.parallel import bootstrap, vigil
-vigil.STOPPED_LOOKS = vigil.ASKED_LOOKS = 3
+from megatfm.parallel import bootstrap, startup_watch
+startup_watch.STOPPED_LOOKS = startup_watch.ASKED_LOOKS = 3
 bootstrap.initialise(timeout=240, device="cpu")
 """
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -226,7 +226,7 @@ def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
 def has_whole_weights(parallel: ParallelConfig) -> bool:
     """Whether the optimizer moves the very tensors that the model computes with, and these are plain ones."""
     engine = make_engine(MODEL, parallel, ADAMW)
-    computed = {name: parameter for name, parameter in engine.model.named_parameters()}
+    computed = dict(engine.model.named_parameters())
     return all(
         type(computed[name].data) is Tensor
         and computed[name].data_ptr() == box.tensor.data_ptr()
