@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatfm.ops.squares import sum_of_squares
 from megatfm.parallel.layout import ParameterLayout, Placement
 from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 
@@ -34,9 +35,12 @@ class DistinctBlocks:
     def norm(self, tensors: Mapping[str, Tensor], spoiled: bool = False) -> Tensor:
         """√Σ t² over the blocks of a tensor each; NaN on all ranks that share a model, if one of them says so."""
         squares = torch.zeros(len(self.kinds), dtype=torch.float64, device=self._device)
+        own: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
             if self.counted(name):
-                squares[self.kind_of[name]] += tensor.double().square().sum()
+                own.setdefault(self.kind_of[name], []).append(tensor)
+        for kind, blocks in own.items():
+            squares[kind] = sum_of_squares(blocks)
         if spoiled:
             squares.fill_(torch.nan)
         return over_ranks(squares, self.kinds, self._mesh).sqrt()
@@ -66,10 +70,10 @@ def sum_partial(gradients: Mapping[str, Tensor], layout: ParameterLayout, mesh: 
             gradient.copy_(total.view_as(gradient))
 
 
-def clip_gradients(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
+def clip_gradients(gradients: Mapping[str, Tensor], norm: float, largest: float) -> None:
     """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are)."""
     if gradients and largest and norm > largest:  # a pipeline rank may have none, where all is frozen
-        torch._foreach_mul_(list(gradients.values()), float(largest / (norm + 1e-6)))
+        torch._foreach_mul_(list(gradients.values()), largest / (norm + 1e-6))
 
 
 def _axes(placement: Placement, sharded: bool) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -38,13 +39,23 @@ class LossFunction(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]: ...
 
 
-@dataclass(frozen=True)
 class Sums:
-    """Per loss term its sum and count over a whole global batch, the same on every rank."""
+    """Per loss term its sum and count over a whole global batch, the same on every rank.
 
-    sums: dict[str, float]
-    counts: dict[str, int]
-    weights: Mapping[str, float]
+    weights: term → its factor in the loss. values: gives the sums and then the counts, in the order of the weights. It
+    is asked when one of them is looked at: until then they may be under way on the device.
+    """
+
+    def __init__(self, weights: Mapping[str, float], values: Callable[[], Sequence[float]]) -> None:
+        self.weights, self._values = weights, values
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        return dict(zip(self.weights, self._values(), strict=False))
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        return dict(zip(self.weights, map(int, self._values()[len(self.weights) :]), strict=True))
 
     @property
     def loss(self) -> float:
@@ -192,8 +203,8 @@ class Engine(Protocol):
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """Clip by the global gradient norm (0: don't) and take an optimizer step. Returns the norm before clipping.
 
-        A norm that is not finite leaves weights and state as they are; it is for the caller to act on it. skip: do as
-        if it were not, and return NaN; all ranks must ask alike.
+        A loss or norm that is not finite leaves weights and state as they are, and what is returned is not finite; it
+        is for the caller to act on it. skip: do as if the norm were not; all ranks must ask alike.
         """
 
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.engines.distinct import DistinctBlocks, over_ranks
+from megatfm.ops.squares import sum_of_squares
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import AXES, PIPELINE, Mesh
@@ -88,7 +89,5 @@ class LayerStatistics:
 
 
 def _add(cell: Tensor, tensor: Tensor) -> None:
-    """In float32 or better: a norm there is one kernel, without a copy of the tensor."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    cell[0] += torch.linalg.vector_norm(tensor, dtype=dtype).double().square()
+    cell[0] += sum_of_squares([tensor])
     cell[1] += tensor.numel()

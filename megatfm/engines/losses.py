@@ -1,53 +1,91 @@
 """The loss of a global batch: each term's sum over all micro-batches of all ranks, divided by its count over them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Arrays, Batch, LossFunction, Sums
+from megatfm.engines.interface import Arrays, LossFunction, Sums
 from megatfm.ops.aligned import aligned
 from megatfm.parallel.mesh import Mesh
 
 
+class HostReads:
+    """Numbers on the device that the host will look at: once it needs one, all that wait are read together.
+
+    A read waits until the device has done all that was asked of it, so a step should have one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, list[float]]] = []
+
+    def later(self, values: Tensor) -> Callable[[], list[float]]:
+        """Float64 values [n] → what gives them, reading if that was not done."""
+        found: list[float] = []
+        self._waiting.append((values, found))
+
+        def read() -> list[float]:
+            if not found:
+                self.read()
+            return found
+
+        return read
+
+    def read(self) -> None:
+        """Read all that wait."""
+        waiting, self._waiting = self._waiting, []
+        numbers = iter(torch.cat([values for values, _ in waiting]).tolist())
+        for values, found in waiting:
+            found.extend(next(numbers) for _ in range(values.numel()))
+
+
 class LossSums:
-    """Adds terms and counts up. Each term is summed on the pipeline rank that makes it."""
+    """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
-    def __init__(self, objective: LossFunction, mesh: Mesh, device: torch.device) -> None:
+    reads: those with which the result's are joined.
+    """
+
+    def __init__(
+        self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: HostReads | None = None
+    ) -> None:
         self._objective, self._mesh, self._device = objective, mesh, device
-        self.counts = dict.fromkeys(objective.weights, 0)
-        self._sums = {term: torch.zeros((), dtype=torch.float64, device=device) for term in objective.weights}
+        self._reads = reads or HostReads()
+        self._places = {term: place for place, term in enumerate(objective.weights)}
+        # In float64, exact for counts below 2⁵³.
+        self._counts, self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=device)
 
-    def count(self, batches: Iterable[Batch]) -> None:
-        """Count the terms of micro-batches, each data rank's own, over all of them. A collective."""
-        totals = dict.fromkeys(self.counts, 0)
+    def count(self, batches: Iterable[Arrays]) -> None:
+        """Count the terms of micro-batches, each data rank's own, over all of them. A collective.
+
+        Of batches as the loader gives them, nothing is read from the device."""
+        totals = torch.zeros(len(self._places), dtype=torch.float64)
         for batch in batches:
-            for term, count in self._objective.counts(batch).items():
-                totals[term] += int(count)
-        for term, total in self._over_ranks(totals, self._mesh.data_axes).items():
-            self.counts[term] += int(total)
+            here = {field: torch.as_tensor(values) for field, values in batch.items()}
+            for term, count in self._objective.counts(here).items():
+                totals[self._places[term]] += count
+        counts = totals.to(self._device, non_blocking=True)
+        self._mesh.sum(counts, self._mesh.data_axes)
+        self._counts += counts
 
     def weigh(self, terms: Mapping[str, Tensor]) -> Tensor:
         """The share of one micro-batch's terms in the loss of all that was counted."""
-        weights = self._objective.weights
-        weighted = [weights[name] / max(self.counts[name], 1) * term for name, term in terms.items()]
+        counts = self._counts.clamp(min=1)
+        weighted = []
+        for name, term in terms.items():
+            factor = self._objective.weights[name] / counts[self._places[name]]
+            weighted.append(factor.to(term.dtype) * term)
         return torch.stack(weighted).sum()
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
         """Add the terms of one micro-batch to what this rank reports."""
         for term, value in terms.items():
-            self._sums[term] += value
+            self._sums[self._places[term]] += value
 
     def result(self) -> Sums:
         """Sums and counts over all ranks. A collective."""
-        axes = self._mesh.loss_axes
-        return Sums(self._over_ranks(self._sums, axes), self.counts, self._objective.weights)
-
-    def _over_ranks(self, values: Mapping[str, Tensor | float], axes: Sequence[str]) -> dict[str, float]:
-        """Sum scalars over axes, in float64 (exact for counts below 2⁵³)."""
-        flat = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=self._device)
-        self._mesh.sum(flat, axes)
-        return dict(zip(values, flat.tolist(), strict=True))
+        sums = self._sums.clone()
+        self._mesh.sum(sums, self._mesh.loss_axes)
+        return Sums(self._objective.weights, self._reads.later(torch.cat([sums, self._counts])))
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:

@@ -52,10 +52,11 @@ class Mesh:
     device_mesh: DeviceMesh
 
     def size(self, axis: str) -> int:
-        return self.device_mesh[axis].size()
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh.size(names.index(axis))
 
     def rank(self, axis: str) -> int:
-        return self.device_mesh[axis].get_local_rank()
+        return self.device_mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
         return self.device_mesh.get_group(axis)

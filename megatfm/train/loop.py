@@ -190,7 +190,7 @@ class Trainer:
         norms = self.engine.layer_statistics() if looks else None
         lr = config.optimizer.lr * factor(config.schedule, at.step, config.train.steps)
         at.saver.settle()  # the forward and backward pass changed nothing of what is being saved
-        grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats.loss, lr)
+        grad_norm, skipped = at.loss_guard.guarded_step(self.engine, at.step, stats, lr)
         if skipped:
             self._event("skipped", skipped)
         compare_replicas(self.engine, at.step, checks.compare_replicas_every)

@@ -1,5 +1,6 @@
 """Plain data parallelism: torch's DistributedDataParallel over whole copies of a model or its parts."""
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -57,7 +58,7 @@ class DdpEngine:
         self.norms.watch(watch)
         batches = [to_device(batch, self.device) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device)
-        losses.count(batches)
+        losses.count(microbatches)
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.ddp.no_sync():
                 terms = objective(self.ddp, batch)
@@ -65,26 +66,27 @@ class DdpEngine:
                 (losses.weigh(terms) * self.mesh.data_ranks).backward()
             losses.add({name: term.detach() for name, term in terms.items()})
         sum_partial(self.gradients(), self.layout, self.mesh)
-        return losses.result()
+        self.stats = losses.result()
+        return self.stats
 
     def step(self, lr, clip, *, skip=False):
         gradients = self.gradients()
-        norm = self.distinct.norm(gradients, spoiled=skip)
-        if torch.isfinite(norm):
+        norm = float(self.distinct.norm(gradients, spoiled=skip or not math.isfinite(self.stats.loss)))
+        if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.state.optimizers:
                 optimizer.step(gradients, lr)
             self.modules.update()
         self.zero_grad()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def evaluate(self, batches, objective):
         self.model.eval()
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(lambda: None):
-            for batch in (to_device(each, self.device) for each in batches):
-                losses.add(objective(self.model, batch))
+            for batch in batches:
+                losses.add(objective(self.model, to_device(batch, self.device)))
                 losses.count([batch])
         return losses.result()
 

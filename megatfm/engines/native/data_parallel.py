@@ -7,8 +7,9 @@
 | 2 | + gradients | fully_sharded.py |
 | 3 | + the weights that the model computes with | fully_sharded.py |
 
-dp_replicate always replicates what dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the
-last ones, so stages 1 to 3 hold the same boxes, and a checkpoint of any stage opens in any other.
+One data rank has nobody to share with, and takes stage 0 whatever was asked for. dp_replicate always replicates what
+dp_shard leaves. A cut is along dim 0, in equal parts of ⌈rows / ranks⌉ but for the last ones, so stages 1 to 3 hold
+the same boxes, and a checkpoint of any stage opens in any other.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,6 @@
 """The native engine: a model whose tensor-parallel plan has been laid, its weights shared over the data axes."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import LossSums, to_device
+from megatfm.engines.losses import HostReads, LossSums, to_device
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
@@ -37,6 +38,7 @@ from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
+ALONE = Sharing(zero=0)
 
 
 class NativeEngine:
@@ -62,12 +64,14 @@ class NativeEngine:
         compile_blocks: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
-        self.precision, self.sharing, self.pipeline = PRECISIONS[precision], sharing, pipeline
+        # One data rank has nobody to share with: no gathering, no buffers.
+        self.sharing = sharing if mesh.data_ranks > 1 else ALONE
+        self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():
             block.compile(fullgraph=True)
-        self.data = share([model], layout, mesh, sharing, PRECISIONS[precision], device)
+        self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
             name: StoredBox(block, layout[name].shape, self.boxes[name][0])
@@ -83,6 +87,8 @@ class NativeEngine:
             layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
         )
         self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
+        self.reads = HostReads()
+        self.passed: list[Sums] = []  # the losses whose gradients these are
         self.passes: Passes = WholeModel(model)
         if pipeline:
             self.passes = StagePasses(
@@ -103,8 +109,8 @@ class NativeEngine:
         self.model.train()
         self.norms.watch(watch)
         batches = [to_device(batch, self.device) for batch in microbatches]
-        losses = LossSums(objective, self.mesh, self.device)
-        losses.count(batches)
+        losses = LossSums(objective, self.mesh, self.device, self.reads)
+        losses.count(microbatches)
 
         def weigh(terms: Mapping[str, Tensor]) -> Tensor:
             return losses.weigh(terms) * (self.loss_scale.value if self.loss_scale else 1.0)
@@ -117,22 +123,26 @@ class NativeEngine:
         sum_partial(self.gradients(), self.layout, self.mesh)
         if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
-        return losses.result()
+        self.passed.append(losses.result())
+        return self.passed[-1]
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
-        """See `Engine.step`. A step that is skipped, or whose norm is not finite, lowers float16's loss scale."""
+        """See `Engine.step`. The host reads norm and losses together, once. A step that is skipped, or is not finite,
+        lowers float16's loss scale."""
         gradients = self.gradients()
-        norm = self.distinct.norm(gradients, spoiled=skip)
+        (norm,) = self.reads.later(self.distinct.norm(gradients, spoiled=skip)[None])()
+        if not all(math.isfinite(sums.loss) for sums in self.passed):
+            norm = math.nan
         if self.loss_scale:
-            self.loss_scale.update(bool(torch.isfinite(norm)))
-        if torch.isfinite(norm):
+            self.loss_scale.update(math.isfinite(norm))
+        if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.optimizers:
                 optimizer.step(gradients, lr)
             self.module_state.update()
             self.data.weights_changed()
         self.zero_grad()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
@@ -143,7 +153,7 @@ class NativeEngine:
             for microbatch in batches:
                 batch = to_device(microbatch, self.device)
                 losses.add(self.passes.evaluate(batch, objective))
-                losses.count([batch])
+                losses.count([microbatch])
         return losses.result()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -158,6 +168,7 @@ class NativeEngine:
         """Forget the gradients, and what modules observed."""
         self.data.zero_grad()
         self.module_state.forget()
+        self.passed = []
 
     def weights(self) -> Mapping[str, StoredBox]:
         """This rank's blocks, in the stored precision, and the state of modules."""

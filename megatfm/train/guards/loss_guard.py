@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Engine
+from megatfm.engines.interface import Engine, Sums
 from megatfm.errors import MegatfmError
 from megatfm.train.record.decisions import Decisions
 
@@ -45,16 +45,17 @@ class LossGuard:
         self.in_a_row, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.in_spike = bool(state.get("leaping", False))
 
-    def guarded_step(self, engine: Engine, step: int, loss: float, lr: float) -> tuple[float, str | None]:
+    def guarded_step(self, engine: Engine, step: int, stats: Sums, lr: float) -> tuple[float, str | None]:
         """The engine's step, unless loss or gradient is not finite, or the step was skipped before.
 
         Returns the gradient norm, and what to say of a step that was skipped. Raises MegatfmError after too many
         in a row.
         """
         again = step in self.decisions.skips
-        norm = engine.step(lr, self.clip, skip=again or not math.isfinite(loss))
+        norm = engine.step(lr, self.clip, skip=again)
         if math.isfinite(norm):
             return norm, None
+        loss = stats.loss
         self.in_a_row += 1
         self.skipped += 1
         if self.in_a_row > self.config.max_skipped:

@@ -213,3 +213,23 @@ def engines_end(layouts: list[ParallelConfig]) -> None:
 
 def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
     workers.run(engines_end, 2, [ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)])
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
+    """Whatever the stage: nothing is gathered, scattered or copied for it, also beside tensor parallelism."""
+    assert workers.run(has_whole_weights, 1, ParallelConfig(zero=zero)) == [True]
+    assert workers.run(has_whole_weights, 2, ParallelConfig(zero=zero, tp=2)) == [True] * 2
+    assert workers.run(has_whole_weights, 2, ParallelConfig(zero=zero, dp_shard=2)) == [False] * 2
+
+
+def has_whole_weights(parallel: ParallelConfig) -> bool:
+    """Whether the optimizer moves the very tensors that the model computes with, and these are plain ones."""
+    engine = make_engine(MODEL, parallel, ADAMW)
+    computed = dict(engine.model.named_parameters())
+    return all(
+        type(computed[name].data) is Tensor
+        and computed[name].data_ptr() == box.tensor.data_ptr()
+        and computed[name].shape == box.tensor.shape
+        for name, box in engine.weights().items()
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatfm.config import ResilienceConfig
+from megatfm.engines.interface import Sums
 from megatfm.errors import MegatfmError
 from megatfm.train.guards.loss_guard import LossGuard
 from megatfm.train.record.decisions import DECISIONS, Decisions
@@ -19,10 +20,10 @@ class Engine:
     """An engine of one number: a step moves it by the gradient, unless that is not finite."""
 
     def __init__(self) -> None:
-        self.weight, self.gradient = 1.0, torch.tensor([0.0])
+        self.weight, self.gradient, self.loss = 1.0, torch.tensor([0.0]), 0.0
 
     def step(self, lr: float, clip: float, *, skip: bool) -> float:
-        norm = math.nan if skip else float(self.gradient.abs())
+        norm = math.nan if skip or not math.isfinite(self.loss) else float(self.gradient.abs())
         if math.isfinite(norm):
             self.weight -= lr * float(self.gradient)
         return norm
@@ -33,8 +34,9 @@ def guard(path: Path, **settings: Any) -> LossGuard:
 
 
 def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
-    engine.gradient = torch.tensor([gradient])
-    norm, said = kept.guarded_step(engine, step, loss, 0.1)  # type: ignore[arg-type]
+    engine.gradient, engine.loss = torch.tensor([gradient]), loss
+    stats = Sums({"causal": 1.0}, lambda: [loss, 1.0])
+    norm, said = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
     assert (said is None) == math.isfinite(norm)
     return said is None
 

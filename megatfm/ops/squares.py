@@ -1,0 +1,23 @@
+"""Sums of squares that are exact to float32's precision at any size, without a copy of what is summed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PIECE = 2**14
+"""On a CPU torch adds a norm up in a few running sums of float32: of 38 M elements it is 0.3 % short, of a piece 2e-7,
+or 2e-6 where they are converted from bfloat16 (on a GPU its kernels cut tensors up themselves)."""
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Σ x² over all elements of all tensors, in float64, on their device; they have one device and one dtype.
+
+    Squares are added up in float32 within a piece, in float64 if the tensors are, and in float64 over pieces.
+    """
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    parts = list(tensors)
+    if tensors[0].device.type == "cpu":
+        parts = [piece for tensor in tensors for piece in tensor.reshape(-1).split(PIECE)]
+    return torch.stack(torch._foreach_norm(parts, 2, dtype)).double().square().sum()

@@ -1,0 +1,64 @@
+"""How often the host waits for the device in a step. On a CPU nobody waits, but what would is the same calls."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatfm.config import ParallelConfig
+from megatfm.engines.losses import HostReads
+from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
+from tests.workers import Workers
+
+WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
+"""Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operators that make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removesuffix(".default")
+        masks = args[1] if str(func).startswith(("aten.index.", "aten.index_put")) else ()
+        if name in WAITS or any(mask is not None and mask.dtype == torch.bool for mask in masks):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of_a_step(parallel: ParallelConfig, precision: str) -> tuple[list[str], int]:
+    """Operators that wait, and reads of what was put together, in a step that is clipped."""
+    engine = make_engine(TIED, parallel, ADAMW, precision=precision)
+    batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
+    reads, real = [], HostReads.read
+    for batch in batches:
+        reads.clear()
+        with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+            patch.setattr(HostReads, "read", lambda self: (reads.append(1), real(self)))
+            stats = engine.forward_backward(batch, CAUSAL)
+            engine.step(1e-2, clip=1e-3)
+            assert stats.loss > 0
+    return waits.found, len(reads)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (1, ParallelConfig()),
+        (2, ParallelConfig(zero=0, dp_shard=2)),
+        (2, ParallelConfig(zero=1, dp_shard=2)),
+        (2, ParallelConfig(zero=3, dp_shard=2)),
+        (2, ParallelConfig(tp=2)),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_host_waits_once_a_step(
+    workers: Workers, ranks: int, parallel: ParallelConfig, precision: str
+) -> None:
+    for waits, reads in workers.run(waits_of_a_step, ranks, parallel, precision):
+        assert waits == []
+        assert reads == 1
