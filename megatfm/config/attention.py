@@ -1,6 +1,6 @@
 """The `[model.attention]` section: one for each attention layer, its name says which."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
@@ -45,10 +45,18 @@ class AttentionSection(Section):
     dropout: Rate = 0.0
     """Dropout of attention probabilities."""
 
+    queries_together: ClassVar[int] = 1
+    """Queries come in groups of so many, which ranks that share a sequence can't part."""
+
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.n_heads
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
 
 
 class ScaledAttention(AttentionSection):
@@ -107,6 +115,7 @@ class TwoStreamAttentionConfig(AttentionSection):
     """XLNet's attention (Yang et al. 2019); it reads `transformer_xl`."""
 
     name: Literal["two_stream"] = "two_stream"
+    queries_together: ClassVar[int] = 16
 
 
 class PluginAttentionConfig(HeadsAttentionConfig):

@@ -204,6 +204,23 @@ class ModelConfig(Section):
         return self.changed({**self.block[kind], "blocks": (), "block": {}})
 
     @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key: as parts report it, those of all kinds of blocks."""
+        parts = {"attention": self.attention, "ffn": self.ffn} | (
+            {"generator": self.generator} if self.generator else {}
+        )
+        found = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.divided.items()}
+        for kind in self.block:
+            other = self.of_kind(kind)
+            for part, divided in (("attention", other.attention.divided), ("ffn", other.ffn.divided)):
+                found |= {
+                    f"block.{kind}.{part}.{key}": n
+                    for key, n in divided.items()
+                    if n != found.get(f"{part}.{key}")
+                }
+        return found
+
+    @property
     def head_width(self) -> int:
         """Width of a head."""
         return self.attention.head_dim or self.d_model // self.attention.n_heads

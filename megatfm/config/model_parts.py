@@ -23,6 +23,11 @@ class DenseFFNConfig(Section):
     dropout: Rate = 0.0
     """Dropout of the inner activations."""
 
+    @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key."""
+        return {"d_ff": self.d_ff}
+
 
 class PluginFFNConfig(DenseFFNConfig):
     """A feed-forward network that a package in `plugins` registers, with keys of its own."""
@@ -30,6 +35,11 @@ class PluginFFNConfig(DenseFFNConfig):
     model_config = ConfigDict(extra="allow")
     name: str = Field(examples=["my_ffn"])  # type: ignore[assignment]
     """The name under which it is registered."""
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Nothing is known of how it is cut."""
+        return {}
 
 
 FFNConfig = Annotated[DenseFFNConfig | PluginFFNConfig, by_name(DenseFFNConfig, other=PluginFFNConfig)]
@@ -216,6 +226,11 @@ class GeneratorConfig(Section):
     """Inner width of the generator's feed-forward network."""
     n_layers: PositiveInt | None = Field(default=None, le=DEEPEST)
     """Blocks of the generator; left out, as many as in the discriminator."""
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key."""
+        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 
 class MuPConfig(Section):

@@ -38,6 +38,11 @@ class MaskedObjective(Section):
     static: bool = False
     """Mask a text alike in every epoch."""
 
+    @property
+    def predicted(self) -> float:
+        """Share of the tokens for which the model predicts something."""
+        return self.rate
+
     @model_validator(mode="after")
     def _shares_fit(self) -> "MaskedObjective":
         if self.mask_share + self.random_share > 1 + 1e-9:
@@ -75,6 +80,11 @@ class SpanBoundaryObjective(Section):
     max_words: PositiveInt = 10
     """Longest span, in words."""
 
+    @property
+    def predicted(self) -> float:
+        """Share of the tokens for which the model predicts something."""
+        return self.rate
+
 
 class PermutationObjective(Section):
     """Predict spans token by token, in a random order (XLNet)."""
@@ -84,6 +94,11 @@ class PermutationObjective(Section):
     """One token in so many is predicted (the paper's K)."""
     max_span: PositiveInt = 5
     """Longest span, in tokens; shorter ones are as frequent."""
+
+    @property
+    def predicted(self) -> float:
+        """Share of the tokens for which the model predicts something."""
+        return 1 / self.every
 
 
 class SpanCorruptionObjective(Section):
@@ -124,6 +139,11 @@ class ReplacedTokenObjective(Section):
     """Of these, the share that it sees as the mask token; the rest it sees as it is."""
     discriminator_weight: PositiveFloat = 50.0
     """Weight of the discriminator's loss; the generator's has 1."""
+
+    @property
+    def predicted(self) -> float:
+        """Share of the tokens for which the model predicts something."""
+        return self.rate
 
 
 class PluginObjective(Section):

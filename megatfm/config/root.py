@@ -90,23 +90,17 @@ class Config(Section):
                 f"train.global_batch = {self.train.global_batch} does not divide into micro-batches of "
                 f"train.micro_batch = {self.train.micro_batch}: the nearest that does is {nearest}"
             )
-        heads = {
-            "model.attention.n_heads": self.model.attention.n_heads,
-            "model.attention.n_kv_heads": self.model.attention.kv_heads,
-            "model.ffn.d_ff": self.model.ffn.d_ff,
-        }
-        if smaller := self.model.generator:
-            heads |= {"model.generator.n_heads": smaller.n_heads, "model.generator.d_ff": smaller.d_ff}
+        divided = self.model.divided
 
         def divides(tp: int, key: str) -> bool:
-            return heads[key] % tp == 0 or (key == "model.attention.n_kv_heads" and tp % heads[key] == 0)
+            return divided[key] % tp == 0 or (key.endswith("n_kv_heads") and tp % divided[key] == 0)
 
-        for key, count in heads.items():
+        for key, count in divided.items():
             if not divides(self.parallel.tp, key):
-                fitting = [t for t in range(1, self.parallel.tp) if all(divides(t, each) for each in heads)]
+                fitting = [t for t in range(1, self.parallel.tp) if all(divides(t, each) for each in divided)]
                 raise ValueError(
-                    f"parallel.tp = {self.parallel.tp} does not divide {key} = {count}: the nearest tp that fits is "
-                    f"{fitting[-1]}"
+                    f"parallel.tp = {self.parallel.tp} does not divide model.{key} = {count}: the nearest tp that fits "
+                    f"is {fitting[-1]}"
                 )
         tp = self.parallel.tp if self.parallel.sequence_parallel else 1
         lengths = {
@@ -123,10 +117,12 @@ class Config(Section):
                     f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
                     f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
                 )
-        if self.model.family == "xlnet" and 16 % tp:
+        together = self.model.attention.queries_together
+        if together > 1 and together % tp:
             raise ValueError(
-                f"parallel.tp = {tp}: model.family = 'xlnet' cuts its queries in groups of 16, not a multiple of it: "
-                f"choose tp = {gcd(tp, 16)}, or parallel.sequence_parallel=false"
+                f"parallel.tp = {tp}: model.attention.name = {self.model.attention.name!r} cuts its queries in groups "
+                f"of {together}, not a multiple of it: choose tp = {gcd(tp, together)}, or "
+                "parallel.sequence_parallel=false"
             )
         return self
 

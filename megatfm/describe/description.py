@@ -20,8 +20,8 @@ PROBE = (3, 5, 7, 11, 13)
 
 @dataclass(frozen=True)
 class Description:
-    """What a config amounts to. Counts are of distinct parameters; bytes are per parameter, over all ranks. Those that
-    are `frozen` are among `parameters`, and have a weight alone.
+    """What a config amounts to. Counts are of distinct parameters, active ones those that a token meets; bytes are per
+    parameter, over all ranks. Those that are `frozen` are among `parameters`, and have a weight alone.
 
     row_tokens: of a row, of both sides in an encoder-decoder. multiplied: N of the FLOPs per token; a table that is
     only looked up costs none, one that is the output head as well does, and a block that is used twice counts twice.
@@ -30,6 +30,7 @@ class Description:
     config: Config
     shapes: dict[str, tuple[int, ...]]
     parameters: int
+    active: int
     embedding: int
     row_tokens: int
     multiplied: int
@@ -83,12 +84,13 @@ def describe(config: Config) -> Description:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tables = {id(m.weight): (n, m.weight) for n, m in model.named_modules() if isinstance(m, Table)}
     embedding = sum(weight.numel() for _, weight in tables.values())
-    row = flops.row(config, shapes)
+    row = flops.row(config, model)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     return Description(
         config=config,
         shapes=shapes,
         parameters=parameters,
+        active=parameters - row.idle,
         embedding=embedding,
         row_tokens=row.tokens,
         multiplied=round(row.work / row.tokens),

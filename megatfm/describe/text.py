@@ -110,6 +110,7 @@ def _counts(found: "Description") -> list[Line]:
     optimizer = f"{found.optimizer_bytes:.3g} {config.optimizer.name}"
     return [
         ("parameters", f"{found.parameters:,}{f', {found.frozen:,} of them frozen' if found.frozen else ''}"),
+        *([("  active", f"{found.active:,} for each token")] if found.active < found.parameters else []),
         ("  embedding", f"{found.embedding:,}"),
         ("  non-embedding", f"{found.non_embedding:,}"),
         ("", ""),
@@ -139,7 +140,7 @@ def _flops(found: "Description") -> list[Line]:
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
-    if model.family == "decoder":
+    if model.family == "decoder" and not model.blocks and model.attention.pattern.name == "full":
         return [
             *lines,
             ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),

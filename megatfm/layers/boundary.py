@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.cost import Cost, Tokens, by_rule
 from megatfm.errors import UsageError
-from megatfm.layers.head import HEADS, MASKED_SHARE, CrossEntropy
+from megatfm.layers.head import HEADS, CrossEntropy, of_predicted
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.norm import make_norm
@@ -27,8 +28,6 @@ LONGEST_SPAN = 64
 @HEADS.register("boundary")
 class BoundaryHead(nn.Module):
     """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
-
-    share = MASKED_SHARE
 
     reads = ("targets", "span_left", "span_right")
     predicts = False
@@ -57,6 +56,10 @@ class BoundaryHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.vocab_size or 0))
         self.initial = {"bias": Constant(0.0)}
         self.loss = CrossEntropy(LogitVariant())
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of masked tokens alone."""
+        return by_rule(self, of_predicted(tokens))
 
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor, left_BT: Tensor, right_BT: Tensor) -> Tensor:
         """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.cost import Cost, Tokens, by_rule
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser, initialiser
 from megatfm.layers.linear import Linear
@@ -22,8 +23,12 @@ from megatfm.registry import Registry
 
 
 MASKED_SHARE = 0.15
-"""Of tokens that are masked, as objectives have it unless told otherwise: these alone go through a sparse head. A
-module's `share` of the tokens serves to estimate what it costs."""
+"""Of tokens that are masked, as objectives have it unless told otherwise: these alone go through a sparse head."""
+
+
+def of_predicted(tokens: Tokens) -> Tokens:
+    """Those that go through a head for masked tokens."""
+    return tokens.of(tokens.n * (MASKED_SHARE if tokens.predicted is None else tokens.predicted))
 
 
 class CrossEntropy(nn.Module):
@@ -81,8 +86,11 @@ class Head(nn.Module):
             self.initial["bias"] = Constant(0.0)
         self.scale = config.head.scale * (config.mup.base_width / config.d_model if config.mup else 1.0)
         self.softcap, self.sparse = config.head.softcap, sparse
-        self.share = MASKED_SHARE if sparse else 1.0
         self.loss = CrossEntropy(LogitVariant(config.head.softcap, config.head.label_smoothing))
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
+        return by_rule(self, of_predicted(tokens) if self.sparse else tokens)
 
     def forward(
         self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, *, where_BT: Tensor | None = None
@@ -116,7 +124,6 @@ class SentenceHead(nn.Module):
     targets [B, T] hold the class at each sequence's first token and −100 elsewhere.
     """
 
-    share = 0.0
     reads = ("sentence_targets",)
     predicts = True
 
@@ -127,6 +134,10 @@ class SentenceHead(nn.Module):
         initial, d, classes = initialiser(config), config.d_model, section.classes
         self.pooler = Linear(d, d, initial("dense", d, d), bias=True)
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of one token of the row."""
+        return by_rule(self, tokens.of(1))
 
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.config.attention import TwoStreamAttentionConfig
+from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.attention.two_stream import Stream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
@@ -32,7 +34,7 @@ from megatfm.ops.cross_entropy import IGNORE
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
-TOGETHER = 16
+TOGETHER = TwoStreamAttentionConfig.queries_together
 """Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
 
 
@@ -196,12 +198,20 @@ class TwoStreamBlock(nn.Module):
     def __init__(self, config: ModelConfig, depth: int, *, queries_only: bool) -> None:
         super().__init__()
         self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
-        self.share = PREDICTED_SHARE + (not queries_only)
+        self.queries_only = queries_only
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
         self.ffn_residual = residual(config, "ffn residual", "encoder")
         self.ffn = FFNS.get(config.ffn.name)(config, initial)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of the queries of both streams; those of the content have ended before the last block."""
+        share = PREDICTED_SHARE if tokens.predicted is None else tokens.predicted
+        queries = tokens.of(tokens.n * (share + (not self.queries_only)))
+        return costs_of((self.attn_residual, self.ffn_residual, self.ffn), queries) + self.attn.cost(
+            queries, tokens.n
+        )
 
     def forward(
         self,

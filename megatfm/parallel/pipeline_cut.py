@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from megatfm.cost import MEMORY, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.parallel.pipeline_schedule import stage_ranks
 
@@ -187,23 +188,10 @@ def cut(
 
 
 def cost(model: nn.Module, step: ModelStep, lengths: Mapping[str, int]) -> float:
-    """Of a step, for all of its tokens: the parameters by which each is multiplied, tables not counted, and what
-    attention does besides: scores and sums over as many tokens as there are (two products of its width). A module's
-    `share` is that of the tokens that go through it."""
-    length = lengths.get(step.tokens, 1)
-    total = 0.0
-    for path in step.uses:
-        used, products = model.get_submodule(path), 0.0
-        for module in used.modules():
-            roles = getattr(module, "roles", {})
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() > 1 and key not in roles:
-                    products += parameter.numel()
-            out = getattr(module, "wo", None)  # attention's
-            if isinstance(out, nn.Module):
-                products += 2 * length * out.get_parameter("weight").shape[1]
-        total += products * getattr(used, "share", 1.0)
-    return total * length
+    """Of a step, for all tokens of a row: products with matrices, and those of attention."""
+    tokens = Tokens(lengths.get(step.tokens, 1), memory=lengths.get(MEMORY, 0))
+    found = costs_of((model.get_submodule(path) for path in step.uses), tokens)
+    return found.products + found.attention
 
 
 def _trained(model: nn.Module, steps: ModelSteps) -> list[frozenset[str]]:

@@ -77,6 +77,18 @@ def _as_it_is(placement: Placement, mesh: Mesh) -> Placement:
     return placement
 
 
+Sends = Literal[
+    "input gathered",  # residual stream to replicated input of cut weights
+    "output gathered",
+    "output summed",  # partial output of cut weights to residual stream
+    "input whole",  # for what every rank computes alike
+    "output whole",
+    "loss summed",  # a sum over tokens
+    "loss over the vocabulary",  # in the module's `loss`; of logits, if it gives these, the parts are gathered
+]
+"""What ranks send one another at a module's call; what its backward pass sends follows from it."""
+
+
 @dataclass(frozen=True)
 class Style:
     """dim: the dim of the module's own tensors that is cut; None: they are whole on every rank.
@@ -86,6 +98,7 @@ class Style:
     uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
     place: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that has done.
     shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
+    sends: in words of `Sends`, so that `megatfm verify` can say how much it should be; None: it can't.
     """
 
     name: str
@@ -96,6 +109,7 @@ class Style:
     place: PlacementRule = _as_it_is
     shown: bool = False
     instead: "Style | None" = None
+    sends: tuple[Sends, ...] | None = None
 
     def fitted(self, module: nn.Module, parts: int) -> "Style":
         """This style, or the other where the module's heads are fewer than the parts and divide them."""
@@ -197,58 +211,68 @@ def _own_channels_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.part = ranks.rank  # type: ignore[assignment]
 
 
-SLICED_HEADS = Style("sliced heads", gradient="partial", install=_sliced_heads)
+SLICED_HEADS = Style("sliced heads", gradient="partial", install=_sliced_heads, sends=())
 """Key or value heads that are fewer than the ranks: whole on every rank, which uses the one that its queries need."""
 
-COLUMN = Style("column", dim=0, instead=SLICED_HEADS)
+COLUMN = Style("column", dim=0, instead=SLICED_HEADS, sends=())
 """A matrix cut by output features; its input must be replicated (see ENTER)."""
 
-ROW = Style("row", dim=1, gradient="sequence", install=_row)
+ROW = Style("row", dim=1, gradient="sequence", install=_row, sends=("output summed",))
 """A matrix cut by input features; its output is partial and goes back to the residual stream, where a bias is added."""
 
-LAST_DIM = Style("last dim", dim=-1)
+LAST_DIM = Style("last dim", dim=-1, sends=())
 """Numbers for each head, the heads last."""
 
-SHARED_BY_HEADS = Style("shared by heads", gradient="partial")
+SHARED_BY_HEADS = Style("shared by heads", gradient="partial", sends=())
 """Whole weights that every rank uses for its own heads, or for its own part of the vocabulary."""
 
-ENTER = Style("enter", install=_enter_hook, shown=True)
+ENTER = Style("enter", install=_enter_hook, shown=True, sends=("input gathered",))
 """A module without parameters of its own whose input is gathered once for all the columns in it."""
 
-ENTER_HEADS = Style("enter, heads", dim=-2, install=_enter_hook, shown=True)
+ENTER_HEADS = Style("enter, heads", dim=-2, install=_enter_hook, shown=True, sends=("input gathered",))
 """The same, with vectors for each head, the heads last but one."""
 
-ENTER_OUTPUT = Style("enter output", install=_enter_output, shown=True)
+ENTER_OUTPUT = Style("enter output", install=_enter_output, shown=True, sends=("output gathered",))
 """A module whose output is gathered once for all the columns that use it."""
 
-SEQUENCE = Style("sequence", gradient="sequence")
+SEQUENCE = Style("sequence", gradient="sequence", sends=())
 """Whole weights on the residual stream, e.g. a norm."""
 
-OWN_OUTPUT = Style("sequence output", gradient="sequence", install=_own_output)
+OWN_OUTPUT = Style("sequence output", gradient="sequence", install=_own_output, sends=())
 """Whole weights that make a replicated output, of which every rank keeps its part of the sequence."""
 
-WHOLE_OUTPUT = Style("sequence, gathered", gradient="sequence", install=_whole_output)
+WHOLE_OUTPUT = Style(
+    "sequence, gathered", gradient="sequence", install=_whole_output, sends=("output whole",)
+)
 """Whole weights on the residual stream whose output every rank needs whole."""
 
-SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True)
+SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True, sends=("loss summed",))
 """A module whose output is a sum over tokens, e.g. a block's term of the loss: over each rank's part, then over all."""
 
-WHOLE = Style("whole")
+WHOLE = Style("whole", sends=())
 """Whole weights that every rank uses alike."""
 
-WHOLE_INPUT = Style("whole input", install=_whole_hook)
+WHOLE_INPUT = Style("whole input", install=_whole_hook, sends=("input whole",))
 """A module that every rank runs alike, on the whole sequence."""
 
-VOCABULARY_EMBEDDING = Style("vocabulary embedding", dim=0, uneven=True, install=_vocabulary_embedding)
+VOCABULARY_EMBEDDING = Style(
+    "vocabulary embedding", dim=0, uneven=True, install=_vocabulary_embedding, sends=("output summed",)
+)
 """A token table cut by tokens."""
 
-VOCABULARY_HEAD = Style("vocabulary head", dim=0, uneven=True, install=_vocabulary_head)
+VOCABULARY_HEAD = Style(
+    "vocabulary head",
+    dim=0,
+    uneven=True,
+    install=_vocabulary_head,
+    sends=("input gathered", "loss over the vocabulary"),
+)
 """An output head cut by tokens, with its loss; the head's sub-module `loss` is the seam."""
 
-TOKEN_DROPOUT = Style("keys of own tokens", install=_own_tokens_dropout)
+TOKEN_DROPOUT = Style("keys of own tokens", install=_own_tokens_dropout, sends=())
 """Keyed dropout on the residual stream."""
 
-PART_DROPOUT = Style("keys of own part", install=_own_channels_dropout)
+PART_DROPOUT = Style("keys of own part", install=_own_channels_dropout, sends=())
 """Keyed dropout of cut heads or channels."""
 
 STYLES: Registry[Style] = Registry("style of a plan")

@@ -12,10 +12,9 @@ from torch import nn
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.initialisation import initialise
-from megatfm.parallel import styles
 from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
-from megatfm.parallel.plan import match
+from megatfm.parallel.plan import NO_ROW, match
 from megatfm.parallel.styles import Style
 from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
@@ -31,9 +30,6 @@ from megatfm.verify.ledger import Flows, Ledger
 
 CHUNK = 1024
 """Rows of the cross-entropy that are reduced together."""
-
-KNOWN = {style for style in vars(styles).values() if isinstance(style, Style)}
-"""Styles of which this file knows what they send."""
 
 
 def unpredicted(config: Config) -> dict[str, str]:
@@ -51,11 +47,9 @@ def unpredicted(config: Config) -> dict[str, str]:
         }
     with torch.device("meta"):
         planned = match(build_model(config), complete=False)
-    strange = [style.name for style in planned.values() if style not in KNOWN]
-    if strange:
-        return {
-            TENSOR: f"the style {strange[0]!r} comes from a plugin, and only its author knows what it sends"
-        }
+    silent = [style.name for style in planned.values() if style.sends is None and style is not NO_ROW]
+    if silent:
+        return {TENSOR: f"the style {silent[0]!r} doesn't say what it sends (`sends`)"}
     return {}
 
 
@@ -111,27 +105,28 @@ def _activations(
     precision, sequence = PRECISIONS[config.train.precision], config.parallel.sequence_parallel
     size, tp = precision.computed.itemsize, config.parallel.tp
     for call in calls:
-        style = fitted[call.path].name if call.path in fitted else ""
+        sends = (fitted[call.path].sends or ()) if call.path in fitted else ()
         given, made = call.given * size, call.made * size
         gathers, sums = _times(call, config.train.recompute)
-        if style in ("enter", "enter, heads", "vocabulary head", "enter output"):
-            whole = made if style == "enter output" else given
+        for word, whole in (("input gathered", given), ("output gathered", made)):
+            if word not in sends:
+                continue
             if sequence:
                 ledger.all_gather(TENSOR, whole // tp, times=gathers)
                 ledger.reduce_scatter(TENSOR, whole, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, whole, times=call.has_gradient)
-        elif style in ("row", "vocabulary embedding"):
+        if "output summed" in sends:
             if sequence:
                 ledger.reduce_scatter(TENSOR, made, times=sums)
                 ledger.all_gather(TENSOR, made // tp, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, made, times=sums)
-        elif style == "whole input" and sequence:
+        if "input whole" in sends and sequence:
             ledger.all_gather(TENSOR, given // tp)
-        elif style == "sequence, gathered" and sequence:
+        if "output whole" in sends and sequence:
             ledger.all_gather(TENSOR, made // tp)
-        elif style == "sequence sum" and sequence:
+        if "loss summed" in sends and sequence:
             ledger.all_reduce(TENSOR, call.made * max(size, 4), times=sums)  # in float32 or better
         _vocabulary(ledger, config, model, fitted, call)
 
@@ -153,17 +148,21 @@ def _vocabulary(
         config.model.vocab_size,
     )
     head, _, leaf = call.path.rpartition(".")
-    if call.path in fitted and fitted[call.path].name == "vocabulary head" and not call.is_scalar:
+    if _has_loss(fitted, call.path) and not call.is_scalar:
         assert vocabulary is not None
         widest = -(-vocabulary // tp)
         ledger.all_gather(TENSOR, call.made // vocabulary * widest * precision.computed.itemsize)
-    if leaf == "loss" and head in fitted and fitted[head].name == "vocabulary head":
+    if leaf == "loss" and _has_loss(fitted, head):
         seam = model.get_submodule(call.path)
         numbers = 5 if seam.variant.smoothing else 3  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
             rows = min(CHUNK, call.rows - start) * precision.stored.itemsize
             ledger.all_reduce(TENSOR, rows)
             ledger.all_reduce(TENSOR, numbers * rows)
+
+
+def _has_loss(fitted: Mapping[str, Style], path: str) -> bool:
+    return path in fitted and "loss over the vocabulary" in (fitted[path].sends or ())
 
 
 def _sends(

@@ -79,6 +79,20 @@ FAMILIES = {
         "embedding.dim": 8,
         "embedding.tied": False,
     },
+    "shaw": {"position.name": "shaw", "position.max_distance": 5, "attention.n_kv_heads": 2},
+    "deberta": {
+        "family": "encoder",
+        "attention.name": "disentangled",
+        "position.name": "disentangled",
+        "position.max_distance": 6,
+    },
+    "deberta v3": {
+        "family": "encoder",
+        "attention.name": "disentangled_shared",
+        "position.name": "disentangled_buckets",
+        "position.buckets": 4,
+        "position.max_distance": 7,
+    },
     "xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
     "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
 }
@@ -95,9 +109,6 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
     built = build(model)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter)
-    matrices = {
-        n: tuple(p.shape) for n, p in built.named_parameters() if p.dim() > 1 and not n.endswith("bias")
-    }
     tokens, more = torch.zeros(1, 32, dtype=torch.int64), {}
     if family == "t5":
         tokens, more = tokens[:, :20], {"encoder_tokens": tokens}
@@ -106,10 +117,11 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         more = {"order": torch.arange(32)[None]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         built(tokens, **more)
-    counted = row(config, matrices)
+    counted = row(config, built)
     assert counted.tokens == (52 if family == "t5" else 32)
-    assert 6 * counted.work + counted.attention == 3 * counter.get_total_flops()
-    if "family" not in FAMILIES[family]:
+    assert 6 * counted.products + counted.attention == 3 * counter.get_total_flops()
+    assert counted.work > counted.products, "norms and biases are multiplied, too"
+    if family in ("decoder", "latent"):
         assert counted.causal == counted.attention / 2
 
 

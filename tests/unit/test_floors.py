@@ -14,6 +14,7 @@ EVERYBODYS = {
     "megatfm.version": set[str](),
     "megatfm.atomic": set[str](),
     "megatfm.registry": {"megatfm.errors"},
+    "megatfm.cost": set[str](),
 }
 """Loose modules of floor 0, open to all."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, expect
+from megatfm.cost import Cost, Tokens
 from megatfm.layers.attention.patterns import Pattern, Seen
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
@@ -18,22 +19,36 @@ log = logging.getLogger("megatfm")
 
 
 class Core(nn.Module):
-    """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see."""
+    """softmax(q kᵀ · scale + bias) v over what the pattern and the sequence let each query see.
+
+    channels: of queries and of values together, over all heads, where they are not of the head width.
+    """
 
     plan = (("dropout", "keys of own part"),)
 
     def __init__(
-        self, config: ModelConfig, initial: Initialiser, pattern: Pattern, *, scale: float | None = None
+        self,
+        config: ModelConfig,
+        initial: Initialiser,
+        pattern: Pattern,
+        *,
+        scale: float | None = None,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")
-        self.pattern, self.shown = pattern, repr(pattern)
+        self.pattern, self.shown, self.n_heads = pattern, repr(pattern), options.n_heads
+        self.channels = channels or 2 * options.n_heads * config.head_width
         self.dropout = Dropout(options.dropout, "cross" if pattern.of_memory else "attention")
         self.variant = Variant(
             scale=options.scale or scale,
             softcap=options.softcap,
             dropout=options.dropout,
         )
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of the scores and of the sums of values."""
+        return self.pattern.cost(tokens, self.channels, self.n_heads)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledPositionConfig, ModelConfig
+from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.patterns import Pattern
@@ -42,7 +43,15 @@ class DisentangledAttention(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
         self.wk_position = Linear(d, width, initial("key", d, width))
-        self.core = DisentangledCore(config, pattern, lambda d: (d + farthest).clamp(0, 2 * farthest - 1))
+        self.core = DisentangledCore(
+            config, pattern, lambda d: (d + farthest).clamp(0, 2 * farthest - 1), 2 * farthest
+        )
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """The table of positions goes through projections of its own."""
+        of_table = costs_of((self.wq_position, self.wk_position), tokens.of(self.core.n_rows))
+        of_tokens = costs_of((self.wq, self.wk, self.wv, self.wo), tokens)
+        return of_tokens + of_table + self.core.cost(tokens)
 
     def forward(
         self,
@@ -64,14 +73,23 @@ class DisentangledAttention(nn.Module):
 
 
 class DisentangledCore(nn.Module):
-    """The scores and what follows from them. rows: of the table, for distances query − key."""
+    """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
 
     plan = (("dropout", "keys of own part"),)
 
-    def __init__(self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor], n_rows: int
+    ) -> None:
         super().__init__()
         self.pattern, self.rows, self.scale = pattern, rows, (3 * config.head_width) ** -0.5
+        self.n_heads, self.n_rows = config.attention.n_heads, n_rows
+        self.channels = 2 * self.n_heads * config.head_width
         self.dropout = Dropout(config.attention.dropout, "attention")
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of the scores and of the sums of values, and of queries and of keys with each of the table's rows."""
+        by_row = self.channels * self.n_rows * tokens.n
+        return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(attention=by_row, seen=by_row)
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig
+from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.disentangled import DisentangledCore
@@ -36,8 +37,14 @@ class DisentangledSharedAttention(nn.Module):
         self.wv = Linear(d, width, initial("value", d, width), bias=True)
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.core = DisentangledCore(
-            config, pattern, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1)
+            config, pattern, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1), 2 * n
         )
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """The table of positions goes through the projections of queries and keys, too."""
+        of_table = costs_of((self.wq, self.wk), tokens.of(self.core.n_rows))
+        of_tokens = costs_of((self.wq, self.wk, self.wv, self.wo), tokens)
+        return of_tokens + of_table + self.core.cost(tokens)
 
     def forward(
         self,

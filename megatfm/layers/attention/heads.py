@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
@@ -24,7 +25,7 @@ class HeadsAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
-        self.head_dim = config.head_width
+        self.head_dim, self.of_memory = config.head_width, pattern.of_memory
         options = expect(config.attention, HeadsAttentionConfig, "model.attention")
         d, width, kv_width = (
             config.d_model,
@@ -42,6 +43,13 @@ class HeadsAttention(nn.Module):
         self.position = position.heads(config, initial) if turns and position.heads else None
         core = position.core if position.core and not pattern.of_memory else Core
         self.core = core(config, initial, pattern)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Keys and values are made from what is looked at."""
+        looked_at = tokens.of(tokens.memory) if self.of_memory else tokens
+        keys_and_values = self.wk, self.wv, self.k_norm
+        others = (part for part in self.children() if part not in keys_and_values)
+        return costs_of(others, tokens) + costs_of(keys_and_values, looked_at)
 
     def forward(
         self,

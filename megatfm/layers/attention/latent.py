@@ -63,7 +63,13 @@ class LatentAttention(nn.Module):
         self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
         self.position = Rope(config, initial, self.rope_dim)
-        self.core = Core(config, initial, pattern, scale=(self.head_dim + self.rope_dim) ** -0.5)
+        self.core = Core(
+            config,
+            initial,
+            pattern,
+            scale=(self.head_dim + self.rope_dim) ** -0.5,
+            channels=q_width + n * self.v_dim,
+        )
 
     def forward(
         self,

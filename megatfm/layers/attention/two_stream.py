@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.cost import Cost, Tokens, cost_of, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
@@ -91,6 +92,22 @@ class TwoStreamAttention(nn.Module):
         self.initial = dict.fromkeys((*biases, "segments"), drawn)
         self.roles = dict.fromkeys(biases, "vector") | {"segments": "embedding"}
         self.dropout = Dropout(config.attention.dropout, "attention")
+
+    def cost(self, tokens: Tokens, content: float = 0.0) -> Cost:
+        """tokens: the queries of all streams. content: tokens that they look at, left out as many.
+
+        Scores are those of content and of 2 content − 1 distances, and of whether two segments are the same.
+        """
+        content = content or tokens.n
+        width, distances = self.wo.weight.shape[1], 2 * content - 1
+        biases = self.content_bias.numel() * 3
+        parts = costs_of((self.wq, self.wo), tokens) + costs_of((self.wk, self.wv), tokens.of(content))
+        products = width * tokens.n * (2 * content + distances)
+        return (
+            parts
+            + cost_of(self.wk_position, tokens.of(distances))
+            + Cost(self.segments.numel() * tokens.n, biases * tokens.n, products, products)
+        )
 
     def seen(self, content_BSD: Tensor, table_RD: Tensor) -> Seen:
         """What the queries of both streams look at; table: of relative positions."""

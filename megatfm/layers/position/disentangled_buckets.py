@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
+from megatfm.cost import Cost, Tokens
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import make_norm
@@ -45,6 +46,10 @@ class BucketTable(nn.Module):
         rows = 2 * options.buckets
         self.table = Table(rows, config.d_model, initial("relative", rows, config.d_model))
         self.norm = make_norm(config)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """A norm over the table, once for all tokens and layers: next to nothing."""
+        return Cost()
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D]."""

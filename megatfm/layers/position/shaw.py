@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, ShawConfig, expect
+from megatfm.cost import Cost, Tokens
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
@@ -26,7 +27,8 @@ class ShawCore(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: "Pattern") -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")
-        self.pattern = pattern
+        self.pattern, self.n_heads = pattern, options.n_heads
+        self.channels = 2 * options.n_heads * config.head_width
         self.farthest = expect(config.position, ShawConfig, "model.position").max_distance
         self.scale = options.scale or config.head_width**-0.5
         self.softcap = options.softcap
@@ -36,6 +38,13 @@ class ShawCore(nn.Module):
         self.initial = dict.fromkeys(("keys", "values"), initial("relative", rows, config.head_width))
         self.roles = dict.fromkeys(("keys", "values"), "embedding")
         self.dropout = Dropout(options.dropout, "attention")
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """As of other attention, and each query with every vector of a distance, and as many for the values."""
+        by_distance = self.channels * len(self.keys) * tokens.n
+        return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
+            attention=by_distance, seen=by_distance
+        )
 
     def forward(
         self,

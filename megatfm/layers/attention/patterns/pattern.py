@@ -1,10 +1,12 @@
 """What a query sees: the base of all patterns, and what kernels are given of one."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from megatfm.cost import Cost, Tokens
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Plain
 
@@ -81,6 +83,19 @@ class Pattern:
             seen += int(found.expand(1, n_heads, len(queries), length).sum())
         return seen / n_heads
 
+    def cost(self, tokens: Tokens, channels: float, n_heads: int = 1) -> Cost:
+        """Of the scores and of the sums of values. channels: of both, over all heads.
+
+        It follows from `pairs`; but of attention that kernels have a word for, all pairs count, and of causal ones half
+        of them are seen, as is usual.
+        """
+        if self.plain is None:
+            pairs = seen = _pairs(self, round(tokens.n), n_heads)
+        else:
+            pairs = tokens.n * (tokens.memory if self.of_memory else tokens.n)
+            seen = pairs / 2 if self.plain == "causal" else pairs
+        return Cost(attention=channels * pairs, seen=channels * seen)
+
     def is_plain(self, sequence: SequenceMetadata) -> bool:
         """Whether `plain` says all of it for a sequence."""
         alone = sequence.document_numbers(of_memory=self.of_memory) is None
@@ -144,6 +159,12 @@ class Seen:
 
     def blocks(self, size: int) -> Tensor:
         return self._pattern.table(self._sequence, size, *self._heads)
+
+
+@cache
+def _pairs(pattern: Pattern, length: int, n_heads: int) -> float:
+    """`pairs`, which may look at each of them, once for all layers."""
+    return pattern.pairs(length, n_heads)
 
 
 def _heads(first: int, n: int, device: torch.device) -> Tensor:
