@@ -140,16 +140,24 @@ def _flops(found: "Description") -> list[Line]:
         "encoder_decoder": "averaged over the tokens of both",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {found.multiplied:,} ({what})")]
-    if model.family == "decoder" and not model.blocks and model.attention.pattern.name == "full":
+    if model.family == "decoder" and not model.blocks and _sees_all(model):
         return [
             *lines,
             ("  6N + 12·L·h·s", f"{found.flops_full:.4g}, attention counted in full"),
             ("  6N + 6·L·h·s", f"{found.flops_causal:.4g}, of attention only its causal half"),
         ]
-    lines.append(("  with attention", f"{found.flops_full:.4g}, counted in full"))
+    how = "counted in full" if _sees_all(model) else "as patterns see pairs; full attention in full"
+    lines.append(("  with attention", f"{found.flops_full:.4g}, {how}"))
     if found.flops_causal < found.flops_full:
-        lines.append(("", f"{found.flops_causal:.4g}, of the decoder's own only the causal half"))
+        own = "the decoder's own" if model.family == "encoder_decoder" else "full attention"
+        lines.append(("", f"{found.flops_causal:.4g}, of {own} only the causal half"))
     return lines
+
+
+def _sees_all(model: ModelConfig) -> bool:
+    """Whether all blocks have full attention."""
+    kinds = [model, *(model.of_kind(kind) for kind in model.block)]
+    return all(kind.attention.pattern.name == "full" for kind in kinds)
 
 
 def _half(found: "Description") -> str:

@@ -134,14 +134,16 @@ def cut(
     virtual: int,
     *,
     lengths: Mapping[str, int],
+    predicted: float | None = None,
     at: Sequence[str] | None = None,
     sequence_parts: int = 1,
 ) -> Pipeline:
     """Cut a whole model (on the meta device) into the stages of a schedule.
 
-    lengths: tokens of each input, to weigh encoder against decoder. at: the names of the steps with which all stages
-    but the first begin; left out, cuts are where the costs of stages are most equal. Raises UsageError for a model
-    that isn't told in steps, and for more stages than it can be cut into.
+    lengths: tokens of each input, to weigh encoder against decoder. predicted: the share of them that the objective
+    predicts, where that is known. at: the names of the steps with which all stages but the first begin; left out, cuts
+    are where the costs of stages are most equal. Raises UsageError for a model that isn't told in steps, and for more
+    stages than it can be cut into.
     """
     steps: ModelSteps | None = getattr(model, "steps", None)
     if steps is None:
@@ -150,7 +152,7 @@ def cut(
             "parallel.dp_shard"
         )
     rank_of = stage_ranks(schedule, ranks, virtual)
-    costs = [cost(model, step, lengths) for step in steps]
+    costs = [cost(model, step, lengths, predicted) for step in steps]
     starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step))]
     if not at and len(starts) < len(rank_of):
         raise UsageError(
@@ -187,9 +189,11 @@ def cut(
     )
 
 
-def cost(model: nn.Module, step: ModelStep, lengths: Mapping[str, int]) -> float:
+def cost(
+    model: nn.Module, step: ModelStep, lengths: Mapping[str, int], predicted: float | None = None
+) -> float:
     """Of a step, for all tokens of a row: products with matrices, and those of attention."""
-    tokens = Tokens(lengths.get(step.tokens, 1), memory=lengths.get(MEMORY, 0))
+    tokens = Tokens(lengths.get(step.tokens, 1), lengths.get(MEMORY, 0), predicted)
     found = costs_of((model.get_submodule(path) for path in step.uses), tokens)
     return found.products + found.attention
 

@@ -81,6 +81,7 @@ def cut_model(config: Config, model: nn.Module) -> Pipeline:
             "tokens": data.target_length or data.sequence_length,
             "encoder_tokens": data.sequence_length,
         },
+        predicted=getattr(config.objective, "predicted", None),
         at=parallel.cuts,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )

@@ -7,6 +7,7 @@ bias that is moved after each step so that the choices even out (Wang et al. 202
 import torch
 from torch import nn
 
+from megatfm.cost import Cost, costs_of
 from megatfm.layers.extra import Extra, Term
 from megatfm.layers.ffn import FFN, FFNS
 from megatfm.layers.linear import Linear
@@ -35,6 +36,12 @@ class Chosen(nn.Module):
     @staticmethod
     def terms(config):
         return {"router": Term(weight=config.ffn.weight, per="tokens")}
+
+    def cost(self, tokens):
+        """Of the scales, a token meets one."""
+        choices, d = self.scales.shape
+        of_scales = Cost(vectors=d * tokens.n, idle=(choices - 1) * d)
+        return costs_of((self.router, self.dense), tokens) + of_scales
 
     def forward(self, x_BTD, sequence):
         logits_BTE = self.router(x_BTD)

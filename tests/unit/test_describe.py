@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatfm.commands.describe import add_arguments, main
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
+from megatfm.cost import Tokens, cost_of
 from megatfm.describe import describe
 from megatfm.describe.flops import row
 from megatfm.describe.text import lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
+from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.initialisation import initialiser
 from megatfm.models import build
 from megatfm.ops.attention import KERNELS
 from megatfm.train.optimizers import optimizer_groups
+from tests.plugins import plugin
 
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
 
@@ -212,3 +218,81 @@ def test_frozen_weights_are_told_and_have_a_weight_alone() -> None:
     trained = whole.parameters - blocks
     assert still.total_bytes == pytest.approx(trained * still.state_bytes + blocks * still.weight_bytes)
     assert f"{blocks:,} of them frozen" in dict(lines(still))["parameters"]
+
+
+def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
+    """Matrices of a decoder without plugins' parts, each by its tokens; channels by pairs of each block."""
+    model, s = config.model, config.data.sequence_length
+    assert model.vocab_size is not None
+    d = model.d_model
+    widths = [model.at(depth).ffn.d_ff for depth in range(model.n_layers)]
+    matrices = sum(4 * d * d + 3 * d * width for width in widths) + d * model.vocab_size
+    return s * matrices, 2 * d * sum(pairs)
+
+
+def test_blocks_of_several_kinds_count_as_they_are() -> None:
+    """Of a plugin's pattern the pairs that it sees, by hand; of full attention all, and half of them where causal."""
+    plugin("dilated")
+    kinds = {"blocks": ["near", "near", "all"], "block.all": {}, "block.near.ffn.d_ff": 24}
+    kinds["block.near.attention.pattern"] = {"name": "dilated", "width": 3, "step": 2}
+    model = ModelConfig.of({**SMALL, "n_layers": 4, "vocab_size": 50, **kinds})
+    config = load_config("quickstart", []).model_copy(update={"model": model})
+    s = config.data.sequence_length
+    near = sum(1 for q in range(s) for k in range(s) if q - k in (0, 2, 4, 6))
+    products, attention = by_hand(config, [near, near, s * s, near])
+    counted = row(config, build(model))
+    assert counted.products == products
+    assert counted.attention == 6 * attention
+    assert counted.causal == 6 * by_hand(config, [near, near, s * s // 2, near])[1]
+    told = dict(lines(describe(config)))
+    assert "as patterns see pairs; full attention in full" in told["  with attention"]
+
+
+def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> None:
+    @dataclass(frozen=True)
+    class Widening(Pattern):
+        """Head n sees n tokens before the query."""
+
+        @property
+        def differs_by_head(self) -> bool:
+            return True
+
+        def sees(self, q: torch.Tensor, k: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+            return (q - k >= 0) & (q - k <= heads)
+
+    model = ModelConfig.of({**SMALL, "n_layers": 1, "vocab_size": 50})
+    core = Core(model, initialiser(model), Widening())
+    seen = sum(1 for n in range(4) for q in range(9) for k in range(9) if 0 <= q - k <= n)
+    assert core.cost(Tokens(9)).attention == 2 * 6 * seen  # each head has 6 channels
+
+
+def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> None:
+    """Its matrices as torch counts them; of its scales a token meets one of three."""
+    plugin("chosen")
+    ffn = {"name": "chosen", "d_ff": 40, "choices": 3, "rate": 0.1, "weight": 0.5}
+    model = ModelConfig.of({**SMALL, "vocab_size": 50}).changed({"ffn": ffn})
+    config = load_config("quickstart").model_copy(update={"model": model})
+    block = build(model).decoder.layers["0"].ffn
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        block(torch.zeros(1, 7, 24), None)
+    assert 2 * cost_of(block, Tokens(7)).products == counter.get_total_flops()
+    found = describe(config)
+    assert found.parameters - found.active == 2 * 2 * 24
+    assert dict(lines(found))["  active"] == f"{found.active:,} for each token"
+    assert "  active" not in dict(lines(describe(load_config("quickstart", VOCABULARY))))
+
+
+def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
+    class Bottleneck(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = torch.nn.Linear(24, 5), torch.nn.Linear(5, 24)
+            self.table, self.roles = torch.nn.Parameter(torch.ones(9, 24)), {"table": "embedding"}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(self.down(x))
+
+    module = Bottleneck()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(torch.zeros(1, 7, 24))
+    assert 2 * cost_of(module, Tokens(7)).products == counter.get_total_flops()

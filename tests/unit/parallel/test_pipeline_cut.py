@@ -9,6 +9,7 @@ from torch import nn
 from megatfm.config import ModelConfig, load_config
 from megatfm.models import build
 from megatfm.parallel.pipeline_cut import Pipeline, cost, cut, keep
+from tests.plugins import plugin
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
 
@@ -43,6 +44,27 @@ def test_a_large_vocabulary_is_a_stage_of_its_own() -> None:
     pipeline = cut(whole, "1f1b", 4, 1, lengths={"tokens": 1024})
     assert first_steps(pipeline) == ["decoder.embedding", "decoder.layers.4", "decoder.layers.8", "head"]
     assert max(stage.cost for stage in pipeline.stages) < 1.15 * min(stage.cost for stage in pipeline.stages)
+
+
+def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -> None:
+    """Eight times the width inside costs eight times; of a window the pairs that it sees count, by hand."""
+    plugin("dilated")
+    window = {"name": "dilated", "width": 2, "step": 1}
+    kinds = {"blocks": ["wide"] * 3 + ["near"] * 3, "block.wide.ffn.d_ff": 256}
+    kinds["block.near.attention.pattern"] = window
+    model = make(**kinds)
+    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps}
+    assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100
+    assert costs["decoder.layers.3"] == 10 * (4 * 16 * 16 + 3 * 16 * 32) + 2 * 16 * (1 + 2 + 8 * 3)
+    pipeline = cut(model, "1f1b", 2, 1, lengths={"tokens": 10})
+    assert first_steps(pipeline)[1] == "decoder.layers.2", "half of the blocks would not be half of the cost"
+
+
+def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable[..., nn.Module]) -> None:
+    model = make(family="encoder")
+    head = {step.name: step for step in model.steps}["head"]
+    assert cost(model, head, {"tokens": 10}, 0.4) == pytest.approx(4 * 96 * 16)
+    assert cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
 
 
 def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:

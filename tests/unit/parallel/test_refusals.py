@@ -77,6 +77,13 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         GPT,
+        ["parallel.tp=4", 'model.blocks=["a"]', "model.block.a.ffn.d_ff=50"],
+        None,
+        r"parallel\.tp = 4 does not divide model\.block\.a\.ffn\.d_ff = 50: the nearest .* is (2)$",
+        ["parallel.tp={0}"],
+    ),
+    (
+        GPT,
         ["parallel.tp=4", "model.attention.n_heads=6", "model.d_model=48"],
         None,
         r"parallel\.tp = 4 does not divide model\.attention\.n_heads = 6: the nearest .* is (3)$",

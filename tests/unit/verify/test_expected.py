@@ -1,0 +1,57 @@
+"""A style of a plugin says what it sends, and is held to it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatfm.config import Config
+from megatfm.registry import import_plugins
+from megatfm.verify.expected import unpredicted
+from megatfm.verify.verify import verify
+from tests.unit.verify.test_verify import CONFIG
+
+PLUGIN = """
+from dataclasses import replace
+from torch import nn
+from megatfm.layers.ffn import FFN, FFNS
+from megatfm.parallel.styles import ROW, STYLES
+
+if "NAME" not in STYLES.names():
+    STYLES.register("NAME")(replace(ROW, name="NAME", sends=SENDS))
+
+    @FFNS.register("NAME")
+    class Other(FFN):
+        plan = (*(row for row in FFN.plan if row[0] != "w_down"), ("w_down", "NAME"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sends", "why", "misses"),
+    [
+        (("output summed",), "", False),
+        ((), "", True),
+        (None, "the style 'silent' doesn't say what it sends (`sends`)", False),
+    ],
+    ids=["told", "wrong", "silent"],
+)
+def test_a_style_of_a_plugin(
+    sends: tuple[str, ...] | None,
+    why: str,
+    misses: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.callspec.id
+    (tmp_path / f"style_{name}.py").write_text(PLUGIN.replace("NAME", name).replace("SENDS", repr(sends)))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {**CONFIG["model"], "n_layers": 2, "ffn": {"name": name, "d_ff": 128}}
+    parallel = {"tp": 2, "dp_shard": 1}
+    config = Config.model_validate(
+        {**CONFIG, "model": model, "plugins": [f"style_{name}"], "parallel": parallel}
+    )
+    import_plugins(config.plugins)
+    assert unpredicted(config) == ({"tp": why} if why else {})
+    found = verify(config)
+    assert not found.wrong
+    assert bool(found.misses) == misses
