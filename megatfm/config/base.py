@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticUndefined
@@ -16,6 +16,10 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
 """Of a model: far above any that was ever trained, and far below what hangs or overflows where it is made."""
+
+
+class LacksOptionError(UsageError, AttributeError):
+    """A part reads a key that its section has not. An AttributeError too: parts ask for keys with `getattr`."""
 
 
 class Section(BaseModel):
@@ -46,6 +50,21 @@ class Section(BaseModel):
             if isinstance(value, FromCommandLine) and _is_list_of_words(cls, key)
         }
         return {**values, **words}
+
+    if not TYPE_CHECKING:  # or mypy would take every name for a key
+
+        def __getattr__(self, key: str) -> Any:
+            """Keys of a plugin's own. Raises LacksOptionError for one that the section of a part has not."""
+            try:
+                return super().__getattr__(key)
+            except AttributeError:
+                if key.startswith("_") or "name" not in type(self).model_fields:
+                    raise
+                name, own = self.name, type(self).model_config.get("extra") == "allow"
+                out = f"give it {key}" if own else "choose another part"
+                raise LacksOptionError(
+                    f"a section with name = {name!r} lacks the key {key!r}, which a part reads: {out}"
+                ) from None
 
     @classmethod
     def of(cls, keys: Mapping[str, Any] | None = None, /, **more: Any) -> Self:

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatfm.layers.sequence import SequenceMetadata
+
+# B batch, T tokens
 
 
 class Extra(NamedTuple):
@@ -24,12 +28,25 @@ class Extra(NamedTuple):
 class Term:
     """A term of the loss that a part adds: weight · sum / count, with the count over the whole global batch.
 
-    per: what it is counted by: "tokens", all places of the rows, padding too; or "rows". The sums of several blocks
-    add up.
+    per: what it is counted by: "tokens", all that go through a block and are no padding, of which `TokenSum` takes the
+    sum; or "rows". The sums of several blocks add up.
     """
 
     weight: float
     per: Literal["tokens", "rows"]
+
+
+class TokenSum(nn.Module):
+    """The sum of a number for each token [B, T], padding left out: the seam at which ranks that share rows add up."""
+
+    plan = (("", "token sum"),)
+
+    def real(self, sequence: SequenceMetadata) -> Tensor:
+        """Boolean [B, T], which of the tokens that are here are no padding."""
+        return sequence.real
+
+    def forward(self, numbers_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return numbers_BT.masked_fill(~self.real(sequence), 0).sum()
 
 
 class Extras:

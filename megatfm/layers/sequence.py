@@ -81,6 +81,11 @@ class SequenceMetadata:
         """Boolean [B, T], tokens that all of their document sees; None: none. It is over with the first pass."""
         return None if self.prefix is None or self.past else self.prefix.bool()
 
+    @property
+    def real(self) -> Tensor:
+        """Boolean [B, T], tokens that are no padding."""
+        return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
         if key not in self._made:

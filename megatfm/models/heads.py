@@ -7,6 +7,7 @@ from torch import nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.boundary import BoundaryHead as BoundaryHead  # so that it is registered
+from megatfm.layers.extra import summed
 from megatfm.layers.head import HEADS
 from megatfm.layers.table import Table
 from megatfm.models.steps import ForwardPass, ModelStep
@@ -24,6 +25,7 @@ def _run(name: str, head: nn.Module, batch: ForwardPass) -> None:
     """The head's loss, or what it predicts where nothing is trained."""
     hidden_BTD, fields = batch.carry["hidden"], [batch.get(field) for field in head.reads]  # type: ignore[union-attr]
     if all(field is not None for field in fields):
-        batch.losses[str(getattr(head, "term", name))] = head(hidden_BTD, *fields)
+        term = {str(getattr(head, "term", name)): head(hidden_BTD, *fields)}
+        batch.losses = summed(batch.losses, term)  # heads may share one
     elif getattr(head, "predicts", False) and batch.get("targets") is None:
         batch.predictions[name] = head(hidden_BTD)

@@ -250,7 +250,7 @@ def streams(batch: ForwardPass) -> tuple[Stream, Stream | None]:
         segments = torch.zeros_like(tokens) if given is None else given
         if order is not None or targets is not None:
             order = torch.zeros_like(tokens) if order is None else order
-            return _two_streams(sequence, segments, order, places(tokens, targets))
+            return _two_streams(sequence, segments, order, places(tokens, targets), targets)
         everywhere = sequence.indices.expand_as(tokens)
         return _stream(sequence, everywhere, segments, segments, sequence.mask(Full())), None
 
@@ -258,7 +258,11 @@ def streams(batch: ForwardPass) -> tuple[Stream, Stream | None]:
 
 
 def _two_streams(
-    sequence: SequenceMetadata, segments_BT: Tensor, order_BT: Tensor, places_BQ: Tensor
+    sequence: SequenceMetadata,
+    segments_BT: Tensor,
+    order_BT: Tensor,
+    places_BQ: Tensor,
+    targets_BT: Tensor | None,
 ) -> tuple[Stream, Stream]:
     same_B1TS = sequence.mask(Full())
     allowed_BTS = order_BT[:, None, :] <= order_BT[:, :, None]
@@ -271,7 +275,10 @@ def _two_streams(
     content = _stream(sequence, sequence.indices.expand_as(order_BT), segments_BT, segments_BT, allowed_B1TS)
     # What is dropped of a query must not be what is dropped of the content at the same place.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
-    at_places = SequenceMetadata(sequence.positions.gather(1, places_BQ), rng_keys=keys)
+    documents_BQ = sequence.real.long().gather(1, places_BQ) - 1
+    if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
+        documents_BQ = documents_BQ.masked_fill(targets_BT.gather(1, places_BQ) == IGNORE, -1)
+    at_places = SequenceMetadata(sequence.positions.gather(1, places_BQ), documents_BQ, rng_keys=keys)
     at_places.once("indices", lambda: places_BQ)
     return content, _stream(at_places, places_BQ, segments_BT.gather(1, places_BQ), segments_BT, below_B1QS)
 

@@ -83,6 +83,10 @@ class Permutation(Objective):
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"permutation": (batch["targets"] != IGNORE).sum()}
 
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """Those of the content, and the queries of what is predicted."""
+        return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
+
     def _chosen(self, n: int, random: Floats, u: float) -> Ints:
         """Numbers of the tokens in spans, in a text of n. random [2 × contexts], u: uniform in [0, 1)."""
         drawn, where = np.split(random, 2)

@@ -140,6 +140,17 @@ class Objective(Protocol):
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """How many targets each term has in a micro-batch, from the batch alone."""
 
+    def n_tokens(self, batch: Batch) -> Tensor:
+        """How many tokens of a micro-batch go through the model's blocks, padding left out: those of all sides."""
+        known = [batch.get(f"{side}documents") for side in self.sides]
+        placed = [batch[f"{side}positions"] for side in self.sides]
+        return torch.stack(
+            [
+                (torch.zeros_like(positions) if documents is None else documents).ge(0).sum()
+                for documents, positions in zip(known, placed, strict=True)
+            ]
+        ).sum()
+
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:
         """Give the model the whole batch; the sum of each term."""
         return dict(model(**batch).losses)
@@ -158,10 +169,12 @@ class WithBlockTerms:
         return getattr(self._objective, name)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        """The objective's, and the places or rows of the micro-batch for each term of the blocks."""
-        places = [batch[f"{side}positions"] for side in self._objective.sides]
-        numbers = {"tokens": sum(side.numel() for side in places), "rows": len(places[0])}
-        added = {name: torch.tensor(numbers[term.per]) for name, term in self._terms.items()}
+        """The objective's, and the tokens or rows of the micro-batch for each term of the blocks."""
+        n_tokens, n_rows = self._objective.n_tokens(batch), len(batch[f"{self._objective.sides[0]}positions"])
+        added = {
+            name: n_tokens if term.per == "tokens" else torch.tensor(n_rows)
+            for name, term in self._terms.items()
+        }
         return self._objective.counts(batch) | added
 
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:

@@ -150,6 +150,12 @@ def _summed_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
         module.register_forward_hook(lambda _, __, output: sum_partial(output, ranks.group))
 
 
+def _token_sum(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    all_real: Callable[..., Tensor] = module.real  # type: ignore[assignment]
+    module.real = lambda layout: ranks.own(all_real(layout))  # type: ignore[assignment]
+    _summed_output(module, ranks, own)
+
+
 def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
     biased = "bias" in own
 
@@ -249,6 +255,9 @@ WHOLE_OUTPUT = Style(
 SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True, sends=("loss summed",))
 """A module whose output is a sum over tokens, e.g. a block's term of the loss: over each rank's part, then over all."""
 
+TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
+"""The same, of numbers for each token, given the layout that says which tokens are no padding."""
+
 WHOLE = Style("whole", sends=())
 """Whole weights that every rank uses alike."""
 
@@ -297,5 +306,6 @@ for _style in (
     TOKEN_DROPOUT,
     PART_DROPOUT,
     SEQUENCE_SUM,
+    TOKEN_SUM,
 ):
     STYLES.register(_style.name)(_style)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
+from megatfm.layers.extra import summed
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline, StageOutput
 from megatfm.verify.batch import Arrays, objective_of
@@ -85,9 +86,17 @@ class Watcher:
 
 
 def _tensor(value: Any) -> Tensor:
-    """A tensor, or the first of a tuple, as a block's output comes first; else an empty one."""
-    values = value if isinstance(value, tuple) else (value,)
-    return next((one for one in values if isinstance(one, Tensor)), torch.empty(0))
+    """A tensor, or the first of a tuple, in which there may be others, as a block's output comes first; else an empty
+    one."""
+    return next(_tensors(value), torch.empty(0))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _tensors(one)
 
 
 def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline | None) -> list[list[Call]]:
@@ -101,7 +110,7 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline 
         for stage in pipeline.stages:
             watcher.stage = stage.index
             done = stage.steps.start(inputs, carry)
-            carry, losses = done.carry, losses | done.losses
+            carry, losses = done.carry, summed(losses, done.losses)
         return StageOutput(losses)
 
     def found() -> Iterator[list[Call]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
+from megatfm.objectives import Objective
 from tests.parity.test_layouts import (
     ADAMW,
     LENGTH,
@@ -166,6 +167,8 @@ class PassOn:
 
     def __init__(self, terms: list[str]) -> None:
         self.weights = {name: 1.0 + i for i, name in enumerate(sorted(terms))}
+
+    n_tokens = Objective.n_tokens
 
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._counted(name, batch).sum() for name in self.weights}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatfm.cost import Cost, costs_of
-from megatfm.layers.extra import Extra, Term
+from megatfm.layers.extra import Extra, Term, TokenSum
 from megatfm.layers.ffn import FFN, FFNS
 from megatfm.layers.linear import Linear
 from megatfm.ops.initial import Constant
@@ -18,7 +18,7 @@ from megatfm.ops.initial import Constant
 class Chosen(nn.Module):
     """p · scale ⊙ FFN(x) for the choice argmax(logits + bias) and its probability p = softmax(logits)."""
 
-    plan = (("", "sequence"), ("router", "sequence"), ("total", "sequence sum"))
+    plan = (("", "sequence"), ("router", "sequence"))
 
     def __init__(self, config, initial):
         super().__init__()
@@ -28,9 +28,7 @@ class Chosen(nn.Module):
         self.register_buffer("bias", torch.empty(choices), persistent=True)
         self.initial = {"scales": Constant(1.0), "bias": Constant(0.0)}
         self.dense = FFN(config, initial)
-        self.total = (
-            nn.Identity()
-        )  # the seam at which sums over a part of the row become those over all of it
+        self.total = TokenSum()
         self.observed = {}
 
     @staticmethod
@@ -49,8 +47,9 @@ class Chosen(nn.Module):
         chosen_BT1 = logits_BTE.softmax(-1).gather(-1, choice_BT[..., None])
         y_BTD = self.dense(x_BTD, sequence) * chosen_BT1 * self.scales[choice_BT]
         precise_BTE = logits_BTE.to(torch.promote_types(logits_BTE.dtype, torch.float32))
-        loss = self.total(precise_BTE.logsumexp(-1).square().sum())
-        load_E = (choice_BT[..., None] == torch.arange(len(self.bias), device=x_BTD.device)).sum((0, 1))
+        loss = self.total(precise_BTE.logsumexp(-1).square(), sequence)
+        is_chosen_BTE = choice_BT[..., None] == torch.arange(len(self.bias), device=x_BTD.device)
+        load_E = (is_chosen_BTE & self.total.real(sequence)[..., None]).sum((0, 1))
         return Extra(y_BTD, {"router": loss}, {"load": load_E})
 
     def observe(self, counts):

@@ -21,6 +21,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.initialisation import initialiser
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import KERNELS
 from megatfm.train.optimizers import optimizer_groups
@@ -274,7 +275,7 @@ def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> No
     config = load_config("quickstart").model_copy(update={"model": model})
     block = build(model).decoder.layers["0"].ffn
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        block(torch.zeros(1, 7, 24), None)
+        block(torch.zeros(1, 7, 24), SequenceMetadata(torch.arange(7)[None]))
     assert 2 * cost_of(block, Tokens(7)).products == counter.get_total_flops()
     found = describe(config)
     assert found.parameters - found.active == 2 * 2 * 24

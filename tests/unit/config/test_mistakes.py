@@ -1,14 +1,18 @@
 """Each kind of mistake gives one line: where, which key, which value, why, and a way out."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatfm.config import Config, load_config, preset_names
+from megatfm.config import Config, ModelConfig, load_config, preset_names
 from megatfm.config.load import load as load_kind
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
+from megatfm.models import build
+from tests.plugins import plugin
 
 
 def mistake(load: Callable[..., Config], *overrides: str) -> str:
@@ -204,3 +208,22 @@ def test_what_toml_itself_can_not_take(
     said = mistake(load)
     assert said.startswith(f"{file}: not valid TOML: ")
     assert reason in said
+
+
+def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
+    """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
+    plugin("dilated")
+    kept = ModelConfig.of(
+        {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
+        | {"attention.pattern": {"name": "dilated", "step": 3}}
+    )
+    with pytest.raises(
+        UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"
+    ):
+        build(kept)
+    with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
+        kept.ffn.choices  # noqa: B018
+    assert getattr(kept.attention.pattern, "step", 2) == 3
+    assert getattr(kept.attention.pattern, "far", 2) == 2
+    assert not hasattr(kept, "far")
+    assert copy.deepcopy(kept) == pickle.loads(pickle.dumps(kept)) == kept

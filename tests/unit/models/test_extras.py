@@ -1,0 +1,189 @@
+"""What blocks give besides their outputs: terms of the loss, summed, and counts, told once and in training only."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import CausalObjective, Config, ModelConfig, PermutationObjective, SpanCorruptionObjective
+from megatfm.engines import recompute
+from megatfm.errors import UsageError
+from megatfm.layers.extra import Extra
+from megatfm.layers.head import HEADS
+from megatfm.layers.initialisation import initialise
+from megatfm.layers.terms import block_terms
+from megatfm.models import build
+from megatfm.objectives import SpecialTokens, make
+from megatfm.verify.batch import random_batch
+from megatfm.verify.verify import verify
+from tests.plugins import plugin
+
+plugin("chosen")
+CONFIG = ModelConfig.of(
+    {"vocab_size": 23, "d_model": 16, "n_layers": 3, "attention.n_heads": 2, "future_tokens": 1}
+    | {"ffn": {"name": "chosen", "d_ff": 24, "choices": 3, "rate": 0.1, "weight": 0.25}}
+)
+XLNET = {
+    "family": "xlnet",
+    "attention.name": "two_stream",
+    "position.name": "transformer_xl",
+    "future_tokens": 0,
+}
+SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=23, cls=3, sep=4, sentinels=range(22, 17, -1))
+TOKENS = torch.arange(12).view(2, 6)
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, -1, -1]])
+REAL = 10
+
+
+def networks(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ == "Chosen"]
+
+
+def listen(model: nn.Module) -> list[tuple[Tensor, Any, Extra]]:
+    """Inputs, layout and output of every call of a network."""
+    calls: list[tuple[Tensor, Any, Extra]] = []
+    for ffn in networks(model):
+        ffn.register_forward_hook(lambda module, given, output: calls.append((*given, output)))
+    return calls
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+def test_terms_are_summed_and_counts_told_once(how: str) -> None:
+    model = build(CONFIG).train()
+    initialise(model, 3)
+    ffns, made, begun = networks(model), listen(model), list[nn.Module]()
+    for ffn in ffns:
+        ffn.register_forward_pre_hook(lambda module, given: begun.append(module))
+    assert len(ffns) == 4, "three blocks and a future head's"
+    blocks = [*model.decoder.layers.values(), model.future["1"].layers["0"]]
+    recompute.recompute(model, blocks, how)
+    output = model(TOKENS, targets=TOKENS.roll(-1, 1), documents=DOCUMENTS)
+    assert len(made) == 4
+    by_token = [
+        ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, made, strict=True)
+    ]
+    wanted = torch.stack([numbers_BT[DOCUMENTS >= 0].sum() for numbers_BT in by_token]).sum()
+    torch.testing.assert_close(output.losses["router"], wanted)
+    sum(output.losses.values()).backward()
+    assert len(begun) == (4 if how == "none" else 8), "what is computed again is not told again"
+    for ffn, (_, _, one) in zip(ffns, made, strict=False):
+        assert torch.equal(ffn.observed["load"], one.counts["load"])
+        assert int(one.counts["load"].sum()) == REAL
+        ffn.forget()
+    model.eval()(TOKENS, targets=TOKENS)
+    assert not any(ffn.observed for ffn in ffns)
+    assert model(TOKENS).losses is None
+
+
+def test_counts_of_micro_batches_add_up() -> None:
+    model = build(CONFIG).train()
+    initialise(model, 3)
+    for _ in range(3):
+        model(TOKENS, targets=TOKENS, documents=DOCUMENTS)
+    assert [int(ffn.observed["load"].sum()) for ffn in networks(model)] == [3 * REAL] * 4
+
+
+def test_an_objective_takes_the_terms_up() -> None:
+    objective = make(CausalObjective(), CONFIG, SPECIAL, (6,))
+    assert objective.weights == {"causal": 1.0, "future_1": 1.0, "router": 0.25}
+    batch = {
+        "tokens": TOKENS,
+        "targets": TOKENS.clone(),
+        "positions": TOKENS % 6,
+        "keys": torch.arange(2),
+        "documents": DOCUMENTS,
+    }
+    batch["targets"][:, -2:] = -100
+    batch["targets"][0, 2] = -100
+    counts = {name: int(n) for name, n in objective.counts(batch).items()}
+    assert counts["router"] == REAL, "padding counts for nothing"
+    assert counts["causal"] == 7
+    assert objective.likelihood == "causal"
+    del batch["documents"]
+    assert int(objective.counts(batch)["router"]) == 12, "rows that bring no documents have no padding"
+    assert block_terms(CONFIG.changed({"ffn": {"name": "dense", "d_ff": 8}})) == {}
+
+
+def test_tokens_of_both_sides_count() -> None:
+    model = CONFIG.changed({"family": "encoder_decoder", "position.name": "t5", "future_tokens": 0})
+    objective = make(SpanCorruptionObjective(), model, SPECIAL, (6, 4))
+    batch = {"positions": TOKENS[:, :4], "encoder_positions": TOKENS, "encoder_documents": DOCUMENTS}
+    batch |= {"targets": TOKENS[:, :4], "documents": torch.tensor([[0, 0, -1, -1], [0, -1, -1, -1]])}
+    assert int(objective.counts(batch)["router"]) == REAL + 3
+
+
+def xlnet() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model and a batch whose second row has fewer targets, so that its queries are filled up."""
+    torch.manual_seed(0)
+    model = build(CONFIG.changed(XLNET)).train()
+    initialise(model, 3)
+    targets = torch.full((2, 6), -100)
+    targets[0, :3], targets[1, 1] = 5, 7
+    order = torch.tensor([[1, 2, 3, 0, 0, 0], [0, 1, 0, 0, 0, 0]])
+    return model, {"tokens": TOKENS, "targets": targets, "order": order, "documents": DOCUMENTS}
+
+
+def test_of_the_query_stream_what_is_predicted_counts() -> None:
+    """Rows by themselves, whose queries need no or other filling up, have the same terms and counts."""
+    model, batch = xlnet()
+    calls = listen(model)
+    together = model(**batch).losses
+    loads = [int(ffn.observed["load"].sum()) for ffn in networks(model)]
+    assert loads == [REAL + 4, REAL + 4, 4], "the content stream has ended before the last block"
+    assert {x.shape[1] for x, _, _ in calls} == {6, 4}, "three targets, filled up to whole groups of two"
+    alone = [
+        model(**{name: value[row : row + 1] for name, value in batch.items()}).losses for row in range(2)
+    ]
+    for term, value in together.items():
+        torch.testing.assert_close(value, sum(one[term] for one in alone))
+    objective = make(PermutationObjective(), CONFIG.changed(XLNET), SPECIAL, (6,))
+    assert int(objective.counts({**batch, "positions": TOKENS})["router"]) == REAL + 4
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 3}], ids=["tp2", "pp2", "zero3"]
+)
+def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) -> None:
+    """The reference takes the global batch at once, and so fills other queries up than micro-batches do."""
+    data = {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 32}
+    config = Config.model_validate(
+        {"name": "queries", "plugins": ["chosen"], "model": CONFIG.changed({**XLNET, "vocab_size": 64})}
+        | {"objective": {"name": "permutation"}, "data": data, "optimizer": {"name": "adamw", "lr": 1e-3}}
+        | {"train": {"steps": 1, "global_batch": 8, "micro_batch": 1}}
+        | {"parallel": {"dp_shard": 1, **layout}}
+    )
+    batch = random_batch(config)
+    assert len(np.unique((batch["targets"] >= 0).sum(1))) > 1
+    found = verify(config)
+    assert not found.wrong
+    assert not found.misses
+
+
+def test_heads_that_share_a_term_add_to_it() -> None:
+    @HEADS.register("squares")
+    class Squares(nn.Module):
+        reads, term = ("targets",), "causal"
+
+        def __init__(self, config: ModelConfig, section: Any, tokens: Any) -> None:
+            super().__init__()
+            self.scale = section.scale
+
+        def forward(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+            return self.scale * hidden_BTD.square().sum()
+
+    heads = {name: {"name": "squares", "scale": scale} for name, scale in (("one", 2.0), ("two", 3.0))}
+    models = [build(CONFIG), build(CONFIG.changed({"heads": heads}))]
+    for model in models:
+        initialise(model, 3)
+    plain, more = (model(TOKENS, targets=TOKENS) for model in models)
+    torch.testing.assert_close(
+        more.losses["causal"], plain.losses["causal"] + 5 * plain.hidden.square().sum()
+    )
+
+
+def test_terms_that_contradict_one_another_are_refused() -> None:
+    kinds = {"blocks": ["a", "b"], "block.a": {}, "block.b.ffn.weight": 0.5}
+    with pytest.raises(UsageError, match=r"two parts of the model add a term 'router' to the loss"):
+        block_terms(CONFIG.changed(kinds))
