@@ -150,7 +150,11 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     data = {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 18}
     config = Config.model_validate(
         {"name": "queries", "plugins": ["chosen"], "model": CONFIG.changed({**XLNET, "vocab_size": 64})}
-        | {"objective": {"name": "permutation", "every": 2}, "data": data, "optimizer": {"name": "adamw", "lr": 1e-3}}
+        | {
+            "objective": {"name": "permutation", "every": 2},
+            "data": data,
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+        }
         | {"train": {"steps": 1, "global_batch": 8, "micro_batch": 1, "seed": 1}}
         | {"parallel": {"dp_shard": 1, **layout}}
     )

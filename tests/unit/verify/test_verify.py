@@ -34,6 +34,7 @@ from dataclasses import replace
 import megatfm.engines.native.fully_sharded as fully_sharded
 import megatfm.engines.native.engine as native
 import megatfm.engines.native.pipelined as pipelined
+import megatfm.engines.native.replicated as replicated
 import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
@@ -69,6 +70,18 @@ def needless_sum():
 def needless_reduction():
     real = fully_sharded.FullySharded.begin
     fully_sharded.FullySharded.begin = lambda data, last: real(data, True)
+
+def frozen_weights_are_gathered():
+    real = replicated.Replicated.weights_changed
+    replicated.Replicated.weights_changed = lambda data, frozen=False: real(data, True)
+
+def frozen_gradients_travel():
+    real = replicated.Replicated._dealt
+    def dealt(data, parameters, layout):
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        return real(data, data._parameters if not hasattr(data, "_buckets") else {}, layout)
+    replicated.Replicated._dealt = dealt
 
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
@@ -232,6 +245,19 @@ def test_needless_traffic_is_found_though_gradients_are_right(
     assert not comparison.wrong
     assert "DIFFERENT TRAFFIC" in (printed := capsys.readouterr().out)
     assert "rank 0, reduce_scatter over dp_shard" in printed
+
+
+@pytest.mark.parametrize(
+    ("fault", "collective"),
+    [("frozen_weights_are_gathered", "all_gather"), ("frozen_gradients_travel", "reduce_scatter")],
+)
+def test_traffic_of_frozen_weights_is_found(
+    tmp_path: Path, plant, verdicts, fault: str, collective: str
+) -> None:
+    sharing = ["parallel.dp_shard=2", "parallel.zero=1", 'train.freeze=["decoder.layers.0.*"]']
+    assert run_command(tmp_path, plant(fault), *sharing) == 1
+    [verdict] = verdicts
+    assert any(f"rank 0, {collective} over dp_shard" in line for line in verdict.misses)
 
 
 def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:

@@ -1,0 +1,151 @@
+"""The comparison of frozen weights and of heads finds what it is there to find: each fault planted here turns it red.
+
+What is sent of frozen weights is held in tests/unit/verify/test_verify.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ParallelConfig
+from megatfm.engines.losses import LossSums
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.pipelined import StagePasses
+from megatfm.models import build
+from megatfm.parallel import styles
+from tests.parity.test_families import MODELS
+from tests.parity.test_frozen import FREEZE, wrong
+from tests.workers import Workers
+
+Patch = pytest.MonkeyPatch
+
+NAME = "bert"
+"""The model: it has heads for sentences and for span boundaries."""
+
+
+def marks_are_lost(patch: Patch) -> None:
+    """As if the engine's own parameters were not those that were frozen."""
+    real = NativeEngine.__init__
+
+    def init(self: NativeEngine, model: nn.Module, *args: Any, **options: Any) -> None:
+        model.requires_grad_(True)
+        real(self, model, *args, **options)
+
+    patch.setattr(NativeEngine, "__init__", init)
+
+
+def frozen_weights_creep(patch: Patch) -> None:
+    real = NativeEngine.step
+
+    def step(self: NativeEngine, lr: float, clip: float, **how: Any) -> float:
+        norm = real(self, lr, clip, **how)
+        with torch.no_grad():
+            for name, box in self.weights().items():
+                if name in self.layout and not self.model.get_parameter(name).requires_grad:
+                    box.tensor.add_(1e-9)
+        return norm
+
+    patch.setattr(NativeEngine, "step", step)
+
+
+def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
+    """Ranks that compute a head alike each have all of its loss."""
+    real = styles.WHOLE_INPUT.install
+    assert real is not None
+
+    def install(module: nn.Module, ranks: styles.Ranks, own: styles.Own) -> None:
+        real(module, ranks, own)
+        module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
+
+    patch.setitem(styles.STYLES._parts, styles.WHOLE_INPUT.name, replace(styles.WHOLE_INPUT, install=install))
+
+
+def the_last_stage_forgets_a_head(patch: Patch) -> None:
+    real = StagePasses._call
+
+    def call(self: StagePasses, *args: Any) -> Any:
+        gives, terms = real(self, *args)
+        return gives, {name: term * (name != "sentence") for name, term in terms.items()}
+
+    patch.setattr(StagePasses, "_call", call)
+
+
+def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
+    real = LossSums.count
+
+    def count(self: LossSums, batches: Any) -> None:
+        own = sum(int(self._objective.counts(batch)["boundary"]) for batch in batches)
+        real(self, batches)
+        self.counts["boundary"] = own
+
+    patch.setattr(LossSums, "count", count)
+
+
+def a_head_s_term_weighs_twice(patch: Patch) -> None:
+    real = LossSums.weigh
+
+    def weigh(self: LossSums, terms: Mapping[str, Tensor]) -> Tensor:
+        return real(self, {name: term * (1 + (name == "boundary")) for name, term in terms.items()})
+
+    patch.setattr(LossSums, "weigh", weigh)
+
+
+STILL = {
+    marks_are_lost: ("gradient", ParallelConfig(dp_shard=2, zero=1)),
+    frozen_weights_creep: ("weight", ParallelConfig(dp_shard=2)),
+}
+"""Fault → in what each frozen weight must be found wrong, and the layout."""
+
+HEADS: dict[Callable[[Patch], None], tuple[str, ParallelConfig]] = {
+    a_head_s_term_is_summed_over_copies: ("sentence", ParallelConfig(tp=2)),
+    the_last_stage_forgets_a_head: ("sentence", ParallelConfig(pp=2)),
+    a_head_s_targets_are_counted_here_only: ("boundary", ParallelConfig(dp_shard=2)),
+    a_head_s_term_weighs_twice: ("boundary", ParallelConfig(dp_shard=2, zero=0)),
+}
+"""Fault → the head all of whose gradients must be found wrong, and the layout."""
+
+
+def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            globals()[fault](patch)
+        return wrong(NAME, parallel)
+
+
+def names() -> list[str]:
+    with torch.device("meta"):
+        return [name for name, _ in build(MODELS[NAME]).named_parameters()]
+
+
+@pytest.mark.parametrize("fault", STILL, ids=lambda fault: fault.__name__)
+def test_a_frozen_weight_that_is_not_left_alone_is_found(
+    workers: Workers, fault: Callable[[Patch], None]
+) -> None:
+    kind, parallel = STILL[fault]
+    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    frozen = {name for name in names() if any(fnmatchcase(name, pattern) for pattern in FREEZE[NAME])}
+    said = {name for name in names() if f"{kind} {name}" in found}
+    assert frozen == said & frozen
+
+
+@pytest.mark.parametrize("fault", HEADS, ids=lambda fault: fault.__name__)
+def test_a_head_s_term_that_is_dropped_or_doubled_is_found(
+    workers: Workers, fault: Callable[[Patch], None]
+) -> None:
+    head, parallel = HEADS[fault]
+    found = set().union(*workers.run(find, 2, fault.__name__, parallel))
+    own = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}
+    assert own
+    assert own <= found
+
+
+def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
+    """In the same processes, so that no fault has stayed behind."""
+    layouts = {str(parallel): parallel for _, parallel in (*STILL.values(), *HEADS.values())}
+    for parallel in layouts.values():
+        assert workers.run(find, 2, None, parallel) == [set(), set()]
