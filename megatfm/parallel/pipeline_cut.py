@@ -153,7 +153,7 @@ def cut(
         )
     rank_of = stage_ranks(schedule, ranks, virtual)
     costs = [cost(model, step, lengths, predicted) for step in steps]
-    starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step))]
+    starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step, costs[i]))]
     if not at and len(starts) < len(rank_of):
         raise UsageError(
             f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
@@ -255,10 +255,9 @@ def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> lis
     return bounds[::-1][1:]
 
 
-def _may_begin(step: ModelStep) -> bool:
-    """A stage begins with a block or a head that costs something, never with an embedding's neighbour or a norm."""
-    parent, _, last = step.name.rpartition(".")
-    return parent.endswith("layers") or last in ("head", "embedding") or parent == "future"
+def _may_begin(step: ModelStep, cost: float) -> bool:
+    """A stage begins with what costs something, or with a stack, never with an embedding's neighbour or a norm."""
+    return cost > 0 or step.name.endswith("embedding")
 
 
 def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:

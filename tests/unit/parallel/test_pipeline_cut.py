@@ -67,6 +67,13 @@ def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable
     assert cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
 
 
+def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:
+    """Of an encoder with a large vocabulary, the head of span boundaries too is a stage of its own."""
+    model = make(family="encoder", n_layers=2, vocab_size=9600, heads={"boundary": {}})
+    pipeline = cut(model, "1f1b", 3, 1, lengths={"tokens": 32})
+    assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
+
+
 def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
     t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
     pipeline = cut(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
