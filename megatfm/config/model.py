@@ -113,7 +113,7 @@ class ModelConfig(Section):
             )
         for key, given, families in (
             ("n_encoder_layers", self.n_encoder_layers, ("encoder_decoder",)),
-            ("heads.sentence", self.heads.get("sentence"), ("encoder",)),
+            ("heads.sentence", self.heads.get("sentence"), ("encoder", "discriminator")),
             ("heads.boundary", self.heads.get("boundary"), ("encoder",)),
             ("future_tokens", self.future_tokens, ("decoder",)),
         ):
@@ -127,15 +127,11 @@ class ModelConfig(Section):
                 f"embedding.n_segments = {self.embedding.n_segments} has no meaning with family = {self.family!r}: "
                 "leave it out, or choose family = 'encoder'"
             )
-        if self.heads and self.family not in ("decoder", "encoder") and self.family in KNOWN_FAMILIES:
+        if self.family in WITHOUT_HEADS and (self.heads or self.head.name == "none"):
+            key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
             raise ValueError(
-                f"heads.{next(iter(self.heads))} has no meaning with family = {self.family!r}: leave it out, or choose "
-                "family = 'encoder' or 'decoder'"
-            )
-        if self.head.name == "none" and self.family not in ("decoder", "encoder"):
-            raise ValueError(
-                f"head.name = 'none' has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                "'encoder' or 'decoder'"
+                f"{key} has no meaning with family = {self.family!r}, {WITHOUT_HEADS[self.family]}: leave it out, or "
+                "choose another family"
             )
         xlnet = {
             self.family == "xlnet",
@@ -253,6 +249,12 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 OF_BLOCKS = ("attention", "ffn", "norm", "position", "dropout")
 """What may differ from block to block."""
+
+WITHOUT_HEADS = {
+    "xlnet": "whose query stream ends with what it predicts",
+    "electra": "which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+}
+"""Families that have no heads but their own, and why."""
 
 KNOWN_FAMILIES = ("decoder", "encoder", "encoder_decoder", "xlnet", "electra", "discriminator")
 """A plugin's family may read what it likes."""

@@ -36,6 +36,8 @@ class Row:
 
 def row(config: Config, model: "nn.Module") -> Row:
     """What a row costs a model. Heads of masked models see the masked tokens alone."""
+    from megatfm.objectives import predicted_share
+
     steps = getattr(model, "steps", None)
     # ELECTRA's generator goes through its head again to sample, without gradients: what it uses in a step counts once.
     used = [(step.tokens, path) for step in steps or () for path in dict.fromkeys(step.uses)]
@@ -44,7 +46,7 @@ def row(config: Config, model: "nn.Module") -> Row:
     lengths = dict.fromkeys(sides, s)
     if MEMORY in sides:
         lengths["tokens"] = config.data.target_length or s
-    predicted = getattr(config.objective, "predicted", 1.0)
+    predicted = predicted_share(config.objective)
     found, idle = Cost(), dict[str, int]()
     for side, path in used:
         tokens = Tokens(lengths[side], lengths.get(MEMORY, 0), predicted)

@@ -12,6 +12,7 @@ from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.encoder import Encoder
+from megatfm.models.heads import add_heads
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Stack, StackInputs, sequence_metadata
@@ -116,7 +117,10 @@ class Electra(nn.Module):
 
 @MODELS.register("discriminator")
 class Discriminator(nn.Module):
-    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own."""
+    """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own.
+
+    Then it may have other heads, and `head.name = "none"` leaves the log-odds out.
+    """
 
     plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
 
@@ -125,13 +129,17 @@ class Discriminator(nn.Module):
         self.config = config
         self.encoder = Stack(config, "encoder")
         initial, d = initialiser(config, "encoder"), config.d_model
-        self.dense = Linear(d, d, initial("dense", d, d), bias=True)
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
-        self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
+        judges = config.head.name != "none"
+        if judges:
+            self.dense = Linear(d, d, initial("dense", d, d), bias=True)
+            self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
+        verdict = ModelStep("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",))
         self.steps = ModelSteps(
             [
                 *self.encoder.steps("encoder", StackInputs(self.sequence)),
-                ModelStep("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",)),
+                *([verdict] if judges else []),
+                *add_heads(self, config, self.encoder.embedding.table),
             ]
         )
 
@@ -144,13 +152,15 @@ class Discriminator(nn.Module):
         segments: Tensor | None = None,
         replaced: Tensor | None = None,
         keys: Tensor | None = None,
+        **fields: Tensor | None,
     ) -> Output:
-        """Logits [B, T], or, given replaced [B, T] (1, 0, and −100 where none counts), the summed loss."""
+        """Logits [B, T], or, given replaced [B, T] (1, 0, and −100 where none counts), the summed loss. fields: what
+        other heads read."""
         inputs = {
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments,
             "replaced": replaced, "keys": keys,
         }  # fmt: skip
-        batch = ForwardPass(inputs)
+        batch = ForwardPass({**inputs, **fields})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()

@@ -7,6 +7,7 @@ from megatfm.layers.attention import KVCache
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.head import Head
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.heads import add_heads
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import Stack, StackInputs, sequence_metadata
@@ -17,7 +18,10 @@ from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 
 @MODELS.register("encoder_decoder")
 class EncoderDecoder(nn.Module):
-    """A bidirectional stack whose output a causal stack attends to; both share the token embedding."""
+    """A bidirectional stack whose output a causal stack attends to; both share the token embedding.
+
+    Other heads than the one over the vocabulary look at what the decoder made.
+    """
 
     plan = (("memory", "enter output"),)
 
@@ -28,14 +32,15 @@ class EncoderDecoder(nn.Module):
         self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
-        self.head = Head(config, embedding.tied_table(config))
+        self.head = Head(config, embedding.tied_table(config)) if config.head.name != "none" else None
         encode = StackInputs(self.encoder_sequence, side="encoder_", writes="memory")
         decode = StackInputs(self.sequence, memory=self._memory, carried_memory=("memory",))
         self.encoder_steps = ModelSteps(self.encoder.steps("encoder", encode))
         self.decoder_steps = ModelSteps(
             [
                 *self.decoder.steps("decoder", decode),
-                ModelStep("head", self._head, uses=("head",), reads=("hidden",)),
+                *([ModelStep("head", self._head, uses=("head",), reads=("hidden",))] if self.head else []),
+                *add_heads(self, config, embedding.table),
             ]
         )
         self.steps = ModelSteps([*self.encoder_steps, *self.decoder_steps])
@@ -53,12 +58,14 @@ class EncoderDecoder(nn.Module):
         targets: Tensor | None = None,
         keys: Tensor | None = None,
         cache: KVCache | None = None,
+        **fields: Tensor | None,
     ) -> Output:
         """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S].
 
         A document of the decoder sees the encoder's document of the same number; see SequenceMetadata for positions,
         documents and keys. targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`.
-        memory [B, S, D]: what `encode` gave, instead of encoder_tokens. cache: tokens before these.
+        memory [B, S, D]: what `encode` gave, instead of encoder_tokens. cache: tokens before these. fields: what other
+        heads read.
         """
         if memory is None and encoder_tokens is None:
             raise TypeError("an encoder-decoder needs encoder_tokens, or the memory that encode() gave")
@@ -67,7 +74,7 @@ class EncoderDecoder(nn.Module):
             "encoder_tokens": encoder_tokens, "encoder_positions": encoder_positions,
             "encoder_documents": encoder_documents, "memory": memory,
         }  # fmt: skip
-        batch = ForwardPass(inputs, cache=cache)
+        batch = ForwardPass({**inputs, **fields}, cache=cache)
         for step in self.steps if memory is None else self.decoder_steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
@@ -111,6 +118,7 @@ class EncoderDecoder(nn.Module):
         return batch.once("memory", lambda: self.memory(batch.carry["memory"])) if given is None else given
 
     def _head(self, batch: ForwardPass) -> None:
+        assert self.head is not None
         hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
         if targets is None:
             batch.logits = self.head(hidden_BTD)

@@ -17,6 +17,7 @@ from megatfm.objectives.registry import (
     Terms,
     Tokens,
     make,
+    predicted_share,
     reads_text,
 )
 from megatfm.objectives.replaced_token import ReplacedToken
@@ -49,5 +50,6 @@ __all__ = [
     "Terms",
     "Tokens",
     "make",
+    "predicted_share",
     "reads_text",
 ]

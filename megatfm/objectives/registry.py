@@ -114,6 +114,9 @@ class Objective(Protocol):
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
     likelihood: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
+    predicted: float | None = None
+    """Share of a row's tokens that have a target, where it is known beforehand: what a head costs that sees those alone
+    follows from it. Objectives with a section of their own say it there."""
     needs_partners: bool = False
     """Whether `build` looks at other documents, `piece.partners`."""
     needs_members: bool = False
@@ -190,6 +193,13 @@ config's section of its name, and one row length for each side."""
 def reads_text(name: str) -> bool:
     """Whether the objective of this name needs a tokenizer."""
     return bool(getattr(OBJECTIVES.get(name), "reads_text", True))
+
+
+def predicted_share(config: Any) -> float | None:
+    """The share of tokens for which the objective of a config's section has targets; None: not known."""
+    said = config if hasattr(config, "predicted") else OBJECTIVES.get(config.name)
+    share: float | None = getattr(said, "predicted", None)
+    return share
 
 
 def make(

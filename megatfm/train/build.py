@@ -12,6 +12,7 @@ from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.objectives import predicted_share
 from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
@@ -81,7 +82,7 @@ def cut_model(config: Config, model: nn.Module) -> Pipeline:
             "tokens": data.target_length or data.sequence_length,
             "encoder_tokens": data.sequence_length,
         },
-        predicted=getattr(config.objective, "predicted", None),
+        predicted=predicted_share(config.objective),
         at=parallel.cuts,
         sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
     )

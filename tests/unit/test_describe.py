@@ -20,9 +20,11 @@ from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.head import MASKED_SHARE
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from megatfm.objectives import OBJECTIVES, Objective, predicted_share
 from megatfm.ops.attention import KERNELS
 from megatfm.train.optimizers import optimizer_groups
 from tests.plugins import plugin
@@ -63,6 +65,7 @@ def test_flops_of_a_small_model_by_hand(tied: str) -> None:
 
 
 SMALL = {"d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
+SMALL_ENCODER = ModelConfig.of({**SMALL, "family": "encoder", "vocab_size": 50})
 FAMILIES = {
     "decoder": {"attention.n_kv_heads": 2},
     "latent": {
@@ -109,6 +112,7 @@ FAMILIES = {
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
     monkeypatch.setattr("megatfm.layers.attention.core.choose", lambda case: KERNELS[0])
+    monkeypatch.setattr("megatfm.objectives.predicted_share", lambda objective: 1.0)
     model = ModelConfig.of(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
     config = load_config("quickstart").model_copy(update={"model": model})
@@ -130,6 +134,26 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
     assert counted.work > counted.products, "norms and biases are multiplied, too"
     if family in ("decoder", "latent"):
         assert counted.causal == counted.attention / 2
+
+
+def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EveryOther(Objective):
+        predicted = 0.5
+
+    class Unknown(Objective):
+        pass
+
+    monkeypatch.setitem(OBJECTIVES._parts, "every other", EveryOther)
+    monkeypatch.setitem(OBJECTIVES._parts, "unknown share", Unknown)
+    known, unknown = (
+        load_config("bert-base", ["plugins=tests", f"objective={{name='{name}'}}"])
+        for name in ("every other", "unknown share")
+    )
+    assert (predicted_share(known.objective), predicted_share(unknown.objective)) == (0.5, None)
+    model = build(SMALL_ENCODER)
+    rows = [row(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
+    head = 24 * 50 * known.data.sequence_length
+    assert rows[0].products - rows[1].products == pytest.approx((0.5 - MASKED_SHARE) * head)
 
 
 def test_heads_of_masked_models_see_masked_tokens_alone() -> None:

@@ -76,6 +76,14 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
         ),
         ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
         ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
+        (
+            {**XLNET, "heads": {"my_head": {}}},
+            "heads.my_head has no meaning with family = 'xlnet', whose query",
+        ),
+        (
+            {**XLNET, "head.name": "none"},
+            "head.name = 'none' has no meaning with family = 'xlnet', whose query",
+        ),
         ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
     ],
 )

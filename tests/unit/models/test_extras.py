@@ -166,8 +166,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     assert len(np.unique(-(-wanted.max(1) // 2))) > 1
 
 
-def test_heads_that_share_a_term_add_to_it() -> None:
-    @HEADS.register("squares")
+def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squares(nn.Module):
         reads, term = ("targets",), "causal"
 
@@ -178,6 +177,7 @@ def test_heads_that_share_a_term_add_to_it() -> None:
         def forward(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
             return self.scale * hidden_BTD.square().sum()
 
+    monkeypatch.setitem(HEADS._parts, "squares", Squares)
     heads = {name: {"name": "squares", "scale": scale} for name, scale in (("one", 2.0), ("two", 3.0))}
     models = [build(CONFIG), build(CONFIG.changed({"heads": heads}))]
     for model in models:

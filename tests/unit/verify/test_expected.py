@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatfm.config import Config
+from megatfm.layers.ffn import FFNS
+from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify.expected import unpredicted
 from megatfm.verify.verify import verify
@@ -16,12 +18,11 @@ from torch import nn
 from megatfm.layers.ffn import FFN, FFNS
 from megatfm.parallel.styles import ROW, STYLES
 
-if "NAME" not in STYLES.names():
-    STYLES.register("NAME")(replace(ROW, name="NAME", sends=SENDS))
+STYLES.register("NAME")(replace(ROW, name="NAME", sends=SENDS))
 
-    @FFNS.register("NAME")
-    class Other(FFN):
-        plan = (*(row for row in FFN.plan if row[0] != "w_down"), ("w_down", "NAME"))
+@FFNS.register("NAME")
+class Other(FFN):
+    plan = (*(row for row in FFN.plan if row[0] != "w_down"), ("w_down", "NAME"))
 """
 
 
@@ -50,6 +51,8 @@ def test_a_style_of_a_plugin(
     config = Config.model_validate(
         {**CONFIG, "model": model, "plugins": [f"style_{name}"], "parallel": parallel}
     )
+    for registry in (STYLES, FFNS):
+        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     import_plugins(config.plugins)
     assert unpredicted(config) == ({"tp": why} if why else {})
     found = verify(config)

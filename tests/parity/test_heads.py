@@ -1,0 +1,105 @@
+"""A head that no file of megatfm knows, in the families that others are tested in less: gradients as on one device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.models import build
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_families import MODELS, PassOn, batch_for
+from tests.plugins import plugin
+from tests.workers import Workers
+
+plugin("labels")
+TOPIC = {"heads": {"topic": {"classes": 5}}}
+NONE = {**TOPIC, "head.name": "none", "head.bias": False}
+DISCRIMINATOR = MODELS["electra"].changed({"family": "discriminator", "generator": None})
+CONFIGS = {
+    "encoder-decoder": MODELS["t5"].changed(TOPIC),
+    "encoder-decoder, that head alone": MODELS["t5"].changed(NONE),
+    "discriminator": DISCRIMINATOR.changed({**TOPIC, "heads.sentence": {}}),
+    "discriminator, that head alone": DISCRIMINATOR.changed(NONE),
+}
+TERMS = {
+    "encoder-decoder": {"span", "topic"},
+    "encoder-decoder, that head alone": {"topic"},
+    "discriminator": {"discriminator", "sentence", "topic"},
+    "discriminator, that head alone": {"topic"},
+}
+LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "tp2": ParallelConfig(tp=2),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "zbv": ParallelConfig(pp=2, schedule="zbv"),
+        "zero3": ParallelConfig(dp_shard=2),
+    },
+}
+
+
+class WithTopics(PassOn):
+    """Counts rows that have a label, too."""
+
+    fields = {**PassOn.fields, "topic": "labels", "discriminator": "replaced"}  # noqa: RUF012
+
+
+def batch_of(config: ModelConfig) -> dict[str, Tensor]:
+    batch = batch_for(config)
+    draw = torch.Generator().manual_seed(5)
+    batch["in_text"] = batch["documents"] == 0
+    batch["labels"] = torch.randint(5, (len(batch["tokens"]),), generator=draw)
+    batch["labels"][1] = -100
+    if config.family == "discriminator":
+        del batch["targets"]
+        places = batch["documents"]
+        batch["replaced"] = torch.randint(2, places.shape, generator=draw).masked_fill(places < 0, -100)
+    if config.head.name == "none":
+        for name in ("targets", "replaced", "sentence_targets"):
+            batch.pop(name, None)
+    return batch
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    config = CONFIGS[name]
+    batch = batch_of(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_pipelines, "PassOn", WithTopics)
+        model, objective, loss = test_pipelines.reference(config, batch)
+    assert objective.weights.keys() == TERMS[name]
+    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
+    for layout, parallel in LAYOUTS[ranks].items():
+        module = test_pipelines if parallel.pp > 1 else test_layouts
+        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
+        engine = module.make_engine(config, parallel, *more)
+        stats = engine.forward_backward(module.microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+    return list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, ranks, timeout=240.0)[0] == list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_is_that_of_the_mean_of_the_text(name: str) -> None:
+    """By hand, from the hidden vectors; and the head's weights are no one else's."""
+    config = CONFIGS[name]
+    torch.manual_seed(0)
+    batch, model = batch_of(config), build(config).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    output = model(**{key: value for key, value in batch.items() if key != "ahead"})
+    total = torch.zeros((), dtype=torch.float64)
+    for row, label in enumerate(batch["labels"].tolist()):
+        mean = output.hidden[row][batch["in_text"][row]].sum(0) / max(int(batch["in_text"][row].sum()), 1)
+        logits = model.topic.classifier(mean)
+        total = total + (logits.logsumexp(0) - logits[label] if label >= 0 else 0.0)
+    torch.testing.assert_close(output.losses["topic"], total)
+    assert (model.head if hasattr(model, "head") else getattr(model, "verdict", None)) is None or (
+        config.head.name != "none"
+    )
