@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, std, their_activation
+from megatfm.convert.config_keys import Json, Key, idle, only, taken
+from megatfm.convert.keys import activation, std, their_activation
 from megatfm.convert.table import Rule, linear, same
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -12,14 +13,40 @@ OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "
 POSITION_IDS = r"embeddings\.position_ids$"
 """A buffer that older files hold."""
 
+KEYS: dict[str, Key] = {
+    "vocab_size": taken(30522),
+    "hidden_size": taken(768),
+    "num_hidden_layers": taken(12),
+    "num_attention_heads": taken(12),
+    "intermediate_size": taken(3072),
+    "hidden_act": taken("gelu"),
+    "hidden_dropout_prob": taken(0.1),
+    "attention_probs_dropout_prob": taken(0.1),
+    "max_position_embeddings": taken(512),
+    "type_vocab_size": taken(2),
+    "initializer_range": taken(0.02),
+    "layer_norm_eps": taken(1e-12),
+    "position_embedding_type": only("absolute"),
+    "tie_word_embeddings": only(True),
+}
+"""Of BERT's config.json, with its defaults; others have the same with some more."""
+POOLER = idle(
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type",
+)  # fmt: skip
+"""Google's, of a part that transformers doesn't build from them."""
+SUMMARY = idle(
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "summary_last_dropout",
+)  # fmt: skip
+"""About heads over whole sequences."""
+
 
 def read(theirs: Json, **others: Any) -> ModelConfig:
     """Our config of a post-norm encoder with learned positions and BERT's head.
 
     others: what differs; None: no such key. Raises UsageError for what we lack.
     """
-    only(theirs, is_decoder=False, add_cross_attention=False, tie_word_embeddings=True)
-    only(theirs, position_embedding_type="absolute")
     common = {
         "family": "encoder",
         "vocab_size": theirs["vocab_size"],
@@ -28,21 +55,21 @@ def read(theirs: Json, **others: Any) -> ModelConfig:
         "attention.n_heads": theirs["num_attention_heads"],
         "ffn.d_ff": theirs["intermediate_size"],
         "norm.name": "layer_norm",
-        "norm.eps": theirs.get("layer_norm_eps", 1e-12),
+        "norm.eps": theirs["layer_norm_eps"],
         "norm.placement": "post",
         "embedding.norm": True,
-        "ffn.activation": activation(theirs.get("hidden_act", "gelu")),
+        "ffn.activation": activation(theirs["hidden_act"]),
         "attention.bias": True,
         "ffn.bias": True,
         "position.name": "learned",
-        "position.max_positions": theirs.get("max_position_embeddings", 512),
-        "embedding.n_segments": theirs.get("type_vocab_size", 2),
+        "position.max_positions": theirs["max_position_embeddings"],
+        "embedding.n_segments": theirs["type_vocab_size"],
         "head.name": "transform",
         "head.bias": True,
-        "dropout": theirs.get("hidden_dropout_prob", 0.1),
-        "attention.dropout": theirs.get("attention_probs_dropout_prob", 0.1),
+        "dropout": theirs["hidden_dropout_prob"],
+        "attention.dropout": theirs["attention_probs_dropout_prob"],
         "init.name": "bert",
-        "init.std": theirs.get("initializer_range", 0.02),
+        "init.std": theirs["initializer_range"],
     }
     return ModelConfig.of({key: value for key, value in (common | others).items() if value is not None})
 

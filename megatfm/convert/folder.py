@@ -32,8 +32,8 @@ class HfFolder:
         self.json = read_json(self.path / CONFIG)
         self.name, self.architecture = architecture_of(self.json)
         try:
-            self.config = self.architecture.read(self.json)
-        except (KeyError, TypeError, ValueError) as error:
+            self.config = self.architecture.config(self.json, self.name)
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self.path / CONFIG}: not a config that megatfm can read: {_reason(error)}"
             ) from None
@@ -63,7 +63,15 @@ class HfFolder:
                     f"{self.path}: {copy} differs from {rule.theirs[0]}, which config.json says it shares: the "
                     "config must say tie_word_embeddings = false, or the file was damaged"
                 )
-        return dict(zip(rule.ours, rule.back(theirs), strict=True))
+        try:
+            return dict(zip(rule.ours, rule.back(theirs), strict=True))
+        except (RuntimeError, ValueError, IndexError):
+            shapes = (
+                f"{name} {list(tensor.shape)}" for name, tensor in zip(rule.theirs, theirs, strict=True)
+            )
+            raise MegatfmError(
+                f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
+            ) from None
 
     def _check_names(self) -> None:
         wanted = {name for rule in self.rules for name in rule.theirs}

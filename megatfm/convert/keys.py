@@ -1,13 +1,13 @@
 """What the architectures' config.json files have in common."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatfm.config import ModelConfig, RopeConfig
 from megatfm.config.position import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from megatfm.convert.config_keys import Json, inner, only, taken
 from megatfm.errors import UsageError
-
-Json = dict[str, Any]
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -42,14 +42,13 @@ def their_activation(ours: str, *, gated: bool = False) -> str:
     raise UsageError(f"model.ffn.activation = {ours!r} is not one that transformers has here")
 
 
-def only(config: Mapping[str, Any], **allowed: Any) -> None:
-    """Check that keys have the one value with which we compute the same, or are not there, which means that value.
-
-    Raises UsageError.
-    """
-    for key, value in allowed.items():
-        if config.get(key, value) != value:
-            raise UsageError(f"config.json: {key} = {config[key]!r} is not supported, only {value!r}")
+def derived(config: Mapping[str, Any], **values: Any) -> None:
+    """Check that keys which follow from others, where they are given, are what follows. Raises UsageError."""
+    for key, value in values.items():
+        if config[key] is not None and config[key] != value:
+            raise UsageError(
+                f"config.json: {key} = {config[key]!r} is not supported, only {value!r}, which its other keys give"
+            )
 
 
 def std(ours: ModelConfig) -> float:
@@ -57,11 +56,50 @@ def std(ours: ModelConfig) -> float:
     return float(getattr(ours.init, "std", 0.02))
 
 
+ROPE = {
+    "rope_parameters": taken(None, dict, None),
+    "rope_scaling": taken(None, dict, None),
+    "rope_theta": taken(None, float),
+    "partial_rotary_factor": only(None, 1.0),
+    "original_max_position_embeddings": taken(None, int),
+}
+"""Keys of config.json that say how queries and keys turn."""
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+"""What each kind reads, besides its name and rope_theta."""
+
+
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """`position.theta` and `.scaling` of ours, from rope_parameters or the older rope_theta and rope_scaling."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    return {"position.theta": float(theta), "position.scaling": _scaling(given, config)}
+    older, newer = config["rope_scaling"], config["rope_parameters"]
+    if older and newer and older != newer:
+        raise UsageError(
+            "config.json: rope_scaling and rope_parameters both, and they differ: take out the one that does not hold"
+        )
+    place = "rope_scaling" if older else "rope_parameters"
+    given = older or newer or {}
+    theta = _either(given, "rope_theta", config, place)
+    theta = 10_000.0 if theta is None else theta
+    return {"position.theta": float(theta), "position.scaling": _scaling(given, config, place)}
+
+
+def _either(given: Mapping[str, Any], key: str, config: Mapping[str, Any], place: str) -> Any:
+    """A number that may stand in the table or beside it."""
+    within, beside = given.get(key), config[key]
+    if key in given and (isinstance(within, bool) or not isinstance(within, int | float)):
+        raise UsageError(f"config.json: {place}.{key} = {within!r} is no number")
+    if within is not None and beside is not None and within != beside:
+        raise UsageError(
+            f"config.json: {place}.{key} = {within} and {key} = {beside}: take out the one that does not hold"
+        )
+    return beside if within is None else within
 
 
 def their_rope(ours: ModelConfig) -> Json:
@@ -93,15 +131,26 @@ def their_rope(ours: ModelConfig) -> Json:
     return {"rope_parameters": parameters}
 
 
-def _scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
-    kind = given.get("rope_type") or given.get("type") or "default"
+def _scaling(given: Mapping[str, Any], config: Mapping[str, Any], place: str) -> RopeScaling | None:
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UsageError(
+            f"config.json: rope_type {kind!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
+        )
+    inner(place, given, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
+    if given.get("truncate", True) is not True:
+        raise UsageError(f"config.json: {place}.truncate = {given['truncate']!r} is not supported, only True")
     if kind == "default":
         return None
-    original = int(
-        given.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0
-    )
+    original = None
+    if kind != "linear":
+        original = _either(given, "original_max_position_embeddings", config, place)
+        original = config["max_position_embeddings"] if original is None else original
+    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[kind]}:
+        if isinstance(given.get(key), bool) or not isinstance(given.get(key), int | float):
+            raise UsageError(f"config.json: {place}.{key} = {given.get(key)!r} is no number")
     match kind:
         case "linear":
             return LinearScaling(factor=given["factor"])
@@ -111,15 +160,21 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling
                 original_length=original,
                 beta_fast=given.get("beta_fast") or 32.0,
                 beta_slow=given.get("beta_slow") or 1.0,
-                attention_factor=given.get("attention_factor"),
+                attention_factor=_attention_factor(given),
             )
-        case "llama3":
+        case _:
             return Llama3Scaling(
                 factor=given["factor"],
                 original_length=original,
                 low_freq_factor=given["low_freq_factor"],
                 high_freq_factor=given["high_freq_factor"],
             )
-    raise UsageError(
-        f"config.json: rope_type {kind!r} is not supported; there are: default, linear, yarn, llama3"
-    )
+
+
+def _attention_factor(given: Mapping[str, Any]) -> float | None:
+    """YaRN's factor on the scores, from mscale and mscale_all_dim where it is not given itself."""
+    factor, some, every = (given.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if factor is not None or not (some and every):
+        return factor
+    stretch = math.log(max(float(given["factor"]), 1.0))
+    return float((0.1 * some * stretch + 1.0) / (0.1 * every * stretch + 1.0))

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
+from megatfm.convert.config_keys import COMMON, Json, Key, only, settled
 from megatfm.convert.table import Rule
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One class of transformers, such as LlamaForCausalLM, under whose name it is registered.
 
-    model_type: as in config.json. read: their config.json as our config; raises UsageError for what we lack.
+    model_type: as in config.json. keys: what is made of each key of config.json, beside those of `COMMON`; one that is
+    not declared is refused. read: their config.json, settled by `keys`, as our config; raises UsageError for what we
+    lack.
     write: our config as their config.json, without `architectures` and `model_type`; it need not look at what they
     lack, see `architecture_for`. rules: the table for a config. prefix: files of the bare model lack it before every
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
@@ -26,6 +27,7 @@ class Architecture:
     """
 
     model_type: str
+    keys: Mapping[str, Key]
     read: Callable[[Json], ModelConfig]
     write: Callable[[ModelConfig], Json]
     rules: Callable[[ModelConfig], Sequence[Rule]]
@@ -33,6 +35,14 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     length_key: str = ""
+
+    def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
+        """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
+        return self.read(settled(theirs, self.all_keys(), name))
+
+    def all_keys(self) -> dict[str, Key]:
+        """The declaration of every key that config.json may have."""
+        return {**COMMON, "model_type": only(self.model_type), **self.keys}
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
@@ -78,7 +88,7 @@ def architecture_for(
                 "model_type": architecture.model_type,
                 **architecture.write(config),
             }
-            lost = differences(config, architecture.read(theirs))
+            lost = differences(config, architecture.config(theirs, name))
         except (UsageError, ValueError):
             continue
         if not lost:

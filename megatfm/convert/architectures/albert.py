@@ -1,10 +1,11 @@
 """ALBERT: AlbertForPreTraining with the sentence head, AlbertForMaskedLM without. Groups of layers share weights."""
 
 from megatfm.config import ModelConfig
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, idle, only, taken
 from megatfm.convert.encoder import POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, linear, under
 from megatfm.errors import UsageError
@@ -21,17 +22,35 @@ BLOCK = [
 ]
 
 
+KEYS = encoder.KEYS | {
+    "vocab_size": taken(30000),
+    "embedding_size": taken(128),
+    "hidden_size": taken(4096),
+    "num_attention_heads": taken(64),
+    "intermediate_size": taken(16384),
+    "hidden_act": taken("gelu_new"),
+    "hidden_dropout_prob": taken(0.0),
+    "attention_probs_dropout_prob": taken(0.0),
+    "num_hidden_groups": taken(1),
+    "inner_group_num": only(1),
+    "pad_token_id": taken(0, int, None),
+    "bos_token_id": taken(2, int, list, None),
+    "eos_token_id": taken(3, int, list, None),
+    **idle("classifier_dropout_prob"),
+    **idle("net_structure_type", "num_memory_blocks", "gap_size", "down_scale_factor"),
+}
+
+
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, inner_group_num=1)
-    if theirs.get("embedding_size", 128) == theirs["hidden_size"]:
+    if theirs["embedding_size"] == theirs["hidden_size"]:
         raise UsageError(
             "config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not"
         )
     return read_encoder(
-        {"hidden_act": "gelu_new", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | theirs,
+        theirs,
         **{
-            "embedding.dim": theirs.get("embedding_size", 128),
-            "distinct_layers": theirs.get("num_hidden_groups", 1),
+            "embedding.dim": theirs["embedding_size"],
+            "distinct_layers": theirs["num_hidden_groups"],
         },
     )
 
@@ -75,11 +94,12 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 
 ARCHITECTURES.register("AlbertForPreTraining")(
-    Architecture("albert", read_pretraining, write, rules, prefix="albert.", ignored=(POSITION_IDS,))
+    Architecture("albert", KEYS, read_pretraining, write, rules, prefix="albert.", ignored=(POSITION_IDS,))
 )
 ARCHITECTURES.register("AlbertForMaskedLM")(
     Architecture(
         "albert",
+        KEYS,
         read,
         write,
         rules,

@@ -1,10 +1,13 @@
 """BERT: BertForPreTraining with the sentence head, BertForMaskedLM without."""
 
 from megatfm.config import ModelConfig
-from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, embedding, head, read, write
-from megatfm.convert.keys import Json
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, taken
+from megatfm.convert.encoder import BLOCK, OLD_NORMS, POOLER, POSITION_IDS, embedding, head, read, write
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear
+
+KEYS = encoder.KEYS | POOLER | {"pad_token_id": taken(0, int, None)}
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
@@ -31,13 +34,27 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("BertForPreTraining")(
     Architecture(
-        "bert", read_pretraining, write, rules, prefix="bert.", ignored=(POSITION_IDS,), spellings=OLD_NORMS
+        "bert",
+        KEYS,
+        read_pretraining,
+        write,
+        rules,
+        prefix="bert.",
+        ignored=(POSITION_IDS,),
+        spellings=OLD_NORMS,
     )
 )
 # Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
 OTHER_HEAD = (r"^bert\.pooler\.", r"^cls\.seq_relationship\.")
 ARCHITECTURES.register("BertForMaskedLM")(
     Architecture(
-        "bert", read, write, rules, prefix="bert.", ignored=(POSITION_IDS, *OTHER_HEAD), spellings=OLD_NORMS
+        "bert",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="bert.",
+        ignored=(POSITION_IDS, *OTHER_HEAD),
+        spellings=OLD_NORMS,
     )
 )

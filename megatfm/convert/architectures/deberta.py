@@ -1,35 +1,56 @@
 """DeBERTa: DebertaForMaskedLM. Queries, keys and values are one matrix, head by head."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatfm.config import DisentangledPositionConfig, ModelConfig, expect
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, idle, only, taken
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
+from megatfm.convert.keys import derived
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
+KEYS = encoder.KEYS | {
+    "vocab_size": taken(50265),
+    "type_vocab_size": taken(0),
+    "layer_norm_eps": taken(1e-7),
+    "relative_attention": only(True, default=False),
+    "position_biased_input": only(False, default=True),
+    "pos_att_type": taken(None, str, list, None),
+    "max_relative_positions": taken(-1),
+    "embedding_size": taken(None, int),
+    "pad_token_id": taken(0, int, None),
+    "talking_head": only(False),
+    **idle("legacy", kinds=[bool]),
+    **idle("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
+}
+
+
+def check_kinds(kinds: Any) -> None:
+    """Raise UsageError unless positions are related to contents both ways."""
+    if (kinds.split("|") if isinstance(kinds, str) else kinds or []) not in (["c2p", "p2c"], ["p2c", "c2p"]):
+        raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
+
 
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, relative_attention=True, position_biased_input=False, talking_head=False)
-    only(theirs, embedding_size=theirs["hidden_size"])
-    kinds = theirs.get("pos_att_type") or []
-    if sorted(kinds.split("|") if isinstance(kinds, str) else kinds) != ["c2p", "p2c"]:
-        raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
-    farthest = theirs.get("max_relative_positions", -1)
+    derived(theirs, embedding_size=theirs["hidden_size"])
+    check_kinds(theirs["pos_att_type"])
+    farthest = theirs["max_relative_positions"]
     return read_encoder(
-        {"type_vocab_size": 0, "layer_norm_eps": 1e-7} | theirs,
+        theirs,
         **{
             "attention.name": "disentangled",
             "attention.bias": None,
             "position.name": "disentangled",
             "position.max_positions": None,
-            "position.max_distance": farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
+            "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
             "init.name": "normal",
         },
     )
@@ -102,6 +123,7 @@ OWN_HEAD = (
 ARCHITECTURES.register("DebertaForMaskedLM")(
     Architecture(
         "deberta",
+        KEYS,
         read,
         write,
         rules,

@@ -1,43 +1,60 @@
 """DeBERTa v2 without its convolution, and v3: DebertaV2ForMaskedLM."""
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig, expect
-from megatfm.convert.architectures.deberta import MASK_DECODER, OWN_HEAD
+from megatfm.convert import encoder
+from megatfm.convert.architectures.deberta import MASK_DECODER, OWN_HEAD, check_kinds
+from megatfm.convert.config_keys import Json, idle, only, taken
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
+from megatfm.convert.keys import derived
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
+KEYS = encoder.KEYS | {
+    "vocab_size": taken(128100),
+    "hidden_size": taken(1536),
+    "num_hidden_layers": taken(24),
+    "num_attention_heads": taken(24),
+    "intermediate_size": taken(6144),
+    "type_vocab_size": taken(0),
+    "layer_norm_eps": taken(1e-7),
+    "relative_attention": only(True, default=False),
+    "position_biased_input": only(False, default=True),
+    "pos_att_type": taken(None, str, list, None),
+    "max_relative_positions": taken(-1),
+    "embedding_size": taken(None, int),
+    "pad_token_id": taken(0, int, None),
+    "share_att_key": only(True, default=False),
+    "norm_rel_ebd": only("layer_norm", default="none"),
+    "position_buckets": taken(-1),
+    "attention_head_size": taken(None, int),
+    "conv_kernel_size": only(0),
+    **idle("conv_act", "conv_groups"),
+    **idle("legacy", kinds=[bool]),
+    **idle("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
+}
+
 
 def read(theirs: Json) -> ModelConfig:
-    given: Json = {
-        "relative_attention": False,
-        "share_att_key": False,
-        "norm_rel_ebd": "none",
-        "position_buckets": -1,
-    }
-    given |= {"position_biased_input": True, "max_relative_positions": -1} | theirs
-    only(given, relative_attention=True, position_biased_input=False, share_att_key=True)
-    only(given, norm_rel_ebd="layer_norm", conv_kernel_size=0, embedding_size=theirs["hidden_size"])
-    kinds = given.get("pos_att_type") or []
-    if sorted(kinds.split("|") if isinstance(kinds, str) else kinds) != ["c2p", "p2c"]:
-        raise UsageError(f"config.json: pos_att_type = {kinds!r} is not supported, only c2p and p2c together")
-    if given["position_buckets"] < 1:
+    derived(theirs, embedding_size=theirs["hidden_size"])
+    derived(theirs, attention_head_size=theirs["hidden_size"] // theirs["num_attention_heads"])
+    check_kinds(theirs["pos_att_type"])
+    if theirs["position_buckets"] < 1:
         raise UsageError(
             "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
         )
-    farthest = given["max_relative_positions"]
+    farthest = theirs["max_relative_positions"]
     return read_encoder(
-        {"type_vocab_size": 0, "layer_norm_eps": 1e-7} | theirs,
+        theirs,
         **{
             "attention.name": "disentangled_shared",
             "attention.bias": None,
             "position.name": "disentangled_buckets",
             "position.max_positions": None,
-            "position.buckets": given["position_buckets"],
-            "position.max_distance": farthest if farthest > 0 else theirs.get("max_position_embeddings", 512),
+            "position.buckets": theirs["position_buckets"],
+            "position.max_distance": farthest if farthest > 0 else theirs["max_position_embeddings"],
             "init.name": "normal",
         },
     )
@@ -87,6 +104,7 @@ def rules(config: ModelConfig) -> list[Rule]:
 ARCHITECTURES.register("DebertaV2ForMaskedLM")(
     Architecture(
         "deberta-v2",
+        KEYS,
         read,
         write,
         rules,

@@ -10,21 +10,58 @@ from torch import Tensor
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.convert.architectures.llama import rules_around
-from megatfm.convert.keys import Json, activation, only, rope, std, their_activation, their_rope
+from megatfm.convert.config_keys import Json, idle, only, taken
+from megatfm.convert.keys import ROPE, activation, derived, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, linear, same
 from megatfm.errors import UsageError
 
+KEYS = ROPE | {
+    "vocab_size": taken(129280),
+    "hidden_size": taken(7168),
+    "intermediate_size": taken(18432),
+    "num_hidden_layers": taken(61),
+    "first_k_dense_replace": taken(3),
+    "num_attention_heads": taken(128),
+    "num_key_value_heads": taken(128, int, None),
+    "qk_nope_head_dim": taken(128),
+    "qk_rope_head_dim": taken(64),
+    "v_head_dim": taken(128),
+    "q_lora_rank": taken(1536, int, None),
+    "kv_lora_rank": taken(512),
+    "head_dim": taken(None, int),
+    "qk_head_dim": taken(None, int),
+    "max_position_embeddings": taken(4096),
+    "rms_norm_eps": only(1e-6),  # that of the latents' norms is always this one
+    "hidden_act": taken("silu"),
+    "attention_bias": only(False),
+    "rope_interleave": only(True),
+    "attention_dropout": taken(0.0, float, None),
+    "initializer_range": taken(0.02),
+    "tie_word_embeddings": taken(False),
+    "sliding_window": only(None),
+    "bos_token_id": taken(0, int, list, None),
+    "eos_token_id": taken(1, int, list, None),
+    # Of experts and of heads for later tokens, which a model of dense blocks has not.
+    **idle(
+        "moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_local_experts", "output_router_logits",
+        "routed_scaling_factor", "n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "moe_layer_freq",
+        "scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers",
+        "num_mtp_layers",
+    ),
+}  # fmt: skip
+
 
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, attention_bias=False, rope_interleave=True)
+    derived(theirs, head_dim=theirs["qk_rope_head_dim"])
+    derived(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
     n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
-    if theirs.get("first_k_dense_replace", 3) < n_layers:
+    if theirs["first_k_dense_replace"] < n_layers:
         raise UsageError(
-            f"config.json: first_k_dense_replace = {theirs.get('first_k_dense_replace', 3)} of {n_layers} blocks: the "
+            f"config.json: first_k_dense_replace = {theirs['first_k_dense_replace']} of {n_layers} blocks: the "
             "others have experts, which megatfm has not"
         )
-    if theirs.get("num_key_value_heads", heads) not in (None, heads):
+    if theirs["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope(theirs)
     if rotary["position.scaling"] is not None:
@@ -35,19 +72,19 @@ def read(theirs: Json) -> ModelConfig:
             "d_model": theirs["hidden_size"],
             "n_layers": n_layers,
             "attention.n_heads": heads,
-            "attention.head_dim": theirs.get("qk_nope_head_dim", 128),
+            "attention.head_dim": theirs["qk_nope_head_dim"],
             "ffn.d_ff": theirs["intermediate_size"],
-            "norm.eps": theirs.get("rms_norm_eps", 1e-6),
-            "ffn.activation": activation(theirs.get("hidden_act", "silu"), gated=True),
+            "norm.eps": theirs["rms_norm_eps"],
+            "ffn.activation": activation(theirs["hidden_act"], gated=True),
             "attention.name": "latent",
-            "attention.kv_rank": theirs.get("kv_lora_rank", 512),
-            "attention.q_rank": theirs.get("q_lora_rank", 1536),
-            "attention.rope_dim": theirs.get("qk_rope_head_dim", 64),
-            "attention.v_dim": theirs.get("v_head_dim", 128),
-            "embedding.tied": theirs.get("tie_word_embeddings", False),
-            "attention.dropout": theirs.get("attention_dropout", 0.0),
+            "attention.kv_rank": theirs["kv_lora_rank"],
+            "attention.q_rank": theirs["q_lora_rank"],
+            "attention.rope_dim": theirs["qk_rope_head_dim"],
+            "attention.v_dim": theirs["v_head_dim"],
+            "embedding.tied": theirs["tie_word_embeddings"],
+            "attention.dropout": theirs["attention_dropout"] or 0.0,
             "init.name": "normal",
-            "init.std": theirs.get("initializer_range", 0.02),
+            "init.std": theirs["initializer_range"],
             **rotary,
         }
     )
@@ -139,5 +176,7 @@ def _latent(config: ModelConfig) -> LatentAttentionConfig:
 
 
 ARCHITECTURES.register("DeepseekV3ForCausalLM")(
-    Architecture("deepseek_v3", read, write, rules, prefix="model.", length_key="max_position_embeddings")
+    Architecture(
+        "deepseek_v3", KEYS, read, write, rules, prefix="model.", length_key="max_position_embeddings"
+    )
 )

@@ -1,23 +1,35 @@
 """ELECTRA: ElectraForPreTraining is the discriminator, ElectraForMaskedLM the generator."""
 
 from megatfm.config import ModelConfig
-from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, embedding, head
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, only, taken
+from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, SUMMARY, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear
 
+KEYS = (
+    encoder.KEYS
+    | SUMMARY
+    | {
+        "embedding_size": taken(128),
+        "hidden_size": taken(256),
+        "num_attention_heads": taken(4),
+        "intermediate_size": taken(1024),
+        "pad_token_id": taken(0, int, None),
+    }
+)
+GENERATOR_KEYS = KEYS | {"hidden_act": only("gelu")}
+"""The activation of its head is always this one."""
+
 
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, hidden_act="gelu")  # that of the generator's head is always this one
-    return read_encoder(theirs, **{"embedding.dim": theirs.get("embedding_size", 128)})
+    return read_encoder(theirs, **{"embedding.dim": theirs["embedding_size"]})
 
 
 def read_discriminator(theirs: Json) -> ModelConfig:
-    return read_encoder(
-        theirs, **{"family": "discriminator", "embedding.dim": theirs.get("embedding_size", 128)}
-    )
+    return read_encoder(theirs, **{"family": "discriminator", "embedding.dim": theirs["embedding_size"]})
 
 
 def write(ours: ModelConfig) -> Json:
@@ -52,6 +64,7 @@ def _encoder(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> l
 ARCHITECTURES.register("ElectraForPreTraining")(
     Architecture(
         "electra",
+        KEYS,
         read_discriminator,
         write,
         discriminator_rules,
@@ -62,6 +75,13 @@ ARCHITECTURES.register("ElectraForPreTraining")(
 )
 ARCHITECTURES.register("ElectraForMaskedLM")(
     Architecture(
-        "electra", read, write, rules, prefix="electra.", ignored=(POSITION_IDS,), spellings=OLD_NORMS
+        "electra",
+        GENERATOR_KEYS,
+        read,
+        write,
+        rules,
+        prefix="electra.",
+        ignored=(POSITION_IDS,),
+        spellings=OLD_NORMS,
     )
 )

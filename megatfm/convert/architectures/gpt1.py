@@ -2,17 +2,37 @@
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architectures.gpt2 import block_rules
-from megatfm.convert.keys import Json, std
+from megatfm.convert.config_keys import Json, alias, idle, taken
+from megatfm.convert.encoder import SUMMARY
+from megatfm.convert.keys import std
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, same
 from megatfm.errors import UsageError
 
 ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
 """Their "gelu" is the tanh form here."""
+KEYS = SUMMARY | {
+    "vocab_size": taken(40478),
+    "n_positions": taken(512),
+    "n_embd": taken(768),
+    "n_layer": taken(12),
+    "n_head": taken(12),
+    "layer_norm_epsilon": taken(1e-5),
+    "resid_pdrop": taken(0.1),
+    "attn_pdrop": taken(0.1),
+    "initializer_range": taken(0.02),
+    "tie_word_embeddings": taken(True),
+    "hidden_size": alias("n_embd"),
+    "max_position_embeddings": alias("n_positions"),
+    "num_attention_heads": alias("n_head"),
+    "num_hidden_layers": alias("n_layer"),
+    "afn": taken("gelu"),
+    **idle("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+}
 
 
 def read(theirs: Json) -> ModelConfig:
-    width, afn = theirs["n_embd"], theirs.get("afn", "gelu")
+    width, afn = theirs["n_embd"], theirs["afn"]
     if afn not in ACTIVATIONS:
         raise UsageError(f"config.json: afn = {afn!r} is not one of {', '.join(ACTIVATIONS)}")
     return ModelConfig.of(
@@ -23,18 +43,18 @@ def read(theirs: Json) -> ModelConfig:
             "attention.n_heads": theirs["n_head"],
             "ffn.d_ff": 4 * width,
             "norm.name": "layer_norm",
-            "norm.eps": theirs.get("layer_norm_epsilon", 1e-5),
+            "norm.eps": theirs["layer_norm_epsilon"],
             "norm.placement": "post",
             "ffn.activation": ACTIVATIONS[afn],
             "attention.bias": True,
             "ffn.bias": True,
             "position.name": "learned",
-            "position.max_positions": theirs.get("n_positions", 512),
-            "embedding.tied": theirs.get("tie_word_embeddings", True),
-            "dropout": theirs.get("resid_pdrop", 0.1),
-            "attention.dropout": theirs.get("attn_pdrop", 0.1),
+            "position.max_positions": theirs["n_positions"],
+            "embedding.tied": theirs["tie_word_embeddings"],
+            "dropout": theirs["resid_pdrop"],
+            "attention.dropout": theirs["attn_pdrop"],
             "init.name": "normal",
-            "init.std": theirs.get("initializer_range", 0.02),
+            "init.std": theirs["initializer_range"],
         }
     )
 
@@ -73,6 +93,12 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("OpenAIGPTLMHeadModel")(
     Architecture(
-        "openai-gpt", read, write, rules, prefix="transformer.", ignored=(r"\.attn\.bias$", r"position_ids$")
+        "openai-gpt",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="transformer.",
+        ignored=(r"\.attn\.bias$", r"position_ids$"),
     )
 )

@@ -1,13 +1,39 @@
 """GPT-2 and GPT-3: GPT2LMHeadModel. Its matrices are [d_in, d_out], and queries, keys and values are one."""
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, std, their_activation
+from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.encoder import SUMMARY
+from megatfm.convert.keys import activation, std, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, fused, layers, linear, same, transposed
 
+KEYS = SUMMARY | {
+    "vocab_size": taken(50257),
+    "n_positions": taken(1024),
+    "n_embd": taken(768),
+    "n_layer": taken(12),
+    "n_head": taken(12),
+    "layer_norm_epsilon": taken(1e-5),
+    "resid_pdrop": taken(0.1),
+    "attn_pdrop": taken(0.1),
+    "initializer_range": taken(0.02),
+    "tie_word_embeddings": taken(True),
+    "hidden_size": alias("n_embd"),
+    "max_position_embeddings": alias("n_positions"),
+    "num_attention_heads": alias("n_head"),
+    "num_hidden_layers": alias("n_layer"),
+    "n_inner": taken(None, int, None),
+    "activation_function": taken("gelu_new"),
+    "scale_attn_weights": only(True),
+    "scale_attn_by_inverse_layer_idx": only(False),
+    "bos_token_id": taken(50256, int, list, None),
+    "eos_token_id": taken(50256, int, list, None),
+    **idle("reorder_and_upcast_attn", kinds=[bool]),
+    **idle("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
+}
+
 
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     width = theirs["n_embd"]
     return ModelConfig.of(
         {
@@ -15,19 +41,19 @@ def read(theirs: Json) -> ModelConfig:
             "d_model": width,
             "n_layers": theirs["n_layer"],
             "attention.n_heads": theirs["n_head"],
-            "ffn.d_ff": theirs.get("n_inner") or 4 * width,
+            "ffn.d_ff": 4 * width if theirs["n_inner"] is None else theirs["n_inner"],
             "norm.name": "layer_norm",
-            "norm.eps": theirs.get("layer_norm_epsilon", 1e-5),
-            "ffn.activation": activation(theirs.get("activation_function", "gelu_new")),
+            "norm.eps": theirs["layer_norm_epsilon"],
+            "ffn.activation": activation(theirs["activation_function"]),
             "attention.bias": True,
             "ffn.bias": True,
             "position.name": "learned",
-            "position.max_positions": theirs.get("n_positions", 1024),
-            "embedding.tied": theirs.get("tie_word_embeddings", True),
-            "dropout": theirs.get("resid_pdrop", 0.1),
-            "attention.dropout": theirs.get("attn_pdrop", 0.1),
+            "position.max_positions": theirs["n_positions"],
+            "embedding.tied": theirs["tie_word_embeddings"],
+            "dropout": theirs["resid_pdrop"],
+            "attention.dropout": theirs["attn_pdrop"],
             "init.name": "gpt2",
-            "init.std": theirs.get("initializer_range", 0.02),
+            "init.std": theirs["initializer_range"],
         }
     )
 
@@ -80,5 +106,7 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 
 ARCHITECTURES.register("GPT2LMHeadModel")(
-    Architecture("gpt2", read, write, rules, prefix="transformer.", ignored=(r"\.attn\.(masked_)?bias$",))
+    Architecture(
+        "gpt2", KEYS, read, write, rules, prefix="transformer.", ignored=(r"\.attn\.(masked_)?bias$",)
+    )
 )

@@ -3,29 +3,59 @@
 from collections.abc import Sequence
 
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
-from megatfm.convert.keys import Json, activation, rope, std, their_activation, their_rope
+from megatfm.convert.config_keys import Json, Key, idle, only, taken
+from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.errors import UsageError
+
+KEYS: dict[str, Key] = ROPE | {
+    "vocab_size": taken(32000),
+    "hidden_size": taken(4096),
+    "intermediate_size": taken(11008),
+    "num_hidden_layers": taken(32),
+    "num_attention_heads": taken(32),
+    "num_key_value_heads": taken(None, int, None),
+    "head_dim": taken(None, int, None),
+    "max_position_embeddings": taken(2048),
+    "rms_norm_eps": taken(1e-6),
+    "hidden_act": taken("silu"),
+    "attention_bias": taken(False),
+    "mlp_bias": taken(False),
+    "attention_dropout": taken(0.0, float, None),
+    "initializer_range": taken(0.02),
+    "tie_word_embeddings": taken(False),
+    "sliding_window": only(None),
+    "bos_token_id": taken(1, int, list, None),
+    "eos_token_id": taken(2, int, list, None),
+    **idle("max_sequence_length"),
+}
 
 
 def read(theirs: Json) -> ModelConfig:
+    width, heads = theirs["hidden_size"], theirs["num_attention_heads"]
+    if heads < 1 or width % heads:
+        raise UsageError(
+            f"config.json: num_attention_heads = {heads} does not divide hidden_size = {width}, as transformers asks "
+            "whatever head_dim is"
+        )
     return ModelConfig.of(
         {
             "vocab_size": theirs["vocab_size"],
-            "d_model": theirs["hidden_size"],
+            "d_model": width,
             "n_layers": theirs["num_hidden_layers"],
-            "attention.n_heads": theirs["num_attention_heads"],
-            "attention.n_kv_heads": theirs.get("num_key_value_heads"),
-            "attention.head_dim": theirs.get("head_dim"),
+            "attention.n_heads": heads,
+            "attention.n_kv_heads": theirs["num_key_value_heads"],
+            "attention.head_dim": theirs["head_dim"],
             "ffn.d_ff": theirs["intermediate_size"],
-            "norm.eps": theirs.get("rms_norm_eps", 1e-6),
-            "ffn.activation": activation(theirs.get("hidden_act", "silu"), gated=True),
-            "attention.bias": theirs.get("attention_bias", False),
-            "ffn.bias": theirs.get("mlp_bias", False),
-            "embedding.tied": theirs.get("tie_word_embeddings", False),
-            "attention.dropout": theirs.get("attention_dropout", 0.0),
+            "norm.eps": theirs["rms_norm_eps"],
+            "ffn.activation": activation(theirs["hidden_act"], gated=True),
+            "attention.bias": theirs["attention_bias"],
+            "ffn.bias": theirs["mlp_bias"],
+            "embedding.tied": theirs["tie_word_embeddings"],
+            "attention.dropout": theirs["attention_dropout"] or 0.0,
             "init.name": "normal",
-            "init.std": theirs.get("initializer_range", 0.02),
+            "init.std": theirs["initializer_range"],
             **rope(theirs),
         }
     )
@@ -83,6 +113,7 @@ def rules_around(config: ModelConfig, attention: Sequence[Rule]) -> list[Rule]:
 ARCHITECTURES.register("LlamaForCausalLM")(
     Architecture(
         "llama",
+        KEYS,
         read,
         write,
         rules,

@@ -2,27 +2,30 @@
 
 from megatfm.config import ModelConfig
 from megatfm.convert.architectures import llama
-from megatfm.convert.keys import Json, only
+from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.errors import UsageError
 
-CONTEXT, WINDOW, KV_HEADS = 131_072, 4096, 8
-"""Their defaults, for keys that config.json leaves out."""
+KEYS = llama.KEYS | {
+    "intermediate_size": taken(14336),
+    "num_key_value_heads": taken(8, int, None),
+    "max_position_embeddings": taken(131_072),
+    "sliding_window": taken(4096, int, None),
+    "attention_dropout": taken(0.0),
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
+}
 
 
 def read(theirs: Json) -> ModelConfig:
-    window, context = (
-        theirs.get("sliding_window", WINDOW),
-        theirs.get("max_position_embeddings", CONTEXT),
-    )
+    window, context = theirs["sliding_window"], theirs["max_position_embeddings"]
     if window is not None and window < context:
         raise UsageError(
             f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {context}, and megatfm "
             f"has no windows: set sliding_window to null, or max_position_embeddings to {window} or less; sequences of "
             "up to that many tokens give the same"
         )
-    only(theirs, attention_bias=False, mlp_bias=False)
-    return llama.read({"num_key_value_heads": KV_HEADS, **theirs})
+    return llama.read(theirs)
 
 
 def write(ours: ModelConfig) -> Json:
@@ -35,6 +38,7 @@ def write(ours: ModelConfig) -> Json:
 ARCHITECTURES.register("MistralForCausalLM")(
     Architecture(
         "mistral",
+        KEYS,
         read,
         write,
         llama.rules,

@@ -1,22 +1,34 @@
 """RoBERTa: RobertaForMaskedLM. Its positions begin one after the padding token's id."""
 
 from megatfm.config import LearnedPositionConfig, ModelConfig, expect
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers
 from megatfm.errors import UsageError
 
+KEYS = encoder.KEYS | {
+    "vocab_size": taken(50265),
+    "hidden_act": only("gelu"),  # that of the head is always this one
+    "pad_token_id": taken(1),
+    "bos_token_id": taken(0, int, list, None),
+    "eos_token_id": taken(2, int, list, None),
+}
+
 
 def read(theirs: Json) -> ModelConfig:
-    only(theirs, hidden_act="gelu")  # that of the head is always this one
-    offset = theirs.get("pad_token_id", 1) + 1
+    if theirs["pad_token_id"] < 0:
+        raise UsageError(
+            f"config.json: pad_token_id = {theirs['pad_token_id']}: RoBERTa's positions begin after it"
+        )
+    offset = theirs["pad_token_id"] + 1
     return read_encoder(
         theirs,
         **{
-            "position.max_positions": theirs.get("max_position_embeddings", 514) - offset,
+            "position.max_positions": theirs["max_position_embeddings"] - offset,
             "position.offset": offset,
             "init.name": "normal",
         },
@@ -44,6 +56,6 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("RobertaForMaskedLM")(
     Architecture(
-        "roberta", read, write, rules, prefix="roberta.", ignored=(POSITION_IDS, r"^roberta\.pooler\.")
+        "roberta", KEYS, read, write, rules, prefix="roberta.", ignored=(POSITION_IDS, r"^roberta\.pooler\.")
     )
 )

@@ -1,7 +1,8 @@
 """T5 v1.0 and v1.1: T5ForConditionalGeneration."""
 
 from megatfm.config import ModelConfig, T5PositionConfig, expect
-from megatfm.convert.keys import Json, activation, their_activation
+from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.keys import activation, derived, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.layers.activation import ACTIVATIONS
@@ -9,28 +10,59 @@ from megatfm.layers.activation import ACTIVATIONS
 GATED_GELU = "gated-gelu"
 """Means the tanh form, whatever "gelu" means elsewhere."""
 
+KEYS = {
+    "vocab_size": taken(32128),
+    "d_model": taken(512),
+    "d_kv": taken(64),
+    "d_ff": taken(2048),
+    "num_layers": taken(6),
+    "num_decoder_layers": taken(None, int, None),
+    "num_heads": taken(8),
+    "relative_attention_num_buckets": taken(32),
+    "relative_attention_max_distance": taken(128),
+    "dropout_rate": taken(0.1),
+    "layer_norm_epsilon": taken(1e-6),
+    "feed_forward_proj": taken("relu"),
+    "dense_act_fn": taken(None, str),
+    "is_gated_act": taken(None, bool),
+    "tie_word_embeddings": taken(None, bool, None),
+    "scale_decoder_outputs": taken(None, bool),
+    "is_encoder_decoder": only(True),
+    "pad_token_id": taken(0, int, None),
+    "eos_token_id": taken(1, int, list, None),
+    "hidden_size": alias("d_model"),
+    "num_attention_heads": alias("num_heads"),
+    "num_hidden_layers": alias("num_layers"),
+    "head_dim": alias("d_kv"),
+    **idle("initializer_factor", kinds=[float]),
+    **idle("n_positions"),
+}
+
 
 def read(theirs: Json) -> ModelConfig:
-    width, rate = theirs["d_model"], theirs.get("dropout_rate", 0.1)
+    width, rate, inner = theirs["d_model"], theirs["dropout_rate"], theirs["feed_forward_proj"]
+    derived(theirs, is_gated_act=inner.startswith("gated-"))
+    derived(theirs, dense_act_fn="gelu_new" if inner == GATED_GELU else inner.removeprefix("gated-"))
     # transformers 4 says by tie_word_embeddings what transformers 5 says by scale_decoder_outputs, where it writes it.
-    scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
+    scaled = theirs["scale_decoder_outputs"]
+    scaled = theirs["tie_word_embeddings"] is not False if scaled is None else scaled
     n_layers = theirs["num_layers"]
     return ModelConfig.of(
         {
             "family": "encoder_decoder",
             "vocab_size": theirs["vocab_size"],
             "d_model": width,
-            "n_layers": theirs.get("num_decoder_layers") or n_layers,
+            "n_layers": n_layers if theirs["num_decoder_layers"] is None else theirs["num_decoder_layers"],
             "n_encoder_layers": n_layers,
             "attention.n_heads": theirs["num_heads"],
             "attention.head_dim": theirs["d_kv"],
             "ffn.d_ff": theirs["d_ff"],
-            "norm.eps": theirs.get("layer_norm_epsilon", 1e-6),
-            "ffn.activation": _activation(theirs.get("feed_forward_proj", "relu")),
+            "norm.eps": theirs["layer_norm_epsilon"],
+            "ffn.activation": _activation(inner),
             "attention.scale": 1.0,
             "position.name": "t5",
-            "position.buckets": theirs.get("relative_attention_num_buckets", 32),
-            "position.max_distance": theirs.get("relative_attention_max_distance", 128),
+            "position.buckets": theirs["relative_attention_num_buckets"],
+            "position.max_distance": theirs["relative_attention_max_distance"],
             "embedding.tied": scaled,
             "head.scale": width**-0.5 if scaled else 1.0,
             "dropout": rate,
@@ -118,6 +150,7 @@ def _activation(theirs: str) -> str:
 ARCHITECTURES.register("T5ForConditionalGeneration")(
     Architecture(
         "t5",
+        KEYS,
         read,
         write,
         rules,

@@ -5,15 +5,50 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.convert.keys import Json, activation, only, std, their_activation
+from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.encoder import SUMMARY
+from megatfm.convert.keys import activation, derived, std, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture
 from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.errors import UsageError
+
+KEYS = SUMMARY | {
+    "vocab_size": taken(32000),
+    "d_model": taken(1024),
+    "n_layer": taken(24),
+    "n_head": taken(16),
+    "d_inner": taken(4096),
+    "d_head": taken(None, int),
+    "ff_activation": taken("gelu"),
+    "layer_norm_eps": taken(1e-12),
+    "attn_type": only("bi"),
+    "bi_data": only(False),
+    "clamp_len": only(-1),
+    "same_length": only(False),
+    "untie_r": only(True),
+    "tie_word_embeddings": only(True),
+    "dropout": taken(0.1),
+    "initializer_range": taken(0.02),
+    "pad_token_id": taken(5, int, None),
+    "bos_token_id": taken(1, int, list, None),
+    "eos_token_id": taken(2, int, list, None),
+    "n_token": alias("vocab_size"),
+    "hidden_size": alias("d_model"),
+    "num_attention_heads": alias("n_head"),
+    "num_hidden_layers": alias("n_layer"),
+    # About memory: without one, they change nothing.
+    **idle("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
+    **idle("start_n_top", "end_n_top"),
+}
 
 
 def read(theirs: Json) -> ModelConfig:
-    """What of it is about memory (mem_len, reuse_len, use_mems_…) is not read: without one, it changes nothing."""
-    only(theirs, attn_type="bi", bi_data=False, clamp_len=-1, same_length=False, untie_r=True)
-    only(theirs, tie_word_embeddings=True, d_head=theirs["d_model"] // theirs["n_head"])
+    if theirs["d_model"] % 2 or theirs["n_head"] < 1:
+        raise UsageError(
+            f"config.json: d_model = {theirs['d_model']}, n_head = {theirs['n_head']}: only even "
+            "widths run in transformers"
+        )
+    derived(theirs, d_head=theirs["d_model"] // theirs["n_head"])
     return ModelConfig.of(
         {
             "family": "xlnet",
@@ -23,17 +58,17 @@ def read(theirs: Json) -> ModelConfig:
             "attention.n_heads": theirs["n_head"],
             "ffn.d_ff": theirs["d_inner"],
             "norm.name": "layer_norm",
-            "norm.eps": theirs.get("layer_norm_eps", 1e-12),
+            "norm.eps": theirs["layer_norm_eps"],
             "norm.placement": "post",
-            "ffn.activation": activation(theirs.get("ff_activation", "gelu")),
+            "ffn.activation": activation(theirs["ff_activation"]),
             "attention.name": "two_stream",
             "ffn.bias": True,
             "position.name": "transformer_xl",
             "head.bias": True,
-            "dropout": theirs.get("dropout", 0.1),
-            "attention.dropout": theirs.get("dropout", 0.1),
+            "dropout": theirs["dropout"],
+            "attention.dropout": theirs["dropout"],
             "init.name": "normal",
-            "init.std": theirs.get("initializer_range", 0.02),
+            "init.std": theirs["initializer_range"],
         }
     )
 
@@ -108,4 +143,6 @@ def _outwards(ours: str, theirs: str, n_heads: int) -> Rule:
     return Rule((ours,), (theirs,), forth, lambda tensors: [tensors[0].flatten(1)])
 
 
-ARCHITECTURES.register("XLNetLMHeadModel")(Architecture("xlnet", read, write, rules, prefix="transformer."))
+ARCHITECTURES.register("XLNetLMHeadModel")(
+    Architecture("xlnet", KEYS, read, write, rules, prefix="transformer.")
+)

@@ -130,7 +130,14 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
         ),
         ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
         ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
-        ("t5", {"feed_forward_proj": "gated-relu"}, "gated activation 'relu'"),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-relu", "is_gated_act": True},
+            "gated activation 'relu'",
+        ),
+        ("t5", {"dense_act_fn": "silu"}, "dense_act_fn = 'silu' is not supported, only 'relu'"),
+        ("mla", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05 is not supported, only 1e-06"),
+        ("mla", {"sliding_window": 8}, "sliding_window = 8 is not supported, only None"),
         (
             "mistral",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -171,14 +178,15 @@ def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: st
     ],
 )  # fmt: skip
 def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, scaling: object) -> None:
-    read = ARCHITECTURES.get("LlamaForCausalLM").read({**LLAMA, **keys})
+    read = ARCHITECTURES.get("LlamaForCausalLM").config({**LLAMA, **keys}, "LlamaForCausalLM")
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     values = {**MODELS["mistral"][1], "sliding_window": 64, "max_position_embeddings": 64}
-    read = ARCHITECTURES.get("MistralForCausalLM").read
-    assert read(values | {"architectures": []}) == read(values | {"sliding_window": None})
+    mistral = ARCHITECTURES.get("MistralForCausalLM")
+    windowless = mistral.config(values | {"sliding_window": None}, "MistralForCausalLM")
+    assert mistral.config(values, "MistralForCausalLM") == windowless
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""What is made of the keys of a foreign config.json: each architecture declares every one, and none is read past."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
+
+Json = dict[str, Any]
+
+ANY: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: what it means where it is absent, the kinds of value that it may have, and which of them we compute.
+
+    default: transformers' own, not ours. kinds: Python types; none: any. allowed: the values with which we compute the
+    same; None: all. idle: changes nothing of what a model computes, so that `settled` leaves it out. means: the key
+    that this is another name of; it may be there if it says the same.
+    """
+
+    default: Any = None
+    kinds: tuple[type, ...] = ANY
+    allowed: tuple[Any, ...] | None = None
+    idle: bool = False
+    means: str = ""
+
+    def check(self, name: str, value: Any, *, given: bool) -> None:
+        """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
+        if given and self.kinds and not _is_one(value, self.kinds):
+            raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
+        if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
+            only = " or ".join(repr(one) for one in self.allowed)
+            absent = "" if given else " (it is not there, which means that)"
+            raise UsageError(f"config.json: {name} = {_shown(value)} is not supported, only {only}{absent}")
+
+
+def _kinds(kinds: Iterable[type | None]) -> tuple[type, ...]:
+    return tuple(type(None) if kind is None else kind for kind in kinds)
+
+
+def taken(default: Any, *kinds: type | None) -> Key:
+    """A key that `read` takes; kinds: where it may have others than its default's, None among them."""
+    return Key(default, _kinds(kinds) if kinds else _kinds([type(default)]))
+
+
+def only(*allowed: Any, default: Any = ...) -> Key:
+    """A key of which we compute these values; default: where transformers' is another than the first."""
+    kinds = _kinds([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
+    return Key(allowed[0] if default is ... else default, kinds, allowed)
+
+
+def idle(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
+    """Keys that change nothing of what a model computes."""
+    return dict.fromkeys(names, Key(kinds=_kinds(kinds), idle=True))
+
+
+def alias(key: str) -> Key:
+    """Another name of a key."""
+    return Key(means=key)
+
+
+def settled(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Json:
+    """What `read` is given of a config.json: every key that is not idle, defaults filled in.
+
+    name: the architecture's. Raises UsageError for a key that is not declared, and as `Key.check` does.
+    """
+    for key, value in theirs.items():
+        if key not in keys:
+            raise UsageError(
+                f"config.json: {key} = {_shown(value)}: megatfm knows no such key of a {name}"
+                f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
+            )
+    known = {key: declared for key, declared in keys.items() if not declared.means}
+    values = {key: theirs.get(key, declared.default) for key, declared in known.items()}
+    for key, declared in known.items():
+        declared.check(key, values[key], given=key in theirs)
+    for key, declared in keys.items():
+        if declared.means and key in theirs and not _same(theirs[key], values[declared.means]):
+            raise UsageError(
+                f"config.json: {key} = {_shown(theirs[key])} is another name of {declared.means}, which is "
+                f"{_shown(values[declared.means])}: give {declared.means} alone"
+            )
+    return {key: value for key, value in values.items() if not known[key].idle}
+
+
+def inner(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Check that a table within config.json has no other keys. Raises UsageError."""
+    for key, value in given.items():
+        if key not in known:
+            raise UsageError(
+                f"config.json: {name}.{key} = {_shown(value)} is not supported here: take it out"
+            )
+
+
+WORD, NUMBER, LIST = (str, type(None)), (int, type(None)), (list, type(None))
+TOKENS = (int, list, type(None))
+"""One id or several."""
+
+COMMON: Mapping[str, Key] = {
+    "architectures": taken(None, list, None),
+    "is_encoder_decoder": only(False),
+    "is_decoder": only(False),
+    "add_cross_attention": only(False),
+    "tie_encoder_decoder": only(False),
+    "cross_attention_hidden_size": only(None),
+    "pruned_heads": only(None, {}),
+    "quantization_config": only(None),
+    "per_layer_config": only(None),
+    "pad_token_id": taken(None, int, None),
+    "bos_token_id": taken(None, *TOKENS),
+    "eos_token_id": taken(None, *TOKENS),
+    "decoder_start_token_id": taken(None, int, None),
+    **idle("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", kinds=TOKENS),
+    **idle("output_hidden_states", "output_attentions", "return_dict", "use_cache", kinds=[bool, None]),
+    **idle("chunk_size_feed_forward", kinds=[int]),
+    **idle("id2label", "label2id", "task_specific_params", kinds=[dict, None]),
+    **idle("dtype", "torch_dtype", "problem_type", "tokenizer_class", "prefix", kinds=WORD),
+    # About files and software.
+    **idle(
+        "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "auto_map", "gradient_checkpointing",
+        "xla_device", "torchscript", "use_bfloat16", "tf_legacy_loss", "output_past", "finetuning_task", "num_labels",
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "pretraining_tp",
+        "unsloth_version", "_num_labels", "classifier_dropout",
+    ),
+    # How to generate, which transformers keeps in generation_config.json by now.
+    **idle(
+        "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
+        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+        "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+        "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups",
+        "num_beams", "num_return_sequences", "output_scores",
+        "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
+        "target_lookbehind", "temperature", "top_k", "top_p", "typical_p",
+    ),
+}  # fmt: skip
+"""Keys that any model's file may have."""
+
+
+def _is_one(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _kind(kinds: tuple[type, ...]) -> str:
+    words = {
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        list: "list",
+        dict: "table",
+    }
+    names = [words.get(kind, "null") for kind in dict.fromkeys(kinds)]
+    return " or ".join(names)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"
