@@ -43,6 +43,14 @@ def edit(kind: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]
         table[parts[-1]] = value
 
 
+def let_vocabulary_follow(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Another tokenizer than a preset's brings its own size, unless `model.vocab_size` is given as well."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    model = values.get("model")
+    if given & {CORPUS, "data.tokenizer"} and "model.vocab_size" not in given and isinstance(model, dict):
+        model.pop("vocab_size", None)
+
+
 def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data = _table(values, ["data"], override)
     for key in ("mixture", "mixture_changes"):

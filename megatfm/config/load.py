@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megatfm.config.base import Section
-from megatfm.config.edit import edit, name_of, sections_of
+from megatfm.config.edit import edit, let_vocabulary_follow, name_of, sections_of
 from megatfm.config.root import Config
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
@@ -45,6 +45,8 @@ def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    if is_preset:
+        let_vocabulary_follow(values, overrides)
     edit(kind, values, overrides)
     base = Path.cwd() if is_preset else path.resolve().parent
     try:

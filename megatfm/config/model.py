@@ -1,5 +1,6 @@
 """The architecture: what concerns all of it, and a section for each of its parts."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -8,6 +9,7 @@ from megatfm.config.attention import AttentionConfig
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
+    WIDTHS,
     EmbeddingConfig,
     FFNConfig,
     GeneratorConfig,
@@ -77,7 +79,7 @@ class ModelConfig(Section):
     @classmethod
     def _moved(cls, values: Any) -> Any:
         tell_where_keys_went(values)
-        return values
+        return with_widths(values)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -241,6 +243,20 @@ class ModelConfig(Section):
             "drop_path": self.drop_path,
         }
         return [key for key, rate in rates.items() if rate]
+
+
+def with_widths(values: Any) -> Any:
+    """[model] with numbers for the factors that are given as words, such as `d_model^-1/2`."""
+    width = values.get("d_model") if isinstance(values, Mapping) else None
+    if type(width) is not int or width < 1:
+        return values
+    numbers = {word: width**power for word, power in WIDTHS.items()}
+    told = {
+        key: {**part, "scale": numbers[part["scale"]]}
+        for key, part in values.items()
+        if isinstance(part, Mapping) and isinstance(part.get("scale"), str) and part["scale"] in numbers
+    }
+    return {**values, **told}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -2,12 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
 
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, by_name
 
 NORM_AFTER = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs none at its end."""
+
+
+WIDTHS = {"d_model^-1/2": -0.5, "d_model^1/2": 0.5}
+"""Factors that follow the width: in their words, powers of `d_model`; `ModelConfig` puts the number in their place."""
+Factor = Annotated[
+    PositiveFloat,
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(WIDTHS)}]}),
+]
 
 
 class DenseFFNConfig(Section):
@@ -94,8 +102,8 @@ class EmbeddingSection(Section):
     name: str
     dim: PositiveInt | None = Field(default=None, le=WIDEST)
     """Width of the embeddings, projected to `d_model` (ALBERT, ELECTRA); left out, `d_model`."""
-    scale: PositiveFloat = 1.0
-    """Factor on the token embeddings."""
+    scale: Factor = 1.0
+    """Factor on the token embeddings; `"d_model^1/2"` is that number at any width."""
     n_segments: NonNegativeInt = Field(default=0, le=WIDEST)
     """Rows of the segment embedding; 0: none."""
     norm: bool = False
@@ -130,8 +138,8 @@ class HeadConfig(Section):
     """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all there is."""
     bias: bool = False
     """A bias for each token of the vocabulary."""
-    scale: PositiveFloat = 1.0
-    """Factor on the hidden vectors before the output matrix."""
+    scale: Factor = 1.0
+    """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` is that number at any width."""
     softcap: PositiveFloat | None = None
     """Logits l become c tanh(l / c) with this c."""
     label_smoothing: Rate = 0.0

@@ -30,7 +30,7 @@ class Key:
 
     def check(self, name: str, value: Any, *, given: bool) -> None:
         """Raise UsageError for a value of another kind, or one with which we don't compute the same."""
-        if given and self.kinds and not _is_one(value, self.kinds):
+        if given and self.allowed is None and self.kinds and not _is_one(value, self.kinds):
             raise UsageError(f"config.json: {name} = {_shown(value)} is no {_kind(self.kinds)}")
         if self.allowed is not None and not any(_same(value, one) for one in self.allowed):
             only = " or ".join(repr(one) for one in self.allowed)

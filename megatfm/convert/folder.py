@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm.convert.registry import Architecture, architecture_of
+from megatfm.convert.registry import Architecture, architecture_of, reason
 from megatfm.convert.table import Rule
 from megatfm.errors import MegatfmError, UsageError
 
@@ -35,7 +34,7 @@ class HfFolder:
             self.config = self.architecture.config(self.json, self.name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{self.path / CONFIG}: not a config that megatfm can read: {_reason(error)}"
+                f"{self.path / CONFIG}: not a config that megatfm can read: {reason(error)}"
             ) from None
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
@@ -82,13 +81,6 @@ class HfFolder:
             raise MegatfmError(
                 f"{self.path}: {beyond} is in its files, but no part of a {self.name} that megatfm knows"
             )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        return f"model.{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
 from megatfm.convert.config_keys import COMMON, Json, Key, only, settled
@@ -23,7 +25,8 @@ class Architecture:
     lack, see `architecture_for`. rules: the table for a config. prefix: files of the bare model lack it before every
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
     regular expressions and what stands in their place. length_key: the key of config.json for the longest sequence,
-    where `write` doesn't give it since our config doesn't.
+    where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
+    others', so that the nearest is found for one that none stores.
     """
 
     model_type: str
@@ -35,6 +38,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     length_key: str = ""
+    marks: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
@@ -77,11 +81,13 @@ def architecture_for(
     """One (of these, if named) that stores a model of this config, its name, and the config.json.
 
     It does if their config.json, read again, is the same model. Raises UsageError, naming the nearest one and what it
-    lacks.
+    lacks, or why it refuses.
     """
-    nearest: tuple[int, str] | None = None
+    nearest: list[tuple[int, bool, int, str]] = []
+    values = essence(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
+        strange = sum(values.get(key) != mark for key, mark in architecture.marks.items())
         try:
             theirs = {
                 "architectures": [name],
@@ -89,15 +95,22 @@ def architecture_for(
                 **architecture.write(config),
             }
             lost = differences(config, architecture.config(theirs, name))
-        except (UsageError, ValueError):
+        except (UsageError, ValueError) as error:
+            nearest.append((strange, True, 0, f"the nearest, {name}, can't be: {reason(error)}"))
             continue
         if not lost:
             return name, architecture, theirs
-        if nearest is None or len(lost) < nearest[0]:
-            nearest = len(lost), f"the nearest, {name}, lacks {', '.join(lost)}"
-    raise UsageError(
-        f"no architecture of transformers that megatfm writes stores this model: {nearest[1] if nearest else 'none'}"
-    )
+        nearest.append((strange, False, len(lost), f"the nearest, {name}, lacks {', '.join(lost)}"))
+    told = min(nearest)[-1]
+    raise UsageError(f"no architecture of transformers that megatfm writes stores this model: {told}")
+
+
+def reason(error: Exception) -> str:
+    """Why a config could not be read or written, in one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"model.{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:

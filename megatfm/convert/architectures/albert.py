@@ -40,6 +40,8 @@ KEYS = encoder.KEYS | {
     **idle("net_structure_type", "num_memory_blocks", "gap_size", "down_scale_factor"),
 }
 
+MARKS = {"family": "encoder", "position.name": "learned", "distinct_layers": 1}
+
 
 def read(theirs: Json) -> ModelConfig:
     if theirs["embedding_size"] == theirs["hidden_size"]:
@@ -94,7 +96,9 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 
 ARCHITECTURES.register("AlbertForPreTraining")(
-    Architecture("albert", KEYS, read_pretraining, write, rules, prefix="albert.", ignored=(POSITION_IDS,))
+    Architecture(
+        "albert", KEYS, read_pretraining, write, rules, prefix="albert.", ignored=(POSITION_IDS,), marks=MARKS
+    )
 )
 ARCHITECTURES.register("AlbertForMaskedLM")(
     Architecture(
@@ -105,5 +109,6 @@ ARCHITECTURES.register("AlbertForMaskedLM")(
         rules,
         prefix="albert.",
         ignored=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
+        marks=MARKS,
     )
 )

@@ -9,6 +9,8 @@ from megatfm.convert.table import Rule, layers, linear
 
 KEYS = encoder.KEYS | POOLER | {"pad_token_id": taken(0, int, None)}
 
+MARKS = {"family": "encoder", "position.name": "learned", "position.offset": 0}
+
 
 def read_pretraining(theirs: Json) -> ModelConfig:
     return read(theirs, **{"heads.sentence.classes": 2})
@@ -42,6 +44,7 @@ ARCHITECTURES.register("BertForPreTraining")(
         prefix="bert.",
         ignored=(POSITION_IDS,),
         spellings=OLD_NORMS,
+        marks=MARKS,
     )
 )
 # Google's checkpoints call themselves BertForMaskedLM and hold the other head all the same.
@@ -56,5 +59,6 @@ ARCHITECTURES.register("BertForMaskedLM")(
         prefix="bert.",
         ignored=(POSITION_IDS, *OTHER_HEAD),
         spellings=OLD_NORMS,
+        marks=MARKS,
     )
 )

@@ -130,5 +130,6 @@ ARCHITECTURES.register("DebertaForMaskedLM")(
         prefix="deberta.",
         ignored=(POSITION_IDS, MASK_DECODER),
         spellings=OWN_HEAD,
+        marks={"family": "encoder", "attention.name": "disentangled"},
     )
 )

@@ -111,5 +111,6 @@ ARCHITECTURES.register("DebertaV2ForMaskedLM")(
         prefix="deberta.",
         ignored=(POSITION_IDS, MASK_DECODER),
         spellings=OWN_HEAD,
+        marks={"family": "encoder", "attention.name": "disentangled_shared"},
     )
 )

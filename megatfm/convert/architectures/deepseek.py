@@ -177,6 +177,13 @@ def _latent(config: ModelConfig) -> LatentAttentionConfig:
 
 ARCHITECTURES.register("DeepseekV3ForCausalLM")(
     Architecture(
-        "deepseek_v3", KEYS, read, write, rules, prefix="model.", length_key="max_position_embeddings"
+        "deepseek_v3",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="model.",
+        length_key="max_position_embeddings",
+        marks={"family": "decoder", "attention.name": "latent"},
     )
 )

@@ -71,6 +71,7 @@ ARCHITECTURES.register("ElectraForPreTraining")(
         prefix="electra.",
         ignored=(POSITION_IDS,),
         spellings=OLD_NORMS,
+        marks={"family": "discriminator"},
     )
 )
 ARCHITECTURES.register("ElectraForMaskedLM")(
@@ -83,5 +84,6 @@ ARCHITECTURES.register("ElectraForMaskedLM")(
         prefix="electra.",
         ignored=(POSITION_IDS,),
         spellings=OLD_NORMS,
+        marks={"family": "encoder", "position.name": "learned"},
     )
 )

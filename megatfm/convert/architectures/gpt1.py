@@ -100,5 +100,6 @@ ARCHITECTURES.register("OpenAIGPTLMHeadModel")(
         rules,
         prefix="transformer.",
         ignored=(r"\.attn\.bias$", r"position_ids$"),
+        marks={"family": "decoder", "position.name": "learned", "norm.placement": "post"},
     )
 )

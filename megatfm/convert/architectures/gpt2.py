@@ -107,6 +107,13 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("GPT2LMHeadModel")(
     Architecture(
-        "gpt2", KEYS, read, write, rules, prefix="transformer.", ignored=(r"\.attn\.(masked_)?bias$",)
+        "gpt2",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="transformer.",
+        ignored=(r"\.attn\.(masked_)?bias$",),
+        marks={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
     )
 )

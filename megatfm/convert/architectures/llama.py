@@ -120,5 +120,6 @@ ARCHITECTURES.register("LlamaForCausalLM")(
         prefix="model.",
         ignored=(r"rotary_emb\.inv_freq$",),
         length_key="max_position_embeddings",
+        marks={"family": "decoder", "position.name": "rope", "attention.name": "heads"},
     )
 )

@@ -56,6 +56,13 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("RobertaForMaskedLM")(
     Architecture(
-        "roberta", KEYS, read, write, rules, prefix="roberta.", ignored=(POSITION_IDS, r"^roberta\.pooler\.")
+        "roberta",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="roberta.",
+        ignored=(POSITION_IDS, r"^roberta\.pooler\."),
+        marks={"family": "encoder", "position.name": "learned", "position.offset": 2},
     )
 )

@@ -157,5 +157,6 @@ ARCHITECTURES.register("T5ForConditionalGeneration")(
         # Published files have this table too, though no cross-attention uses one.
         ignored=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         length_key="n_positions",
+        marks={"family": "encoder_decoder"},
     )
 )

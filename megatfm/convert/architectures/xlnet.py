@@ -144,5 +144,5 @@ def _outwards(ours: str, theirs: str, n_heads: int) -> Rule:
 
 
 ARCHITECTURES.register("XLNetLMHeadModel")(
-    Architecture("xlnet", KEYS, read, write, rules, prefix="transformer.")
+    Architecture("xlnet", KEYS, read, write, rules, prefix="transformer.", marks={"family": "xlnet"})
 )

@@ -8,6 +8,7 @@ import pytest
 
 from megatfm import cli
 from megatfm.config import Config, load_config
+from megatfm.config.load import find_config
 from megatfm.errors import UsageError
 
 
@@ -82,3 +83,33 @@ def test_dashes_before_a_key_are_told(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit):
             cli.main(["config", "show", "quickstart", *words])
         assert capsys.readouterr().err.endswith(": settings have no dashes: train.steps=5\n")
+
+
+@pytest.mark.parametrize(
+    ("preset", "width", "scale"),
+    [
+        ("t5-base", 768, 768**-0.5),
+        ("t5-base", 64, 0.125),
+        ("prefix-lm-base", 256, 0.0625),
+        ("t5-v1.1-base", 64, 1.0),
+    ],
+)
+def test_the_head_s_factor_follows_the_width(preset: str, width: int, scale: float) -> None:
+    words = [f"model.d_model={width}", "model.attention.n_heads=4"]
+    assert load_config(preset, words).model.head.scale == pytest.approx(scale, rel=1e-12)
+    assert load_config(preset, [*words, "model.head.scale=0.5"]).model.head.scale == 0.5
+
+
+def test_the_embeddings_factor_follows_the_width() -> None:
+    words = ["model.d_model=64", "model.attention.n_heads=4"]
+    assert load_config("transformer-base", words).model.embedding.scale == 8.0
+
+
+def test_another_tokenizer_brings_its_size(tmp_path: Path) -> None:
+    assert load_config("gpt2-124m").model.vocab_size == 50257
+    for words in (["data.tokenizer=t"], ["data.corpus=c"]):
+        assert load_config("gpt2-124m", words).model.vocab_size is None
+        assert load_config("gpt2-124m", [*words, "model.vocab_size=300"]).model.vocab_size == 300
+    own = tmp_path / "own.toml"
+    own.write_text(find_config("gpt2-124m")[0].read_text())
+    assert load_config(own, ["data.tokenizer=t"]).model.vocab_size == 50257

@@ -305,3 +305,27 @@ def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Worker
 def find(folder: Path) -> Path:
     (found,) = (folder / "checkpoints").iterdir()
     return found
+
+
+@pytest.mark.parametrize(
+    "preset", ["t5-base", "t5-v1.1-base", "gpt2-124m", "bert-base", "xlnet-base", "mla-1b"]
+)
+def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
+    words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
+    words += ["model.attention.head_dim=16"] * (preset == "mla-1b")
+    config = load_config(preset, words).model.changed({"vocab_size": 4096})
+    name, _, theirs = architecture_for(config)
+    assert getattr(transformers, name).config_class.from_dict(theirs).vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("llama3-8b", ["model.d_model=100", "model.attention.n_heads=6", "model.attention.n_kv_heads=2"]),
+        ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
+    ],
+)
+def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, words: list[str]) -> None:
+    words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
+    with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):
+        architecture_for(load_config(preset, words).model)
