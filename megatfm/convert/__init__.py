@@ -5,7 +5,7 @@ config.json as our `ModelConfig` and back, and a table of rules between their te
 """
 
 from megatfm.convert import architectures
-from megatfm.convert.registry import ARCHITECTURES, Architecture, architecture_for, architecture_of
+from megatfm.convert.registry import ARCHITECTURES, Architecture, architecture_for
 from megatfm.convert.table import Rule, to_ours, to_theirs
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Architecture",
     "Rule",
     "architecture_for",
-    "architecture_of",
     "architectures",
     "to_ours",
     "to_theirs",

@@ -101,7 +101,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     checkpoint.save_stream(folder / "checkpoints", 0, _renamed(opened, shapes), state)
     header = template.header(opened.name).encode()
     disk.write_file(folder / "config.toml", [memoryview(header + to_toml(config).encode())])
-    return [f"{opened.name}, {len(shapes)} tensors", *notes]
+    return [f"{opened.name}, {len(shapes)} tensors", *opened.notes, *notes]
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

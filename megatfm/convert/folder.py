@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm.convert.registry import Architecture, architecture_of, reason
+from megatfm.convert.registry import ARCHITECTURES, Architecture, architectures_of, reason
 from megatfm.convert.table import Rule
 from megatfm.errors import MegatfmError, UsageError
 
@@ -29,19 +29,57 @@ class HfFolder:
         """Raises UsageError where it can't be a model of ours, MegatfmError where it is damaged."""
         self.path = Path(path)
         self.json = read_json(self.path / CONFIG)
-        self.name, self.architecture = architecture_of(self.json)
+        self._open: dict[str, Any] = {}
         try:
-            self.config = self.architecture.config(self.json, self.name)
+            names = architectures_of(self.json)
+        except UsageError as error:
+            raise UsageError(f"{self.path}: {error}") from None
+        stored: Mapping[str, str] | None = None
+        lost: list[str] = []
+        for name in names:
+            self._read_config(name)
+            stored = _stored(self.path, name) if stored is None else stored
+            if not (missing := self._match(stored)):
+                break
+            lost = lost or missing
+        else:
+            raise MegatfmError(f"{self.path}: {lost[0]} is not in its files, but {names[0]} has it")
+        self.notes = self._left_there()
+        if lost and self.json.get("architectures"):
+            self.notes.insert(
+                0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
+            )
+
+    def _read_config(self, name: str) -> None:
+        """Take it for a model of that class."""
+        self.name, self.architecture = name, ARCHITECTURES.get(name)
+        try:
+            self.config = self.architecture.config(self.json, name)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self.path / CONFIG}: not a config that megatfm can read: {reason(error)}"
             ) from None
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
+
+    def _match(self, stored: Mapping[str, str]) -> list[str]:
+        """Find its tensors in the files; returns those that are missing."""
+        self.files = _named(stored, self.architecture)
+        self.config = self.architecture.fit(self.config, self.files)
         self.rules = list(self.architecture.rules(self.config))
-        self.files = _place(self.path, self.architecture)
-        self._open: dict[str, Any] = {}
-        self._check_names()
+        return sorted({name for rule in self.rules for name in rule.theirs} - self.files.keys())
+
+    def _left_there(self) -> list[str]:
+        """What the files hold beside the model: heads of a bare one are said. Raises MegatfmError for all else."""
+        allowed = {name for rule in self.rules for name in (*rule.theirs, *rule.copies)}
+        prefix, beyond = self.architecture.prefix, sorted(self.files.keys() - allowed)
+        for name in beyond:
+            is_head = not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
+            if not (self.architecture.is_bare and is_head):
+                raise MegatfmError(
+                    f"{self.path}: {name} is in its files, but no part of a {self.name} that megatfm knows"
+                )
+        return [f"left there, for it is no part of a {self.name}: {_counted(beyond)}"] * bool(beyond)
 
     def get(self, name: str) -> Tensor:
         """A tensor under the name that the table has, in memory of its own: in the file it may begin anywhere."""
@@ -72,15 +110,9 @@ class HfFolder:
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
 
-    def _check_names(self) -> None:
-        wanted = {name for rule in self.rules for name in rule.theirs}
-        allowed = wanted.union(*(rule.copies for rule in self.rules))
-        for missing in sorted(wanted - self.files.keys()):
-            raise MegatfmError(f"{self.path}: {missing} is not in its files, but {self.name} has it")
-        for beyond in sorted(self.files.keys() - allowed):
-            raise MegatfmError(
-                f"{self.path}: {beyond} is in its files, but no part of a {self.name} that megatfm knows"
-            )
+
+def _counted(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,28 +128,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _place(path: Path, architecture: Architecture) -> dict[str, tuple[str, str]]:
-    """Name in the table → file and name in that file."""
+def _stored(path: Path, name: str) -> Mapping[str, str]:
+    """Name of a tensor → its file."""
     if (path / INDEX).is_file():
         listed = read_json(path / INDEX).get("weight_map")
         if not isinstance(listed, dict) or any(Path(str(file)).name != file for file in listed.values()):
             raise MegatfmError(f"{path / INDEX}: no weight_map from names to files beside it")
-        files: Mapping[str, str] = listed
-    elif (path / WEIGHTS).is_file():
+        return dict(listed)
+    if (path / WEIGHTS).is_file():
         try:
             with safe_open(path / WEIGHTS, framework="pt", device="cpu") as opened:
-                files = dict.fromkeys(opened.keys(), WEIGHTS)
+                return dict.fromkeys(opened.keys(), WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise MegatfmError(f"{path / WEIGHTS}: can't read it: {error}") from None
-    else:
-        pickled = " (pickled weights are never opened: save it anew with transformers)" * any(
-            path.glob("*.bin")
-        )
-        raise UsageError(f"{path}: a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
-    return _named(files, architecture)
+    pickled = (
+        f" (pickled weights are never opened; transformers' {name}.from_pretrained({str(path)!r}).save_pretrained(NEW) "
+        "writes safetensors)"
+    ) * any(path.glob("*.bin"))
+    raise UsageError(f"{path}: a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
 
 
 def _named(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
+    """Name in the table → file and name in that file."""
     bare = architecture.prefix and not any(name.startswith(architecture.prefix) for name in files)
     found: dict[str, tuple[str, str]] = {}
     for stored, file in files.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.config.model_parts import GeneratorConfig
+from megatfm.config.model_parts import GeneratorConfig, HeadConfig
 from megatfm.convert.folder import HfFolder, is_hf_folder
 from megatfm.convert.registry import Architecture, Json, architecture_for, differences
 from megatfm.convert.table import Rule
@@ -16,6 +16,8 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.models.electra import generator_config
 
 CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
+DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
+"""Of DeBERTa v3: transformers has no class with the verdict, so that the discriminator is stored without it."""
 SHARED = ("encoder.embedding.tokens.weight", "encoder.embedding.positions.weight")
 """Tables of the discriminator that are the generator's as well."""
 
@@ -42,7 +44,12 @@ def parts_of(config: ModelConfig, before: object = None) -> list[Part]:
         except UsageError:
             name, architecture, theirs = architecture_for(config)
         return [Part("", name, architecture, theirs, architecture.rules(config))]
-    return [_half(half, alone) for half, alone in _halves(config).items()]
+    classes = DEBERTA if config.position.name == "disentangled_buckets" else CLASSES
+    halves = _halves(config)
+    if classes is DEBERTA:
+        bare = {"family": "encoder", "head": HeadConfig(name="none")}
+        halves["discriminator"] = halves["discriminator"].model_copy(update=bare)
+    return [_half(half, alone, classes[half]) for half, alone in halves.items()]
 
 
 def is_pair(path: str | Path) -> bool:
@@ -63,12 +70,18 @@ class HfPair:
         self.path = Path(path)
         self.halves = {half: HfFolder(self.path / half) for half in CLASSES}
         opened = self.halves["discriminator"]
+        self.notes: list[str] = []
         self.name, self.json = " and ".join(CLASSES.values()), opened.json
         for half, name in CLASSES.items():
+            if self.halves[half].name == DEBERTA[half]:
+                raise UsageError(
+                    f"{self.path / half}: a {DEBERTA[half]}, which is stored without what makes it a {half}: open it "
+                    "alone"
+                )
             if self.halves[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.halves[half].name}, but a {half} is a {name}")
         self.architecture, self.config = opened.architecture, self._config()
-        parts = [_half(half, alone) for half, alone in _halves(self.config).items()]
+        parts = [_half(half, alone, CLASSES[half]) for half, alone in _halves(self.config).items()]
         self.rules = [
             rule
             for part in parts
@@ -114,8 +127,8 @@ def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
     return {"discriminator": config.model_copy(update=alone), "generator": generator_config(config)}
 
 
-def _half(half: str, config: ModelConfig) -> Part:
-    name, architecture, theirs = architecture_for(config, among=[CLASSES[half]])
+def _half(half: str, config: ModelConfig, kind: str) -> Part:
+    name, architecture, theirs = architecture_for(config, among=[kind])
     rules = [
         replace(rule, ours=tuple(_name(half, name) for name in rule.ours))
         for rule in architecture.rules(config)

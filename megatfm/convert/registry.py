@@ -1,13 +1,15 @@
 """Which class of transformers stores which models of ours."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
+from megatfm.config.model_parts import HeadConfig
 from megatfm.convert.config_keys import COMMON, Json, Key, only, settled
 from megatfm.convert.table import Rule
 from megatfm.errors import UsageError
@@ -26,7 +28,8 @@ class Architecture:
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
     regular expressions and what stands in their place. length_key: the key of config.json for the longest sequence,
     where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
-    others', so that the nearest is found for one that none stores.
+    others', so that the nearest is found for one that none stores. fit: what of the config only the names of the
+    tensors tell. is_bare: has no head; those that its files hold, such as a downstream task's, are left and named.
     """
 
     model_type: str
@@ -39,6 +42,8 @@ class Architecture:
     spellings: tuple[tuple[str, str], ...] = ()
     length_key: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict)
+    fit: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
+    is_bare: bool = False
 
     def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
@@ -58,21 +63,61 @@ TRAINING_ONLY = {
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 
 
-def architecture_of(config_json: Json) -> tuple[str, Architecture]:
-    """The one that a config.json names, under its name. Raises UsageError for one that we don't read."""
-    named = list(config_json.get("architectures") or ())
-    if not named:
-        named = [
-            n
-            for n in ARCHITECTURES.names()
-            if ARCHITECTURES.get(n).model_type == config_json.get("model_type")
+DOWNSTREAM = re.compile(
+    r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|NextSentencePrediction)"
+)
+"""Classes that are a bare model and a head of their own."""
+HEADS = ("head.", "sentence.", "dense.", "verdict.")
+"""What our names of a head's parameters begin with."""
+
+
+def register_bare(name: str, architecture: Architecture) -> None:
+    """Register the model without its head, as transformers' class of that name is."""
+
+    def read(theirs: Json) -> ModelConfig:
+        config = architecture.read(theirs)
+        embedding = config.embedding.model_copy(update={"tied": True})
+        bare = {"family": "encoder"} if config.family == "discriminator" else {}
+        return config.model_copy(
+            update={**bare, "head": HeadConfig(name="none"), "heads": {}, "embedding": embedding}
+        )
+
+    def rules(config: ModelConfig) -> Sequence[Rule]:
+        return [
+            replace(rule, copies=())
+            for rule in architecture.rules(config)
+            if not rule.ours[0].startswith(HEADS)
         ]
+
+    said = tuple(pattern for pattern in architecture.ignored if "pooler" not in pattern)
+    ARCHITECTURES.register(name)(replace(architecture, read=read, rules=rules, ignored=said, is_bare=True))
+
+
+def architectures_of(config_json: Json) -> list[str]:
+    """What a folder may be: the class that its config.json names, and the bare model if its files lack the head.
+
+    Without a name, all of its model_type, those with the most heads first. Raises UsageError for what we don't read.
+    """
+    listed, kind = config_json.get("architectures") or [], config_json.get("model_type")
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise UsageError(f"config.json: architectures = {listed!r:.80} is no list of names")
+    named = listed[:1]
+    if named and (downstream := DOWNSTREAM.fullmatch(named[0])):
+        named = [f"{downstream[1]}Model"]
+    if named and named[0] not in ARCHITECTURES.names():
+        named = listed[:1]
+        ARCHITECTURES.get(named[0])
+    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
+    if named:
+        kind = known[named[0]].model_type
+        return named + [n for n, a in known.items() if a.model_type == kind and a.is_bare and n != named[0]]
+    named = [name for name, architecture in known.items() if architecture.model_type == kind]
     if not named:
         raise UsageError(
             f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
-            f"{', '.join(ARCHITECTURES.names())}"
+            f"{', '.join(known)}"
         )
-    return named[0], ARCHITECTURES.get(named[0])
+    return sorted(named, key=lambda name: (known[name].is_bare, "PreTraining" not in name))
 
 
 def architecture_for(
@@ -133,6 +178,9 @@ def essence(config: ModelConfig) -> dict[str, Any]:
         "distinct_layers": config.distinct_layers or config.n_layers,
         "norm.final": config.norm.ends_stack,
     }
+    if config.head.name == "none":
+        values = {key: value for key, value in values.items() if not key.startswith("head.")}
+        values |= {"head.name": "none", "embedding.tied": True}
     if isinstance(config.attention, LatentAttentionConfig):
         values["attention.v_dim"] = config.attention.v_dim or config.head_width
     elif isinstance(config.attention, ScaledAttention):

@@ -6,7 +6,7 @@ from megatfm.convert.config_keys import Json, idle, only, taken
 from megatfm.convert.encoder import POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, linear, under
 from megatfm.errors import UsageError
 
@@ -112,3 +112,4 @@ ARCHITECTURES.register("AlbertForMaskedLM")(
         marks=MARKS,
     )
 )
+register_bare("AlbertModel", ARCHITECTURES.get("AlbertForMaskedLM"))

@@ -4,7 +4,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert import encoder
 from megatfm.convert.config_keys import Json, taken
 from megatfm.convert.encoder import BLOCK, OLD_NORMS, POOLER, POSITION_IDS, embedding, head, read, write
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear
 
 KEYS = encoder.KEYS | POOLER | {"pad_token_id": taken(0, int, None)}
@@ -62,3 +62,4 @@ ARCHITECTURES.register("BertForMaskedLM")(
         marks=MARKS,
     )
 )
+register_bare("BertModel", ARCHITECTURES.get("BertForMaskedLM"))

@@ -13,7 +13,7 @@ from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
 from megatfm.convert.keys import derived
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
@@ -133,3 +133,4 @@ ARCHITECTURES.register("DebertaForMaskedLM")(
         marks={"family": "encoder", "attention.name": "disentangled"},
     )
 )
+register_bare("DebertaModel", ARCHITECTURES.get("DebertaForMaskedLM"))

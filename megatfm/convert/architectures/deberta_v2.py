@@ -8,7 +8,7 @@ from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
 from megatfm.convert.keys import derived
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
@@ -114,3 +114,4 @@ ARCHITECTURES.register("DebertaV2ForMaskedLM")(
         marks={"family": "encoder", "attention.name": "disentangled_shared"},
     )
 )
+register_bare("DebertaV2Model", ARCHITECTURES.get("DebertaV2ForMaskedLM"))

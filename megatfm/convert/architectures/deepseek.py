@@ -12,7 +12,7 @@ from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.convert.architectures.llama import rules_around
 from megatfm.convert.config_keys import Json, idle, only, taken
 from megatfm.convert.keys import ROPE, activation, derived, rope, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, linear, same
 from megatfm.errors import UsageError
 
@@ -187,3 +187,4 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         marks={"family": "decoder", "attention.name": "latent"},
     )
 )
+register_bare("DeepseekV3Model", ARCHITECTURES.get("DeepseekV3ForCausalLM"))

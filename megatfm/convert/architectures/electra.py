@@ -6,7 +6,7 @@ from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.encoder import BLOCK, OLD_NORMS, POSITION_IDS, SUMMARY, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear
 
 KEYS = (
@@ -87,3 +87,4 @@ ARCHITECTURES.register("ElectraForMaskedLM")(
         marks={"family": "encoder", "position.name": "learned"},
     )
 )
+register_bare("ElectraModel", ARCHITECTURES.get("ElectraForPreTraining"))

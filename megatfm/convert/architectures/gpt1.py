@@ -5,7 +5,7 @@ from megatfm.convert.architectures.gpt2 import block_rules
 from megatfm.convert.config_keys import Json, alias, idle, taken
 from megatfm.convert.encoder import SUMMARY
 from megatfm.convert.keys import std
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, same
 from megatfm.errors import UsageError
 
@@ -103,3 +103,4 @@ ARCHITECTURES.register("OpenAIGPTLMHeadModel")(
         marks={"family": "decoder", "position.name": "learned", "norm.placement": "post"},
     )
 )
+register_bare("OpenAIGPTModel", ARCHITECTURES.get("OpenAIGPTLMHeadModel"))

@@ -4,7 +4,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.encoder import SUMMARY
 from megatfm.convert.keys import activation, std, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, fused, layers, linear, same, transposed
 
 KEYS = SUMMARY | {
@@ -117,3 +117,4 @@ ARCHITECTURES.register("GPT2LMHeadModel")(
         marks={"family": "decoder", "position.name": "learned", "norm.placement": "pre"},
     )
 )
+register_bare("GPT2Model", ARCHITECTURES.get("GPT2LMHeadModel"))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.convert.config_keys import Json, Key, idle, only, taken
 from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
@@ -123,3 +123,4 @@ ARCHITECTURES.register("LlamaForCausalLM")(
         marks={"family": "decoder", "position.name": "rope", "attention.name": "heads"},
     )
 )
+register_bare("LlamaModel", ARCHITECTURES.get("LlamaForCausalLM"))

@@ -3,7 +3,7 @@
 from megatfm.config import ModelConfig
 from megatfm.convert.architectures import llama
 from megatfm.convert.config_keys import Json, only, taken
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.errors import UsageError
 
 KEYS = llama.KEYS | {
@@ -48,3 +48,4 @@ ARCHITECTURES.register("MistralForCausalLM")(
         marks={"family": "decoder", "position.name": "rope", "attention.name": "heads"},
     )
 )
+register_bare("MistralModel", ARCHITECTURES.get("MistralForCausalLM"))

@@ -6,7 +6,7 @@ from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers
 from megatfm.errors import UsageError
 
@@ -66,3 +66,4 @@ ARCHITECTURES.register("RobertaForMaskedLM")(
         marks={"family": "encoder", "position.name": "learned", "position.offset": 2},
     )
 )
+register_bare("RobertaModel", ARCHITECTURES.get("RobertaForMaskedLM"))

@@ -1,5 +1,7 @@
 """T5 v1.0 and v1.1: T5ForConditionalGeneration."""
 
+from collections.abc import Container
+
 from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.keys import activation, derived, their_activation
@@ -63,7 +65,7 @@ def read(theirs: Json) -> ModelConfig:
             "position.name": "t5",
             "position.buckets": theirs["relative_attention_num_buckets"],
             "position.max_distance": theirs["relative_attention_max_distance"],
-            "embedding.tied": scaled,
+            "embedding.tied": theirs["tie_word_embeddings"] is not False,
             "head.scale": width**-0.5 if scaled else 1.0,
             "dropout": rate,
             "attention.dropout": rate,
@@ -93,6 +95,7 @@ def write(ours: ModelConfig) -> Json:
         if ours.ffn.activation == "geglu_tanh"
         else f"{'gated-' * gated}{name}",
         "tie_word_embeddings": ours.embedding.tied,
+        **({"scale_decoder_outputs": False} if ours.embedding.tied and ours.head.scale == 1.0 else {}),
         "is_encoder_decoder": True,
         "decoder_start_token_id": 0,
     }
@@ -141,6 +144,12 @@ def rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+def fit(config: ModelConfig, names: Container[str]) -> ModelConfig:
+    """Whether v1.1 shares its output matrix, config.json of transformers 5 doesn't tell, where it always says so."""
+    shares = "lm_head.weight" not in names
+    return config if config.head.scale != 1.0 else config.changed({"embedding.tied": shares})
+
+
 def _activation(theirs: str) -> str:
     if theirs == GATED_GELU:
         return "geglu_tanh"
@@ -157,6 +166,7 @@ ARCHITECTURES.register("T5ForConditionalGeneration")(
         # Published files have this table too, though no cross-attention uses one.
         ignored=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         length_key="n_positions",
+        fit=fit,
         marks={"family": "encoder_decoder"},
     )
 )

@@ -329,3 +329,27 @@ def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, wor
     words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
     with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):
         architecture_for(load_config(preset, words).model)
+
+
+def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
+    """It always says that the output matrix is shared, and by scale_decoder_outputs what was meant by it before."""
+    kind, values = MODELS["t5-v1.1"]
+    theirs = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
+    perturb(theirs)
+    for folder, shared in (("tied", True), ("untied", False)):
+        if not shared:
+            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach() * 1.5)
+        theirs.save_pretrained(tmp_path / folder)
+        written = json.loads((tmp_path / folder / "config.json").read_text())
+        written |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+        (tmp_path / folder / "config.json").write_text(json.dumps(written))
+        model = megatfm.load(tmp_path / folder)
+        assert model.config.embedding.tied == shared
+        with torch.no_grad():
+            wanted = logits(theirs, ours=False)
+            torch.testing.assert_close(logits(model, ours=True), wanted, rtol=1e-5, atol=1e-5)
+        convert(tmp_path / folder, tmp_path / f"ours-{folder}", "megatfm")
+        convert(tmp_path / f"ours-{folder}", tmp_path / f"back-{folder}", "hf")
+        back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)

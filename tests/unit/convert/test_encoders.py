@@ -12,14 +12,17 @@ from transformers import PreTrainedModel
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, load_config
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import _check_padding, convert
+from megatfm.convert.folder import HfFolder
 from megatfm.convert.pair import CLASSES
+from megatfm.convert.pair import DEBERTA as HALVES
 from megatfm.convert.template import config as config_for
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from tests.parity.oracle import perturb
+from tests.unit.convert import test_decoders as decoders
 from tests.unit.convert.test_convert import config_of, edit, fresh, perturbed, retensor, whole
 
 TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -240,7 +243,8 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 def test_every_architecture_here_is_tried() -> None:
     types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet"}
-    assert {n for n in ARCHITECTURES.names() if ARCHITECTURES.get(n).model_type in types} == set(CASES)
+    ours = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
+    assert {name for name, architecture in ours.items() if not architecture.is_bare} == set(CASES)
 
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
@@ -260,3 +264,92 @@ def test_roberta_s_positions_need_its_padding_token() -> None:
         UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"
     ):
         _check_padding(theirs, {"pad_token_id": 3})
+
+
+BARE = ["Bert", "Roberta", "Albert", "Deberta", "DebertaV2", "Electra"]
+TASKS = ["Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("stem", BARE)
+def test_bare_encoders_and_downstream_folders_open(
+    stem: str, task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their encoder gives the same vectors; a head that is left there is said."""
+    options = next(CASES[name] for name in CASES if name.startswith(f"{stem}For"))
+    kind = getattr(transformers, f"{stem}{task}")
+    theirs = perturbed(kind(kind.config_class(**(SMALL | options))))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = megatfm.load(tmp_path / "theirs")
+    wanted = getattr(theirs, theirs.base_model_prefix) if task != "Model" else theirs
+    torch.testing.assert_close(ours(TOKENS).hidden, wanted(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert ours(TOKENS).logits is None
+    pooled = any("pooler" in name for name in theirs.state_dict())
+    assert ("left there, for it is no part of" in caplog.text) == (task != "Model" or pooled)
+
+    notes = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    assert torch.equal(megatfm.load(tmp_path / "ours")(TOKENS).hidden, ours(TOKENS).hidden)
+    assert any("left there" in note for note in notes) == (task != "Model" or pooled)
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    back = getattr(transformers, f"{stem}Model").from_pretrained(tmp_path / "back")
+    torch.testing.assert_close(
+        back.eval()(TOKENS).last_hidden_state, ours(TOKENS).hidden, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral"])
+def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
+    kind = getattr(transformers, f"{name}Model")
+    values = decoders.GPT if name == "GPT2" else {**decoders.LLAMA, "pad_token_id": 0}
+    theirs = perturbed(
+        kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {})))
+    )
+    theirs.save_pretrained(tmp_path)
+    hidden = megatfm.load(tmp_path)(TOKENS).hidden
+    torch.testing.assert_close(hidden, theirs(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("XLNet")])
+def test_what_names_no_architecture_is_known_by_its_files(name: str, tmp_path: Path) -> None:
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path)
+    edit(tmp_path, architectures=None)
+    assert HfFolder(tmp_path).name == name
+    logits = megatfm.load(tmp_path)(TOKENS).logits
+    torch.testing.assert_close(logits, first(theirs(TOKENS)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = make("BertForMaskedLM")
+    theirs.save_pretrained(tmp_path)
+    retensor(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])
+    hidden = megatfm.load(tmp_path)(TOKENS).hidden
+    torch.testing.assert_close(hidden, theirs.bert(TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert "opened without its head, for its files lack cls.predictions.bias" in caplog.text
+    retensor(tmp_path, lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"))
+    with pytest.raises(MegatfmError, match=r"cls\.predictions\.bias is not in its files|layer\.1\.output"):
+        megatfm.load(tmp_path)
+
+
+def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
+    """transformers has no class with the verdict: the discriminator is stored without, which is said."""
+    words = ["model.d_model=24", "model.attention.n_heads=4", "model.n_layers=2", "model.ffn.d_ff=40"]
+    words += ["model.generator.d_model=24", "model.generator.n_heads=4", "model.generator.d_ff=40"]
+    words += ["model.generator.n_layers=1", "model.vocab_size=60", "model.position.buckets=6"]
+    ours = saved(load_config("deberta-v3-base", words).model, tmp_path / "ours")
+    notes = convert(tmp_path / "ours", tmp_path / "pair", "hf")
+    assert any("left out" in note and "discriminator.verdict.weight" in note for note in notes)
+    for half, name in HALVES.items():
+        theirs, info = getattr(transformers, name).from_pretrained(
+            tmp_path / "pair" / half, output_loading_info=True
+        )
+        assert not any(info.values()), info
+        output = theirs.eval()(TOKENS)
+        wanted = ours.generator(TOKENS).logits if half == "generator" else ours(TOKENS).hidden
+        got = output.logits if half == "generator" else output.last_hidden_state
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(
+            megatfm.load(tmp_path / "pair" / half)(TOKENS).hidden[0, 0, 0], wanted[0, 0, 0]
+        ) or (half == "generator")
+    with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
+        megatfm.load(tmp_path / "pair")
