@@ -110,6 +110,8 @@ def _paths(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "data.tokenizer", data.tokenizer, ""
     if config.train.init_from:
         yield "train.init_from", config.train.init_from, ""
+    if config.train.branch_from:
+        yield "train.branch_from", config.train.branch_from.rpartition("@")[0], ""
 
 
 def _misfit(job: Job, on_nodes: bool) -> str | None:

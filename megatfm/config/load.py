@@ -27,13 +27,20 @@ ALIASES = {
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load_config(path_or_preset: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path_or_preset: str | Path, overrides: Sequence[str] = (), instead: Mapping[str, Any] | None = None
+) -> Config:
     """The training config in a file or preset, with `key=value` overrides. Raises UsageError."""
-    return load(Config, path_or_preset, overrides)
+    return load(Config, path_or_preset, overrides, instead)
 
 
-def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence[str] = ()) -> AnySection:
-    """Read, override and validate a config of `kind`.
+def load(
+    kind: type[AnySection],
+    path_or_preset: str | Path,
+    overrides: Sequence[str] = (),
+    instead: Mapping[str, Any] | None = None,
+) -> AnySection:
+    """Read, override and validate a config of `kind`. instead: sections that stand in the place of the file's.
 
     Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
     to the current directory. Raises UsageError: one line with key, value, reason and a way out.
@@ -45,7 +52,8 @@ def load(kind: type[AnySection], path_or_preset: str | Path, overrides: Sequence
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
-    if is_preset:
+    values |= instead or {}
+    if is_preset and not instead:
         let_vocabulary_follow(values, overrides)
     edit(kind, values, overrides)
     base = Path.cwd() if is_preset else path.resolve().parent
@@ -66,6 +74,11 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
         return presets / f"{preset}.toml", True
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml", False
+    if (path / "config.json").is_file():
+        raise UsageError(
+            f"{path_or_preset}: a model in the Hugging Face format, no config: go on from it with `megatfm train "
+            f"--from {path_or_preset} data.train=CORPUS/train`"
+        )
     raise UsageError(
         f"{path_or_preset}: no such config file or preset{did_you_mean(str(path_or_preset), preset_names())}; "
         f"presets: {', '.join(preset_names())}"

@@ -108,6 +108,8 @@ class TrainConfig(Section):
     """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
     init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
     """Patterns over names of the weights that `init_from` is for; the others are drawn. Left out, all."""
+    branch_from: PathStr | None = Field(default=None, examples=["runs/mine@1000"])
+    """Go on from a checkpoint of another run, `RUN@STEP`, with its optimizer and at its place in the data."""
     freeze: list[str] = Field(default_factory=list, examples=[["decoder.layers.*"]])
     """Patterns over names of weights that stay as they are: no gradient, no optimizer state, no decay."""
     hang_seconds: PositiveFloat = 600.0
@@ -119,6 +121,10 @@ class TrainConfig(Section):
         if self.init_only and self.init_from is None:
             raise ValueError(
                 "init_only chooses among the weights of train.init_from: give that, or leave it out"
+            )
+        if self.init_from and self.branch_from:
+            raise ValueError(
+                "init_from takes weights, branch_from weights, optimizer and data: give one of the two"
             )
         return self
 

@@ -144,7 +144,7 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
         raise UsageError(f"config.json: {place}.truncate = {given['truncate']!r} is not supported, only True")
     if kind == "default":
         return None
-    original = None
+    original: Any = None
     if kind != "linear":
         original = _either(given, "original_max_position_embeddings", config, place)
         original = config["max_position_embeddings"] if original is None else original

@@ -30,7 +30,7 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
             "sequence_length": length or LENGTH,
         },
         "optimizer": {"name": "adamw", "lr": 1e-4},
-        "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1},
+        "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
     return Config.model_validate(values)
 
@@ -38,6 +38,6 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
 def header(name: str) -> str:
     """What stands at the top of config.toml."""
     return (
-        f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: to\n"
-        "# train on, write a config with a corpus of your own, and name this folder as its train.init_from.\n\n"
+        f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
+        "# on from its weights with `megatfm train --from THIS_FOLDER data.train=CORPUS/train`.\n\n"
     )

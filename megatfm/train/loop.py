@@ -62,15 +62,18 @@ def train(config: Config) -> int:
             found = resume.find(run.checkpoints, nodes)
             check_progress(run, found.step if found else 0, config.resilience.max_failures)
             wanted = config.train.precision
-            if found and wanted == "auto":
-                wanted = found.state["precision"]
+            branch = None
+            if found is None and config.train.branch_from:
+                branch = resume.branch_point(config.train.branch_from)
+            if wanted == "auto" and (before := found or branch):
+                wanted = before.state["precision"]
             watch.tick(0, "start")
             precision = choose_precision(wanted, rank.device)
             with explained(run.folder, rank.rank):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
             watch.tick(0, "start")
-            trainer.restore(found)
+            trainer.restore(found, branch)
             with explained(run.folder, rank.rank):
                 return trainer.run_steps(signals)
 
@@ -94,8 +97,11 @@ class Trainer:
         self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
 
-    def restore(self, found: resume.ResumePoint | None) -> None:
-        """Go to where the newest checkpoint is, or to the start; leave the run's description on disk."""
+    def restore(self, found: resume.ResumePoint | None, branch: resume.ResumePoint | None = None) -> None:
+        """Go to where the newest checkpoint is, or to the start; leave the run's description on disk.
+
+        branch: another run's checkpoint to start from.
+        """
         config = self.config
         if config.resilience.preflight:
             for line in preflight(config, self.run, self.engine, self.state.nodes):
@@ -107,7 +113,11 @@ class Trainer:
             self.run.decisions.forget()
             self.state.forget_after(-1)
             begins = f"seed {config.train.seed}"
-            if config.train.init_from:
+            if branch:
+                begins = "; ".join(
+                    [f"from {config.train.branch_from}", *self.state.pick_up(branch, own=False)]
+                )
+            elif config.train.init_from:
                 takeover = load_weights(self.engine, config.train.init_from, config.train.init_only)
                 begins = f"with {takeover}"
                 for line in takeover.lines() if takeover.is_partial else ():

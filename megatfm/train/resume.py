@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint
+from megatfm.checkpoint.folder import committed, damage
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.moved import tell_where_keys_went
@@ -75,6 +76,28 @@ def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
     if nodes is None or held is None or (shared and shared.step >= held.step):
         return shared
     return ResumePoint(nodes.folder / f"step-{held.step:08d}", held.content(nodes.folder).state, held)
+
+
+def branch_point(words: str) -> ResumePoint:
+    """The checkpoint that `RUN@STEP` means: rank 0 looks, and checks its files. A collective. Raises as `find` does."""
+
+    def look() -> ResumePoint:
+        run, _, step = words.rpartition("@")
+        kept = committed(Path(run) / "checkpoints")
+        path = next(
+            (path for path in kept if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
+        )
+        if path is None:
+            there = ", ".join(str(int(path.name.removeprefix("step-"))) for path in kept) or "none"
+            raise UsageError(
+                f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
+                f"are: {there}"
+            )
+        if (reason := damage(path, hashes=True)) is not None:
+            raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
+        return ResumePoint(path, checkpoint.read_state(path))
+
+    return run_on_rank_0(look)
 
 
 def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:

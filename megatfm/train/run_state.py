@@ -60,12 +60,15 @@ class RunState:
             workers=self.config.data.workers,
         )
 
-    def pick_up(self, found: resume.ResumePoint) -> list[str]:
-        """Go on from a checkpoint of this run or of one that may differ; returns what is to be said about that."""
+    def pick_up(self, found: resume.ResumePoint, *, own: bool = True) -> list[str]:
+        """Go on from a checkpoint of this run, or (not `own`) of another; returns what is to be said about that."""
         with self.loader() as loader:
             allowed = resume.check(found, self._facts(loader), list(self.config.resume.allow))
-        self.run.decisions.read()
+        if own:
+            self.run.decisions.read()
         self.go_to(found)
+        if not own:
+            self.saver.verified = None
         return [*allowed, *resume.elsewhere(found, self.machines)]
 
     def go_to(self, found: resume.ResumePoint) -> None:

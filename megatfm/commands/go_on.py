@@ -1,0 +1,95 @@
+"""A config that goes on from a model: its architecture, its tokenizer and its weights."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatfm import checkpoint, tokenizers
+from megatfm.config import Config, load_config
+from megatfm.convert.convert import convert
+from megatfm.convert.folder import is_hf_folder
+from megatfm.convert.pair import is_pair
+from megatfm.errors import UsageError
+from megatfm.train.record.run_directory import run_folder
+
+HERE = "from"
+"""Where in the run directory a Hugging Face folder is kept in our format."""
+RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+OWN = (
+    "run_dir", "data.validation", "data.mixture", "data.mixture_changes", "data.warmup", "train.init_only",
+    "train.branch_from", "train.freeze", "resume", "parallel",
+)  # fmt: skip
+"""Keys of another run's config that were about that run."""
+TEXT = ("data.train", "data.corpus", "data.mixture")
+
+
+def config_from(
+    source: str | Path, given: str | None, overrides: Sequence[str]
+) -> tuple[Config, Sequence[str]]:
+    """The config of a run that starts from the model at `source`, and what is to be said.
+
+    given: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other text.
+    Raises UsageError, MegatfmError.
+    """
+    source, said = Path(source), []
+    name = f"from-{source.absolute().name}"
+    named = {override.partition("=")[0].strip() for override in overrides}
+    if given is None and not any(key.startswith(TEXT) for key in named):
+        raise UsageError(
+            "--from goes on with text of yours: give data.train=CORPUS/train, or data.corpus=CORPUS"
+        )
+    if is_hf_folder(source) or is_pair(source):
+        source, said = _in_our_format(source, given, [f"name={name}", *overrides])
+    found = checkpoint.find_checkpoint(source)
+    folder = found.absolute().parent.parent
+    words = [f"train.init_from={found if found == source else folder}"]
+    if tokenizer := tokenizers.find(folder):
+        words.append(f"data.tokenizer={tokenizer}")
+    if given is None:
+        words += [f"{key}=" for key in OWN] + [f"name={name}"]
+        base: str | Path = folder / "config.toml"
+        config = load_config(base, [*words, *overrides])
+    else:
+        config = load_config(given, [*words, *overrides], instead={"model": _model(found)})
+    _check_tokenizer(config, tokenizer, source)
+    return config, said
+
+
+def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder made of a Hugging Face one, which is kept in the run directory for when the run is resumed."""
+    values = dict(override.partition("=")[::2] for override in overrides)
+    if given is not None:
+        run = run_folder(load_config(given, overrides[1:]))
+    else:
+        run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
+    target = run / HERE
+    if (target / "config.toml").is_file():
+        return target, []
+    if any(os.environ.get(key, "1") not in ("", "1") for key in RANKS):
+        raise UsageError(
+            f"{source}: is in the Hugging Face format, of which one process makes a folder of ours: run `megatfm "
+            f"convert {source} NEW --to megatfm` once, and give --from NEW"
+        )
+    first, *notes = convert(source, target, "megatfm")
+    return target, [f"{source}: {first}, kept in {target}", *notes]
+
+
+def _model(found: Path) -> dict[str, Any]:
+    """The [model] with which a checkpoint was saved."""
+    saved = checkpoint.read_state(found).get("config")
+    model = saved.get("model") if isinstance(saved, dict) else None
+    if not isinstance(model, dict):
+        raise UsageError(f"{found}: doesn't say which model it holds: go on with the version that wrote it")
+    return model
+
+
+def _check_tokenizer(config: Config, wanted: Path | None, source: Path) -> None:
+    """Pretrained rows mean what the tokenizer of their training says. Raises UsageError."""
+    if wanted is None or config.data.tokenizer is None:
+        return
+    if tokenizers.load(config.data.tokenizer).hash != tokenizers.load(wanted).hash:
+        raise UsageError(
+            f"data.tokenizer = {config.data.tokenizer}: not the tokenizer of {source}: prepare the text with that one, "
+            f"tokenizer.file={wanted}"
+        )

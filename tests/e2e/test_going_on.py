@@ -1,0 +1,148 @@
+"""Going on from a model: a Hugging Face folder, a run, or a run's checkpoint with all that belongs to it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatfm
+from megatfm import checkpoint, cli
+from megatfm.commands.go_on import config_from
+from megatfm.config import load_config
+from megatfm.convert.convert import convert
+from megatfm.errors import DONE, UsageError
+from tests.e2e.test_training import curve, final_state, run_training
+
+STILL = ("optimizer.lr=1e-12", "train.steps=1", "schedule.warmup_steps=0", "evaluate.every=0", "log.sinks=[]")
+
+
+@pytest.fixture
+def foreign(corpus: Path, tmp_path: Path) -> Path:
+    """A small Llama as transformers saves it, with the corpus's tokenizer."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    folder = tmp_path / "foreign"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    shutil.copy(corpus / "tokenizer.model", folder)
+    return folder
+
+
+def same_weights(run: Path, wanted: torch.nn.Module) -> None:
+    for name, parameter in megatfm.load(run).named_parameters():
+        torch.testing.assert_close(parameter, wanted.get_parameter(name), rtol=0, atol=1e-9)
+
+
+def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_path, monkeypatch):
+    """Its architecture, tokenizer and weights; started again, it finds what it made of the folder."""
+    words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
+    config, said = config_from(foreign, None, words)
+    assert "LlamaForCausalLM" in said[0]
+    assert workers.run(run_training, 1, config) == [DONE]
+    same_weights(tmp_path / "run", megatfm.load(foreign))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert config_from(foreign, None, words) == (config, [])
+    with pytest.raises(UsageError, match="of which one process makes a folder of ours: run `megatfm convert"):
+        config_from(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
+
+
+def test_a_config_of_one_s_own_goes_on_from_it(workers, corpus, foreign, config_file, tmp_path):
+    words = [f"run_dir={tmp_path / 'run'}", "optimizer.matrix_lr=1e-12", *STILL]
+    config, _ = config_from(foreign, str(config_file), words)
+    assert (config.model.d_model, config.optimizer.name) == (24, "muon")
+    assert workers.run(run_training, 2, config) == [DONE, DONE]
+    same_weights(tmp_path / "run", megatfm.load(foreign))
+
+
+def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus, foreign, tmp_path):
+    """It started from random ones, without a word."""
+    convert(foreign, tmp_path / "imported", "megatfm")
+    words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
+    assert workers.run(run_training, 1, load_config(tmp_path / "imported", words)) == [DONE]
+    same_weights(tmp_path / "run", megatfm.load(foreign))
+    with pytest.raises(UsageError, match=r"no config: go on from it with `megatfm train --from .*foreign"):
+        load_config(foreign)
+
+
+def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
+    """With its recipe; what was about the other run is not taken over."""
+    workers.run(run_training, 1, make_config("train.steps=2", "data.workers=1", run="first"))
+    config, _ = config_from(
+        tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
+    )
+    assert (config.name, config.train.init_from) == ("x", f"{tmp_path}/first/checkpoints/step-00000002")
+    config, _ = config_from(tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"])
+    assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
+    assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
+    words = [
+        "optimizer.matrix_lr=1e-12",
+        f"run_dir={tmp_path / 'second'}",
+        f"data.train={corpus}/train",
+        *STILL,
+    ]
+    assert workers.run(run_training, 1, config_from(tmp_path / "first", None, words)[0]) == [DONE]
+    same_weights(tmp_path / "second", megatfm.load(tmp_path / "first"))
+    with pytest.raises(UsageError, match=r"give data\.train=CORPUS/train"):
+        config_from(tmp_path / "first", None, ["train.steps=1"])
+
+
+def test_the_command_takes_a_model_with_and_without_a_config(
+    foreign, corpus, config_file, tmp_path, monkeypatch
+):
+    taken = []
+    monkeypatch.setattr("megatfm.train.loop.train", lambda config: taken.append(config) or 0)
+    monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
+    run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
+    for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["train", *words])
+        assert left.value.code == 0
+    assert [config.name for config in taken] == ["from-foreign", "small"]
+    assert {config.train.init_from for config in taken} == {str(tmp_path / "run" / "from")}
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train"])
+    assert left.value.code == 2
+
+
+def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_bytes(megatfm.tokenizers.train_byte_bpe(["some text"] * 9, vocab_size=300))
+    words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", f"data.tokenizer={other}"]
+    with pytest.raises(
+        UsageError, match=r"other\.json: not the tokenizer of .*: prepare the text with that one"
+    ):
+        config_from(foreign, None, words)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
+    """Weights, optimizer and data: the same steps come out, to the bit; and what differs must be allowed."""
+    workers.run(run_training, ranks, make_config("checkpoint.keep=9", run="trunk"))
+    words = f"train.branch_from={tmp_path / 'trunk'}@4"
+    branch = make_config(words, run="branch")
+    assert workers.run(run_training, ranks, branch) == [DONE] * ranks
+    one, other = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert curve(tmp_path / "branch") == curve(tmp_path / "trunk")[4:]
+    steps = [path.name for path in sorted((tmp_path / "branch/checkpoints").iterdir())]
+    assert steps == ["step-00000008", "step-00000012"]
+    assert f"from {tmp_path / 'trunk'}@4" in (tmp_path / "branch/logs/rank-0.log").read_text()
+    assert checkpoint.read_state(tmp_path / "branch/checkpoints/step-00000008")["data"]["position"] == 64
+
+
+def test_a_branch_needs_a_checkpoint_and_leave_to_differ(make_config, tmp_path, workers):
+    workers.run(run_training, 1, make_config("train.steps=4", run="trunk"))
+    for words, message in (
+        (["train.branch_from=trunk@3"], r"give RUN@STEP, .*; there are: none"),
+        ([f"train.branch_from={tmp_path / 'trunk'}@3"], r"there are: 4"),
+        ([f"train.branch_from={tmp_path / 'trunk'}@4", "optimizer.lr=1e-4"], r"resume\.allow=optimizer"),
+    ):
+        config = make_config("train.steps=8", "resume.allow=schedule", *words, run="branch")
+        with pytest.raises(Exception, match=message):
+            workers.run(run_training, 1, config)
+    with pytest.raises(UsageError, match="give one of the two"):
+        make_config("train.branch_from=a@1", "train.init_from=a")
