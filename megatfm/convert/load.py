@@ -1,13 +1,18 @@
 """A folder in the Hugging Face format as a model of ours."""
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatfm.config import ModelConfig
 from megatfm.convert.convert import meta_shapes, ours_of
+from megatfm.convert.folder import CONFIG, read_json
 from megatfm.convert.pair import open_folder
+from megatfm.errors import UsageError
 from megatfm.layers.initialisation import set_buffers
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
@@ -26,3 +31,37 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
         # In place, so that tied modules keep sharing it.
         model.get_parameter(name).data = aligned(tensor.float())
     return model.eval().to(device)
+
+
+def padding_of(path: str | Path) -> int | None:
+    """The padding token that a folder's config.json names, of either half of a pair."""
+    place = Path(path)
+    file = place / CONFIG if (place / CONFIG).is_file() else place / "discriminator" / CONFIG
+    return read_json(file).get("pad_token_id")
+
+
+def sentence_options(path: str | Path, config: ModelConfig) -> dict[str, Any]:
+    """How a folder of Sentence Transformers makes vectors; otherwise the mean, as it is. Raises UsageError."""
+    place = Path(path)
+    options: dict[str, Any] = {"max_tokens": config.position.limit}
+    file = place / "sentence_bert_config.json"
+    if file.is_file() and isinstance(longest := read_json(file).get("max_seq_length"), int):
+        options["max_tokens"] = min(longest, options["max_tokens"] or longest)
+    if (file := place / "1_Pooling" / CONFIG).is_file():
+        chosen = [
+            key for key, value in read_json(file).items() if key.startswith("pooling_mode_") and value is True
+        ]
+        ways = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+        if len(chosen) != 1 or chosen[0] not in ways:
+            raise UsageError(f"{file}: {', '.join(chosen) or 'no pooling'}: megatfm has {', '.join(ways)}")
+        options["pooling"] = ways[chosen[0]]
+    if (file := place / "modules.json").is_file():
+        try:
+            kinds = [str(module["type"]) for module in json.loads(file.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{file}: not a list of modules: {error}") from None
+        known = ("Transformer", "Pooling", "Normalize")
+        if unknown := [kind for kind in kinds if not kind.endswith(known)]:
+            raise UsageError(f"{file}: {unknown[0]} is not one that megatfm has: {', '.join(known)}")
+        options["normalize"] = any(kind.endswith("Normalize") for kind in kinds)
+    return options

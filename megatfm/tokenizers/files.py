@@ -7,8 +7,9 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer
 from megatfm.tokenizers.interface import Tokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatfm.tokenizers.vocabulary import wordpiece_json
 
-MODEL, JSON = "tokenizer.model", "tokenizer.json"
+MODEL, JSON, VOCABULARY = "tokenizer.model", "tokenizer.json", "vocab.txt"
 NAMES = (MODEL, JSON, CONFIG)
 """What the files of a tokenizer are called, where megatfm leaves them."""
 
@@ -27,6 +28,9 @@ def load(path: str | Path) -> Tokenizer:
             raise UsageError(f"{path}: {_nothing_in(place)}")
         place = found
     data = _read(place)
+    if place.name == VOCABULARY:
+        made = wordpiece_json(data, _read_beside(place), str(place))
+        return HuggingFaceTokenizer(made, None, str(place))
     if data[:1] != b"{":
         return SentencePieceTokenizer(data, str(place))
     if not _is_hugging_face(data):
@@ -43,6 +47,8 @@ def find(folder: str | Path) -> Path | None:
     if whole.is_file() and _is_hugging_face(_read(whole)):
         return whole
     models = [path for path in (Path(folder, name) for name in _MODELS) if path.is_file()]
+    if not models and Path(folder, VOCABULARY).is_file():
+        return Path(folder, VOCABULARY)
     # A configuration without tokenizer.json adds tokens that the model alone has not.
     return models[0] if models and not Path(folder, CONFIG).is_file() else None
 
@@ -55,6 +61,8 @@ def files(path: str | Path) -> dict[str, bytes]:
     place = Path(path)
     place = (find(place) or place) if place.is_dir() else place
     data = _read(place)
+    if place.name == VOCABULARY:
+        return {JSON: wordpiece_json(data, _read_beside(place), str(place))}
     if data[:1] != b"{":
         return {MODEL: data}
     config = _config_beside(place)
@@ -62,8 +70,12 @@ def files(path: str | Path) -> dict[str, bytes]:
 
 
 def _config_beside(place: Path) -> bytes | None:
+    return _read_beside(place) if place.name == JSON else None
+
+
+def _read_beside(place: Path) -> bytes | None:
     config = place.with_name(CONFIG)
-    return _read(config) if place.name == JSON and config.is_file() else None
+    return _read(config) if config.is_file() else None
 
 
 def _is_hugging_face(data: bytes) -> bool:
@@ -76,7 +88,7 @@ def _is_hugging_face(data: bytes) -> bool:
 
 
 def _nothing_in(folder: Path) -> str:
-    if any(Path(folder, name).is_file() for name in (*_MODELS, "vocab.json", "vocab.txt")):
+    if any(Path(folder, name).is_file() for name in (*_MODELS, "vocab.json")):
         return (
             f"no {JSON} here: transformers makes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); "
             "or give a .model file itself"

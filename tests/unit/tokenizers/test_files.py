@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import BertTokenizer
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers import (
@@ -78,11 +79,51 @@ def test_a_config_without_its_tokens_is_not_overlooked(tmp_path: Path, model: by
     assert load(tmp_path / "spiece.model").sentinels
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "vocab.json"])
-def test_folders_of_old_say_how_to_go_on(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("{}")
+def test_folders_of_old_say_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UsageError, match=r"no tokenizer\.json here: .*save_pretrained"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
+    """The same ids as transformers gives."""
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "un",
+        "##aff",
+        "##able",
+        "Größe",
+        "gro",
+        "##ße",
+        "東",
+        ",",
+        "a",
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    if not lower:
+        (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    theirs = BertTokenizer.from_pretrained(tmp_path)
+    ours = load(tmp_path)
+    for text in ("unaffable, a", "Größe größe", "東a,UNAFF", "weird [MASK]"[:5]):
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
+    special = ours.special
+    assert (special.pad, special.unk, special.cls, special.sep, special.mask) == (0, 1, 2, 3, 4)
+    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
+        load(tmp_path)
+
+
+def load_files(place: Path, copy: Path) -> Tokenizer:
+    copy.mkdir()
+    for name, content in files(place).items():
+        (copy / name).write_bytes(content)
+    return load(copy)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

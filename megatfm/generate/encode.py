@@ -1,0 +1,114 @@
+"""Sentences to vectors: what an encoder makes of a text's tokens, pooled."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.tokenizers import Tokenizer
+
+log = logging.getLogger("megatfm")
+
+Pooling = Literal["mean", "first", "masked"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "first", "masked")
+
+# B sentences, T tokens, D model width
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A model and its tokenizer, with what stands around a text.
+
+    pooling, normalize: what `encode` does unless told otherwise. max_tokens: longer texts are cut, which is said.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    max_tokens: int | None = None
+
+    def encode(
+        self,
+        sentences: str | Sequence[str],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        batch: int = 32,
+    ) -> Tensor:
+        """A vector for each sentence, float32 [B, D], on the CPU; padding never counts.
+
+        pooling: "mean" of all tokens, the "first" one's, or "masked", the mean of the text's own tokens without those
+        reserved for its ends. normalize: to length 1. Raises UsageError.
+        """
+        texts = [sentences] if isinstance(sentences, str) else list(sentences)
+        way = pooling or self.pooling
+        if way not in POOLINGS:
+            raise UsageError(f"pooling = {way!r}: choose one of {', '.join(POOLINGS)}")
+        if not texts:
+            raise UsageError("no sentences to encode: give at least one")
+        ids = [self._framed(text) for text in self.tokenizer.encode_batch(texts, threads=1)]
+        if cut := sum(len(own) < len(given) for own, given in ids):
+            log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i][0]))
+        vectors: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for start in range(0, len(order), batch):
+                rows = order[start : start + batch]
+                vectors |= zip(rows, self._pooled([ids[i][0] for i in rows], way), strict=True)
+        pooled_BD = torch.stack([vectors[i] for i in range(len(ids))])
+        if self.normalize if normalize is None else normalize:
+            pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
+        return pooled_BD
+
+    def _framed(self, text: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The ids that are read, and those of the whole text."""
+        cls, sep = self.tokenizer.special.cls, self.tokenizer.special.sep
+        before, after = [[token] if token is not None else [] for token in (cls, sep)]
+        own = [int(token) for token in text]
+        whole = [*before, *own, *after]
+        if self.max_tokens is None or len(whole) <= self.max_tokens:
+            return whole, whole
+        return [*before, *own[: self.max_tokens - len(before) - len(after)], *after], whole
+
+    def _pooled(self, ids: Sequence[list[int]], way: Pooling) -> list[Tensor]:
+        device, length = next(self.model.parameters()).device, max(1, *map(len, ids))
+        tokens_BT = torch.full((len(ids), length), self.tokenizer.pad)
+        documents_BT = torch.full((len(ids), length), -1)
+        for row, each in enumerate(ids):
+            tokens_BT[row, : len(each)] = torch.tensor(each, dtype=torch.long)
+            documents_BT[row, : max(1, len(each))] = 0
+        hidden_BTD = self.model(tokens_BT.to(device), documents=documents_BT.to(device)).hidden.cpu().float()
+        counted_BT = documents_BT == 0
+        if way == "first":
+            return list(hidden_BTD[:, 0])
+        if way == "masked":
+            reserved = torch.tensor(sorted(self.tokenizer.special.reserved))
+            text_BT = counted_BT & ~torch.isin(tokens_BT, reserved)
+            counted_BT = torch.where(text_BT.any(1, keepdim=True), text_BT, counted_BT)
+        summed_BD = (hidden_BTD * counted_BT[..., None]).sum(1)
+        return list(summed_BD / counted_BT.sum(1, keepdim=True))
+
+
+def warn_of_padding(model: nn.Module, config: ModelConfig, pad: int) -> None:
+    """Have a model that looks both ways say, once, when rows end in padding that nothing marks as such."""
+
+    def look(_: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
+        tokens = given[0] if given else named.get("tokens")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or named.get("documents") is not None:
+            return
+        if len(tokens) > 1 and bool((tokens[:, -1] == pad).any()) and not bool((tokens[:, -1] == pad).all()):
+            log.warning(
+                "rows end in the padding token %d, and no `documents` say so: it is read as text (mark it by -1 in "
+                "documents, or use encode)",
+                pad,
+            )
+            hook.remove()
+
+    if config.family in ("encoder", "discriminator", "electra", "xlnet"):
+        hook = model.register_forward_pre_hook(look, with_kwargs=True)
