@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="with --beams: scores are divided by ((5 + length) / 6)^A (0.6)",
     )
+    parser.add_argument(
+        "--begin",
+        choices=("auto", "bos", "none"),
+        default="auto",
+        help="before a decoder's prompt: what stood there in its training, the mark that begins a text, nothing (auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
@@ -65,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
     loaded = load(args.run_dir, _device(args.device))
     if args.beams:
-        text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty)
+        text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty, args.begin)
         print(f"{args.prompt}{text}")
         _keep(loaded, args.prompt, [text])
         return 0
@@ -73,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
     show = _show if args.samples == 1 else _nothing
-    texts = sample(loaded, args.prompt, sampling, args.max_tokens, args.samples, show)
+    texts = sample(loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin)
     if args.samples > 1:
         for number, text in enumerate(texts, start=1):
             print(f"--- sample {number} of {args.samples}\n{args.prompt}{text}")
@@ -90,6 +96,7 @@ def sample(
     max_tokens: int,
     samples: int,
     show: Callable[[str], None],
+    begin: str = "auto",
 ) -> list[str]:
     """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
 
@@ -99,11 +106,11 @@ def sample(
     from megatfm.generate.text import TextStream
 
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples)
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin)
     decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
     show(prompt)
-    for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=tokenizer.eos):
+    for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.stop):
         for row, token in enumerate(tokens.tolist()):
             piece = decoders[row].add([token])
             texts[row] += piece
@@ -114,19 +121,21 @@ def sample(
     return [text + rest for text, rest in zip(texts, rests, strict=True)]
 
 
-def search(loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_penalty: float) -> str:
+def search(
+    loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_penalty: float, begin: str = "auto"
+) -> str:
     """The continuation of a prompt that beam search finds."""
     from megatfm.generate.beam import beam_search, gnmt_penalty
     from megatfm.generate.text import TextStream
 
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1)
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1, begin)
     (found,) = beam_search(
         loaded.model,
         prompts,
         beams=beams,
         max_tokens=max_tokens,
-        stop_token=tokenizer.eos,
+        stop_token=loaded.stop,
         penalty=gnmt_penalty(length_penalty),
         vocab_size=tokenizer.vocab_size,
     )
@@ -134,11 +143,13 @@ def search(loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_pe
     return decoder.add(found.tokens.tolist()) + decoder.end()
 
 
-def _prepare(loaded: "Loaded", prompt: str, max_tokens: int, samples: int) -> tuple["Prompts", int]:
+def _prepare(
+    loaded: "Loaded", prompt: str, max_tokens: int, samples: int, begin: str
+) -> tuple["Prompts", int]:
     """The prompts on the model's device, and how many tokens there is room for."""
     from megatfm.generate.prompt import prompts_of
 
-    prompts = prompts_of(loaded, prompt, samples).to(next(loaded.model.parameters()).device)
+    prompts = prompts_of(loaded, prompt, samples, begin).to(next(loaded.model.parameters()).device)
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
     trained = (
         data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length

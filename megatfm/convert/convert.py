@@ -13,7 +13,7 @@ from torch import Tensor
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
-from megatfm.convert import template, tokenizer_files
+from megatfm.convert import template, tokenizer_files, travels
 from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
 from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
 from megatfm.convert.write import write_json, write_weights
@@ -73,7 +73,10 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         size = write_weights(place, part.rules, ours, _Reader(found, order, ours).read, shard_bytes)
         notes, ids = tokenizer_files.to_hf(found, config, place)
         _check_padding(part.theirs, ids)
-        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids}
+        before = state.get("their_config") if part.name == state.get("converted_from") else None
+        travelled = before if isinstance(before, dict) else {}
+        theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}
+        travels.copy_generation(found.absolute().parent.parent, place)
         if (key := part.architecture.length_key) and key not in theirs:
             theirs[key] = config.data.sequence_length
         write_json(place / CONFIG, theirs)
@@ -91,7 +94,17 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     kept, notes = tokenizer_files.to_megatfm(source / "discriminator" if is_pair(source) else source, folder)
     length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
     config = template.config(target, opened.config, kept, length)
+    travelling: dict[str, JsonValue] = {}
+    if isinstance(opened, HfFolder):
+        written = opened.architecture.write(opened.config)
+        travelling["their_config"] = travels.of_config(opened.json, written)
+        travels.copy_generation(source, folder)
+        if kept:
+            tokenizer = tokenizers.load(folder / kept)
+            travelling["begins"] = travels.begin_of(source, folder / kept, tokenizer)
+            travelling["stop"] = travels.stop_of(source, opened.json, tokenizer)
     state: dict[str, JsonValue] = {
+        **travelling,
         "step": 0,
         "megatfm": __version__,
         "converted_from": opened.name,

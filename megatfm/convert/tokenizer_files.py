@@ -24,7 +24,7 @@ def to_hf(checkpoint: Path, config: Config, folder: Path) -> tuple[list[str], di
         return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
     opened = tokenizers.load(place)
     _copy(place, folder)
-    notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder)
+    notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder, config.model.family)
     ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}
     if config.model.family == "encoder_decoder":
         ids["decoder_start_token_id"] = opened.pad
@@ -62,7 +62,7 @@ def _copy(place: Path, target: Path) -> str:
     return "tokenizer.json" if "tokenizer.json" in files else "tokenizer.model"
 
 
-def _describe(tokenizer: Tokenizer, folder: Path) -> list[str]:
+def _describe(tokenizer: Tokenizer, folder: Path, family: str) -> list[str]:
     """Write what transformers needs to read a tokenizer as we do, where it has a class for it; returns notes."""
     about: dict[str, Any] = {
         f"{role}_token": tokenizer.piece(token)
@@ -74,6 +74,8 @@ def _describe(tokenizer: Tokenizer, folder: Path) -> list[str]:
         about |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False}
     elif (folder / "tokenizer.json").is_file():
         about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if family == "decoder":  # in training, texts stood behind a `bos`
+            about["add_bos_token"] = True
     else:
         notes = [
             "the tokenizer is copied as it is: transformers has no class for a unigram model that keeps all spaces"

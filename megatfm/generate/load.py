@@ -20,13 +20,19 @@ from megatfm.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own."""
+    """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own.
+
+    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the id that
+    ends a text.
+    """
 
     model: nn.Module
     tokenizer: Tokenizer
     config: Config
     step: int
     folder: Path | None
+    begins: tuple[int, ...] | None = None
+    stop: int | None = None
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
@@ -56,7 +62,16 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
             f"{source}: the model has {rows} rows, fewer than its tokenizer's "
             f"{tokenizer.vocab_size} ids: one of the two was replaced"
         )
-    return Loaded(model, tokenizer, config, int(str(state.get("step"))), folder)
+    begins, stop = state.get("begins"), state.get("stop")
+    return Loaded(
+        model,
+        tokenizer,
+        config,
+        int(str(state.get("step"))),
+        folder,
+        tuple(int(str(token)) for token in begins) if isinstance(begins, list) else None,
+        stop if isinstance(stop, int) else tokenizer.eos,
+    )
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:

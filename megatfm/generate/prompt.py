@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 _SENTINEL = re.compile(r"<extra_(?:id_)?(\d+)>")
 
 
-def prompts_of(loaded: "Loaded", text: str, samples: int = 1) -> Prompts:
+def prompts_of(loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto") -> Prompts:
     """The prompt, `samples` times.
+
+    begin: what a decoder reads before it: "auto", what stood there in its training, "bos", or "none".
 
     For a model of span corruption, `<extra_0>`, `<extra_1>`, … in the text are what is to be filled in; without any,
     it is what follows. Raises UsageError for models that make no text.
@@ -40,7 +42,11 @@ def prompts_of(loaded: "Loaded", text: str, samples: int = 1) -> Prompts:
         )
     bare = objective == "span_corruption" or (objective == "denoisers" and "S" in tokenizer.modes)
     prefix = objective in ("prefix", "span_corruption", "denoisers")
-    return Prompts(_rows(ids if bare else [tokenizer.bos, *ids], samples), prefix=prefix)
+    if not bare:
+        first = [tokenizer.bos] if begin == "bos" or loaded.begins is None else list(loaded.begins)
+        first = [] if begin == "none" else first
+        ids = [*first, *ids] or [tokenizer.bos]  # something must be there to go on from
+    return Prompts(_rows(ids, samples), prefix=prefix)
 
 
 def _with_sentinels(loaded: "Loaded", text: str) -> list[int]:

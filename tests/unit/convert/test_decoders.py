@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import megatfm
@@ -22,6 +24,7 @@ from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.generate.load import load
+from megatfm.generate.prompt import prompts_of
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
@@ -353,3 +356,37 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
             torch.testing.assert_close(logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ids_rates_and_how_to_generate_travel(before: bool, tmp_path: Path) -> None:
+    """And a text begins as the model's own tokenizer begins it."""
+    theirs = tmp_path / "theirs"
+    config = transformers.GPT2Config(
+        **GPT | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
+        eos_token_id=9, pad_token_id=None,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(theirs)
+    (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
+    (theirs / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
+    library = Library.from_file(str(theirs / "tokenizer.json"))
+    begin = library.token_to_id("<s>")
+    if before:
+        library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+        library.save(str(theirs / "tokenizer.json"))
+    convert(theirs, tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    back, original = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "back", theirs))
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
+        assert back[key] == original[key], key
+    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [9, 11], "top_k": 3}
+
+    loaded = load(tmp_path / "ours")
+    wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
+    assert prompts_of(loaded, "import os").tokens[0].tolist() == wanted
+    assert (wanted[0] == begin) == before
+    assert loaded.stop == 9
+    assert prompts_of(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
+    assert prompts_of(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
+    assert prompts_of(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]
