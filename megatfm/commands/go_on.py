@@ -32,7 +32,8 @@ def config_from(
     given: a config or preset, of which the model is replaced; None: the recipe is that of `source`, with other text.
     Raises UsageError, MegatfmError.
     """
-    source, said = Path(source), []
+    source = Path(source)
+    said: list[str] = []
     name = f"from-{source.absolute().name}"
     named = {override.partition("=")[0].strip() for override in overrides}
     if given is None and not any(key.startswith(TEXT) for key in named):

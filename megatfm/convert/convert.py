@@ -101,7 +101,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         travels.copy_generation(source, folder)
         if kept:
             tokenizer = tokenizers.load(folder / kept)
-            travelling["begins"] = travels.begin_of(source, folder / kept, tokenizer)
+            travelling["begins"] = [*travels.begin_of(source, folder / kept, tokenizer)]
             travelling["stop"] = travels.stop_of(source, opened.json, tokenizer)
     state: dict[str, JsonValue] = {
         **travelling,

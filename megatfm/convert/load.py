@@ -40,9 +40,10 @@ def padding_of(path: str | Path) -> int | None:
     return read_json(file).get("pad_token_id")
 
 
-def sentence_options(path: str | Path, config: ModelConfig) -> dict[str, Any]:
+def sentence_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
     """How a folder of Sentence Transformers makes vectors; otherwise the mean, as it is. Raises UsageError."""
-    place = Path(path)
+    place, config = Path(path), model.config
+    assert isinstance(config, ModelConfig)
     options: dict[str, Any] = {"max_tokens": config.position.limit}
     file = place / "sentence_bert_config.json"
     if file.is_file() and isinstance(longest := read_json(file).get("max_seq_length"), int):

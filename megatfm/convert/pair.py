@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, HeadConfig
+from megatfm.convert.config_keys import Json
 from megatfm.convert.folder import HfFolder, is_hf_folder
-from megatfm.convert.registry import Architecture, Json, architecture_for, differences
+from megatfm.convert.registry import Architecture, architecture_for, differences
 from megatfm.convert.table import Rule
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models.electra import generator_config

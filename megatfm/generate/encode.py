@@ -95,7 +95,7 @@ class TextEncoder:
         return list(summed_BD / counted_BT.sum(1, keepdim=True))
 
 
-def warn_of_padding(model: nn.Module, config: ModelConfig, pad: int) -> None:
+def warn_of_padding(model: nn.Module, pad: int) -> None:
     """Have a model that looks both ways say, once, when rows end in padding that nothing marks as such."""
 
     def look(_: nn.Module, given: tuple[object, ...], named: dict[str, object]) -> None:
@@ -110,5 +110,6 @@ def warn_of_padding(model: nn.Module, config: ModelConfig, pad: int) -> None:
             )
             hook.remove()
 
-    if config.family in ("encoder", "discriminator", "electra", "xlnet"):
+    config = model.config
+    if isinstance(config, ModelConfig) and config.family in ("encoder", "discriminator", "electra", "xlnet"):
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
