@@ -38,6 +38,12 @@ from megatfm.config.optimizer import (
     ScheduleFreeConfig,
     SoapConfig,
 )
+from megatfm.config.patterns import (
+    ChunkedPatternConfig,
+    FixedPatternConfig,
+    StridedPatternConfig,
+    WindowPatternConfig,
+)
 from megatfm.config.position import (
     DisentangledBucketsConfig,
     DisentangledPositionConfig,
@@ -78,6 +84,7 @@ __all__ = [
     "BoundaryHeadConfig",
     "CausalObjective",
     "CheckpointConfig",
+    "ChunkedPatternConfig",
     "Config",
     "ConstantSchedule",
     "CosineSchedule",
@@ -86,6 +93,7 @@ __all__ = [
     "DisentangledBucketsConfig",
     "DisentangledPositionConfig",
     "EvaluateConfig",
+    "FixedPatternConfig",
     "GeneratorConfig",
     "HeadsAttentionConfig",
     "InverseSqrtSchedule",
@@ -126,9 +134,11 @@ __all__ = [
     "SoapConfig",
     "SpanBoundaryObjective",
     "SpanCorruptionObjective",
+    "StridedPatternConfig",
     "T5PositionConfig",
     "TrainConfig",
     "WSDSchedule",
+    "WindowPatternConfig",
     "expect",
     "find_config",
     "load",

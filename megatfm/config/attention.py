@@ -1,35 +1,11 @@
 """The `[model.attention]` section: one for each attention layer, its name says which."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from megatfm.config.base import WIDEST, Rate, Section, by_name
-
-
-class FullPatternConfig(Section):
-    """All tokens of the document, in decoders those up to the query itself."""
-
-    name: Literal["full"] = "full"
-
-
-class PluginPatternConfig(Section):
-    """A pattern that a package in `plugins` registers, with keys of its own."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_pattern"])
-    """The name under which it is registered."""
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-PatternConfig = Annotated[
-    FullPatternConfig | PluginPatternConfig,
-    by_name(FullPatternConfig, other=PluginPatternConfig),
-    BeforeValidator(_named),  # the last is called first
-]
+from megatfm.config.patterns import FullPatternConfig, PatternConfig
 
 
 class AttentionSection(Section):

@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", stack)
-        pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder")
+        pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder").at_depth(depth)
         self.attn = ATTENTIONS.get(config.attention.name)(config, initial, pattern)
         if cross:
             self.cross_residual = residual(config, "cross residual", stack)

@@ -62,20 +62,32 @@ class Core(nn.Module):
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads)
         seen = Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
-        case = Case.of(q_BNTH, k_BKSH, seen, self.variant, drops=rng_keys is not None)
+        case = Case.of(
+            q_BNTH, k_BKSH, seen, self.variant, drops=rng_keys is not None, biased=bias is not None
+        )
         kernel = choose(case)
-        tell(kernel.name, self.shown, case.plain, case.device, case.dtype)
+        tell(kernel.name, self.shown, case)
         return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too
-def tell(kernel: str, pattern: str, plain: str | None, device: str, dtype: torch.dtype) -> None:
+def tell(kernel: str, pattern: str, case: Case) -> None:
     """Log once which kernel serves which kind of attention."""
-    kind = (kernel, pattern, plain, device, dtype)
+    slow = case.masked and kernel in ("products", "fused")
+    _tell(kernel, pattern, case.plain, slow, case.device, case.dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too
+def _tell(kernel: str, pattern: str, plain: str | None, slow: bool, device: str, dtype: torch.dtype) -> None:
+    kind = (kernel, pattern, plain, slow, device, dtype)
     if kind not in _TOLD:
         _TOLD.add(kind)
-        how = f"plainly {plain}" if plain else "by a mask"
-        log.info("attention %s, %s, on %s in %s: kernel %s", pattern, how, device, str(dtype)[6:], kernel)
+        how = f"plainly {plain}" if plain else "by a mask" if kernel in ("products", "fused") else "by blocks"
+        costs = (
+            ", which looks at all pairs: slow, and memory grows with the square of the length" if slow else ""
+        )
+        log.info(
+            "attention %s, %s, on %s in %s: kernel %s%s", pattern, how, device, str(dtype)[6:], kernel, costs
+        )
 
 
-_TOLD: set[tuple[str, str, str | None, str, torch.dtype]] = set()
+_TOLD: set[tuple[str, str, str | None, bool, str, torch.dtype]] = set()

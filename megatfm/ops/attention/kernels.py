@@ -7,6 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatfm.ops.attention.blocks import blocked
+from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.fused import fused
 from megatfm.ops.attention.products import Variant, attention_reference
 from megatfm.ops.attention.visible import Plain, Visible
@@ -15,10 +17,16 @@ MATMUL_SCORES = 2**26
 """On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
 oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.md, 2026-11-21)."""
 
+LONG = 1024
+"""From so many queries on, a mask of T × S costs more than to look at blocks (docs/LOG.md, 2026-11-22)."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped."""
+    """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped.
+
+    biased: numbers for all pairs are added to the scores. compiled: a block is being compiled.
+    """
 
     device: str
     dtype: torch.dtype
@@ -28,14 +36,42 @@ class Case:
     plain: Plain | None
     softcap: bool
     drops: bool
+    biased: bool = False
+    compiled: bool = False
 
     @classmethod
-    def of(cls, q_BNTH: Tensor, k_BKSH: Tensor, seen: Visible, variant: Variant, *, drops: bool) -> Self:
+    def of(
+        cls,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        seen: Visible,
+        variant: Variant,
+        *,
+        drops: bool,
+        biased: bool = False,
+    ) -> Self:
         """The case of queries and keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
         scores = q_BNTH.shape[0] * q_BNTH.shape[1] * queries * keys
         softcap = variant.softcap is not None
-        return cls(q_BNTH.device.type, q_BNTH.dtype, queries, keys, scores, seen.plain, softcap, drops)
+        compiled = torch.compiler.is_compiling()
+        return cls(
+            q_BNTH.device.type,
+            q_BNTH.dtype,
+            queries,
+            keys,
+            scores,
+            seen.plain,
+            softcap,
+            drops,
+            biased,
+            compiled,
+        )
+
+    @property
+    def masked(self) -> bool:
+        """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
+        return self.queries >= LONG and (self.plain is None or self.softcap or self.drops)
 
 
 @dataclass(frozen=True)
@@ -52,6 +88,19 @@ def _anything(case: Case) -> bool:
     return True
 
 
+def _on_cpu_by_blocks(case: Case) -> bool:
+    """Which blocks are visited depends on the batch, so that it can't be compiled."""
+    return case.device == "cpu" and not (case.biased or case.compiled)
+
+
+def _on_gpu_by_blocks(case: Case) -> bool:
+    return case.device == "cuda" and not (case.biased or case.drops)
+
+
+def _masked(case: Case) -> bool:
+    return case.masked
+
+
 def _small_on_one_dnn(case: Case) -> bool:
     return case.device == "cpu" and case.dtype == torch.bfloat16 and case.scores <= MATMUL_SCORES
 
@@ -64,6 +113,8 @@ def _plain_scores(case: Case) -> bool:
 
 KERNELS = (
     # name       function             what it carries  where it is the fastest
+    Kernel("blocks", blocked, _on_cpu_by_blocks, _masked),
+    Kernel("flex", flex, _on_gpu_by_blocks, _masked),
     Kernel("products", attention_reference, _anything, _small_on_one_dnn),
     Kernel("fused", fused, _plain_scores, _anything),
 )
@@ -73,4 +124,4 @@ KERNELS = (
 def choose(case: Case) -> Kernel:
     """The first kernel that carries a case and is the fastest in it, else the first that carries it."""
     able = [kernel for kernel in KERNELS if kernel.carries(case)]
-    return next((kernel for kernel in able if kernel.fastest(case)), able[0])
+    return next((kernel for kernel in able if kernel.fastest(case)), able[-1])

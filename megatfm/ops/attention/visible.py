@@ -1,11 +1,14 @@
 """What queries see of keys, as kernels ask for it."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 # B batch, N query heads, T queries, S keys
+
+Made = TypeVar("Made")
 
 Plain = Literal["all", "causal"]
 """Words that kernels have: all keys, or those up to the query itself, where the last query is also the last key."""
@@ -24,6 +27,19 @@ class Visible(Protocol):
     def blocks(self, size: int) -> Tensor:
         """Boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a block."""
 
+    def whole(self, size: int) -> Tensor:
+        """The same, true where all of a block of queries surely see all keys of a block."""
+
+    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Booleans for single pairs: int64 numbers of rows, heads, queries and keys that broadcast to one another."""
+
+    def repeats(self, size: int) -> tuple[Tensor, Tensor] | None:
+        """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
+        some of the second depends on no more than how far from one another they are; None: there are none."""
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What all layers that see the same share, made at the first call."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -37,12 +53,28 @@ class Given:
 
     def blocks(self, size: int) -> Tensor:
         """Of a mask."""
+        return self._by_blocks(size, missing=False).any(5).any(3)
+
+    def whole(self, size: int) -> Tensor:
+        return self._by_blocks(size, missing=True).all(5).all(3)
+
+    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert self.dense is not None
-        padded = self.dense.new_zeros(
-            *self.dense.shape[:2], *(-(-length // size) * size for length in self.dense.shape[2:])
+        return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
+
+    def repeats(self, size: int) -> None:
+        return None
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        return make()
+
+    def _by_blocks(self, size: int, *, missing: bool) -> Tensor:
+        assert self.dense is not None
+        padded = self.dense.new_full(
+            (*self.dense.shape[:2], *(-(-length // size) * size for length in self.dense.shape[2:])), missing
         )
         padded[..., : self.dense.shape[2], : self.dense.shape[3]] = self.dense
-        return padded.unflatten(3, (-1, size)).unflatten(2, (-1, size)).any(5).any(3)
+        return padded.unflatten(3, (-1, size)).unflatten(2, (-1, size))
 
 
 ALL, CAUSAL = Given("all"), Given("causal")

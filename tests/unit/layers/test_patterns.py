@@ -1,6 +1,7 @@
 """What a query sees: every form of a pattern against loops over queries and keys, document by document."""
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,8 +10,20 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers.attention import core
-from megatfm.layers.attention.patterns import PATTERNS, Full, Memory, Pattern, Seen, Span
+from megatfm.layers.attention.patterns import (
+    PATTERNS,
+    Chunked,
+    Fixed,
+    Full,
+    Memory,
+    Pattern,
+    Seen,
+    Span,
+    Strided,
+    Window,
+)
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
@@ -55,7 +68,22 @@ class Chunks(Pattern):
         return (k.first <= q.last) & (k.last // size >= q.first // size)
 
 
-ALL = [Full(), Full(causal=True), Near(3), Chunks(2)]
+BOTH = (True, False)
+ALL = [
+    Full(),
+    Full(causal=True),
+    Near(3),
+    Chunks(2),
+    *(
+        Window(left, right)
+        for left, right in ((0, 0), (2, 0), (12, 0), (11, 0), (3, 3), (2, 4), (20, 20), (20, 2))
+    ),
+    *(Window(6, right, step=3) for right in (0, 6)),
+    *(Window(left, first=first, step=step) for left, first, step in ((2, 1, 1), (4, 6, 2), (3, 40, 1))),
+    *(Chunked(size, causal) for size in (1, 4, 5, 13) for causal in BOTH),
+    *(Strided(stride, causal) for stride in (1, 3, 5, 20) for causal in BOTH),
+    *(Fixed(stride, summary, causal) for stride, summary in ((4, 1), (5, 2), (20, 3)) for causal in BOTH),
+]
 
 
 def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
@@ -108,6 +136,80 @@ def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) ->
         assert (spread | ~mask).all()
         if size == 1 and sequence.opened is None:
             assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
+        whole = Seen(pattern, sequence, 0, N).whole(size).expand(table.shape)
+        assert (table | ~whole).all()
+        surely = whole.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
+        assert (mask | ~surely).all()
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+def test_single_pairs_are_those_of_the_mask(pattern: Pattern) -> None:
+    for sequence, *_ in layouts():
+        b, n, q, k = torch.meshgrid(*(torch.arange(length) for length in (2, N, T, T)), indexing="ij")
+        assert torch.equal(Seen(pattern, sequence, 0, N).sees(b, n, q, k), dense(pattern, sequence))
+
+
+@pytest.mark.parametrize("pattern", ALL, ids=repr)
+def test_blocks_that_repeat_have_equal_masks(pattern: Pattern) -> None:
+    size, count = 2, T // 2
+    for sequence, *_ in layouts():
+        repeats = Seen(pattern, sequence, 0, N).repeats(size)
+        if repeats is None:
+            continue
+        queries, keys = (x.expand(2, -1) for x in repeats)
+        mask, found = dense(pattern, sequence)[..., : 2 * count, : 2 * count], {}
+        for b, n, i, j in torch.cartesian_prod(*(torch.arange(x) for x in (2, N, count, count))).tolist():
+            part = mask[b, n, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
+            if queries[b, i] and keys[b, j] and part.any():
+                assert torch.equal(found.setdefault((n, j - i), part), part)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "causal", "rows"),
+    [
+        ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
+        ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
+        ({"name": "window", "width": 2, "step": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
+        ({"name": "window", "width": 2, "first": 1}, True, ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
+        ({"name": "chunked", "size": 3}, True, ["x....", "xx...", "xxx..", "...x.", "...xx"]),
+        ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
+        ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
+        ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
+        ({"name": "fixed", "stride": 2, "summary": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
+        ({"name": "fixed", "stride": 2, "summary": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
+    ],
+)
+def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: list[str]) -> None:
+    config = ModelConfig(
+        vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
+    )
+    made = PATTERNS.get(config.attention.pattern.name)(config, causal)
+    mask = Seen(made, SequenceMetadata(torch.arange(5)[None])).mask()
+    assert mask is not None
+    assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0]] == rows
+
+
+@pytest.mark.parametrize(
+    ("pattern", "causal", "message"),
+    [
+        ({"name": "window", "width": 4, "first": 2}, False, "pattern.first = 2: an encoder's first tokens"),
+        ({"name": "fixed", "stride": 4, "summary": 4}, True, "summary = 4 is all of stride = 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(pattern: dict[str, object], causal: bool, message: str) -> None:
+    config = ModelConfig(
+        vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
+    )
+    with pytest.raises(UsageError, match=re.escape(message)):
+        PATTERNS.get(config.attention.pattern.name)(config, causal)
+
+
+def test_a_window_that_holds_all_is_plain() -> None:
+    sequence = SequenceMetadata(torch.arange(T)[None])
+    assert Seen(Window(T - 1), sequence).plain == "causal"
+    assert Seen(Window(T - 1, T - 1), sequence).plain == "all"
+    assert Seen(Window(T - 2), sequence).plain is None
+    assert Seen(Chunked(T, causal=True), sequence).plain == "causal"
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
@@ -174,4 +276,4 @@ def test_the_kernel_of_a_kind_is_logged_once(
 
 
 def test_patterns_that_ship() -> None:
-    assert {"full"} <= set(PATTERNS.names())
+    assert {"full", "window", "chunked", "strided", "fixed"} <= set(PATTERNS.names())

@@ -30,6 +30,9 @@ class Full(Pattern):
     def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
         return k.first <= q.last if self.causal else super().blocks(q, k, heads)
 
+    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        return k.last <= q.first if self.causal else super().blocks(q, k, heads)
+
     def pairs(self, length: int, n_heads: int = 1) -> float:
         return length * (length + 1) / 2 if self.causal else length * length
 

@@ -1,7 +1,9 @@
 """What a query sees: the base of all patterns, and what kernels are given of one."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Plain
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
+
+Made = TypeVar("Made")
 
 COUNTED = 2**22
 """So many pairs are looked at together when they are counted."""
@@ -73,6 +77,18 @@ class Pattern:
         """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
         return (q.first <= q.last) & (k.first <= k.last)
 
+    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        """Whether all queries of one block see all keys of another, as `blocks`; may say so too rarely."""
+        return (q.first > q.last) & (k.first > k.last)
+
+    def within(self, length: int) -> "Pattern":
+        """The same for rows of up to so many keys: a plainer pattern, where that says it."""
+        return self
+
+    def at_depth(self, depth: int) -> Self:
+        """The same for one layer: another one, where layers draw something of their own."""
+        return self
+
     def pairs(self, length: int, n_heads: int = 1) -> float:
         """Pairs of query and key that are seen in a document of `length` tokens, on average over the heads."""
         n_heads = n_heads if self.differs_by_head else 1
@@ -113,26 +129,40 @@ class Pattern:
         same_B1TS = sequence.same_document(of_memory=self.of_memory)
         if self.plain == "all":
             return same_B1TS
-        q, k = self._places(sequence)
+        q, k = self.places(sequence)
         seen = self.sees(q[:, None, :, None], k[:, None, None, :], _heads(first_head, n_heads, q.device))
         if sequence.opened is not None:
             seen = seen | sequence.opened[:, None, None, :]
         return seen if same_B1TS is None else same_B1TS & seen
 
-    def table(self, sequence: SequenceMetadata, size: int, first_head: int = 0, n_heads: int = 1) -> Tensor:
-        """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block."""
-        q, k = self._places(sequence)
-        heads = _heads(first_head, n_heads, q.device)
-        seen = self.blocks(_span(q, size, -1), _span(k, size, -2), heads)
-        if sequence.opened is not None:
-            seen = seen | _span(sequence.opened.long(), size, -2).last.bool()
-        numbers = sequence.document_numbers(of_memory=self.of_memory)
-        if numbers is not None:
-            of_q, of_k = _span(numbers[0], size, -1), _span(numbers[1], size, -2)
-            seen = seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
-        return seen
+    def table(
+        self,
+        sequence: SequenceMetadata,
+        size: int,
+        first_head: int = 0,
+        n_heads: int = 1,
+        *,
+        whole: bool = False,
+    ) -> Tensor:
+        """Boolean [B or 1, n or 1, Q, J], true where a query of a block of `size` tokens may see a key of a block.
 
-    def _places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
+        whole: true where all of its queries surely see all keys of a block.
+        """
+        q, k = self.places(sequence)
+        of_q, of_k, heads = _span(q, size, -1), _span(k, size, -2), _heads(first_head, n_heads, q.device)
+        seen = self.whole(of_q, of_k, heads) if whole else self.blocks(of_q, of_k, heads)
+        if sequence.opened is not None:
+            opened = _span(sequence.opened.long(), size, -2)
+            seen = seen | (opened.first if whole else opened.last).bool()
+        numbers = sequence.document_numbers(of_memory=self.of_memory)
+        if numbers is None:
+            return seen
+        of_q, of_k = _span(numbers[0], size, -1), _span(numbers[1], size, -2)
+        if whole:
+            return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
+        return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+
+    def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
         if self.of_memory and sequence.memory is not None:
             return sequence.indices[None], sequence.memory.indices[None]
@@ -147,7 +177,7 @@ class Seen:
     def __init__(
         self, pattern: Pattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
     ) -> None:
-        self._pattern, self._sequence = pattern, sequence
+        self._pattern, self._sequence = pattern.within(len(sequence.key_indices)), sequence
         self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
 
     @property
@@ -159,6 +189,34 @@ class Seen:
 
     def blocks(self, size: int) -> Tensor:
         return self._pattern.table(self._sequence, size, *self._heads)
+
+    def whole(self, size: int) -> Tensor:
+        return self._pattern.table(self._sequence, size, *self._heads, whole=True)
+
+    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        pattern, sequence = self._pattern, self._sequence
+        of_q, of_k = pattern.places(sequence)
+        row = b if len(of_q) > 1 else b * 0
+        seen = pattern.sees(of_q[row, q], of_k[row, k], n + self._heads[0])
+        if sequence.opened is not None:
+            seen = seen | sequence.opened[b, k]
+        numbers = sequence.document_numbers(of_memory=pattern.of_memory)
+        return seen if numbers is None else seen & (numbers[0][b, q] == numbers[1][b, k])
+
+    def repeats(self, size: int) -> tuple[Tensor, Tensor] | None:
+        """Blocks of one document, in a pattern that distances say all of."""
+        if not self._pattern.is_relative or self._sequence.opened is not None:
+            return None
+        numbers = self._sequence.document_numbers(of_memory=self._pattern.of_memory)
+        if numbers is None:
+            ones = self._sequence.indices.new_ones(1, 1).bool()
+            q, k = len(self._sequence.indices), len(self._sequence.key_indices)
+            return ones.expand(1, -(-q // size)), ones.expand(1, -(-k // size))
+        of_q, of_k = (_span(of, size, -1) for of in numbers)
+        return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        return self._sequence.once((key, self._pattern, self._heads), make)
 
 
 @cache

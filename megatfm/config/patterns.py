@@ -1,0 +1,82 @@
+"""The key `model.attention.pattern`: what a query sees, one section for each pattern, its name says which."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from megatfm.config.base import LONGEST, Section, by_name
+
+
+class FullPatternConfig(Section):
+    """All tokens of the document, in decoders those up to the query itself."""
+
+    name: Literal["full"] = "full"
+
+
+class WindowPatternConfig(Section):
+    """The nearest tokens (Child et al. 2019; Beltagy et al. 2020; Jiang et al. 2023)."""
+
+    name: Literal["window"] = "window"
+    width: PositiveInt = Field(examples=[4096], le=LONGEST)
+    """In decoders, so many tokens up to the query itself; in encoders, the query and half of it on each side."""
+    step: PositiveInt = Field(default=1, le=LONGEST)
+    """Of those tokens every `step`-th one, over a window that is so many times as wide (a dilated window)."""
+    first: NonNegativeInt = Field(default=0, le=LONGEST)
+    """So many first tokens of the document are seen as well, in decoders (StreamingLLM: 4; Xiao et al. 2023)."""
+
+
+class ChunkedPatternConfig(Section):
+    """Tokens of the same chunk of the document, in decoders those up to the query itself (Llama 4)."""
+
+    name: Literal["chunked"] = "chunked"
+    size: PositiveInt = Field(examples=[8192], le=LONGEST)
+    """Tokens of a chunk."""
+
+
+class StridedPatternConfig(Section):
+    """The last `stride` tokens, and every `stride`-th before the query (Child et al. 2019, merged heads)."""
+
+    name: Literal["strided"] = "strided"
+    stride: PositiveInt = Field(examples=[128], le=LONGEST)
+    """Tokens between those that are seen."""
+
+
+class FixedPatternConfig(Section):
+    """The query's own stretch of the document, and the ends of the others (Child et al. 2019, merged heads)."""
+
+    name: Literal["fixed"] = "fixed"
+    stride: PositiveInt = Field(examples=[128], le=LONGEST)
+    """Tokens of a stretch."""
+    summary: PositiveInt = Field(default=8, le=LONGEST)
+    """Tokens at the end of a stretch that all see, in decoders all later ones."""
+
+
+class PluginPatternConfig(Section):
+    """A pattern that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_pattern"])
+    """The name under which it is registered."""
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+PatternConfig = Annotated[
+    FullPatternConfig
+    | WindowPatternConfig
+    | ChunkedPatternConfig
+    | StridedPatternConfig
+    | FixedPatternConfig
+    | PluginPatternConfig,
+    by_name(
+        FullPatternConfig,
+        WindowPatternConfig,
+        ChunkedPatternConfig,
+        StridedPatternConfig,
+        FixedPatternConfig,
+        other=PluginPatternConfig,
+    ),
+    BeforeValidator(_named),  # the last is called first
+]

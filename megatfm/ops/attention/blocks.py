@@ -1,0 +1,232 @@
+"""Attention by blocks on a CPU: only blocks of keys that are seen are visited, and memory is linear in T.
+
+Blocks of keys are gathered for some blocks of queries, multiplied, and scattered back. The backward pass computes the
+scores again from the logarithm of their sum (Dao et al. 2022), and adds up what keys get from all their queries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatfm.ops.attention.pieces import Grid, Piece, pieces
+from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.visible import Visible
+from megatfm.ops.dropout import LEVELS, mix
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, b tokens of a block
+# R rows (query blocks) of a chunk, K' heads that share gathered keys, g queries' heads on one of those
+# M key blocks that a row sees
+
+SIZE = 128
+"""Tokens of a block: smaller ones fit a mask better, larger ones multiply faster (docs/LOG.md, 2026-11-22)."""
+
+SCORES = 2**20
+"""So many scores are held at once, besides what is linear in T."""
+
+FLASH = (torch.float32, torch.float64)
+"""Dtypes of the fused CPU kernel; in bfloat16, products written out run on oneDNN and are faster."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def blocked(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    seen: Visible,
+    bias_BNTS: Tensor | None,
+    variant: Variant,
+    rng_keys_BNT: Tensor | None,
+) -> Tensor:
+    """As `attention_reference`, without biases; a query that sees nothing gets 0."""
+    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], SIZE)
+    visits = seen.once(("pieces", SIZE), lambda: pieces(seen, grid))
+    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % SIZE)) for x in (q_BNTH, k_BKSH, v_BKSV))
+    drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % SIZE))
+    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    how = How(visits, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
+    made: Tensor = _Blocked.apply(q, k, v, drawn, how)  # type: ignore[no-untyped-call]
+    return made[:, :, : grid.queries]
+
+
+@dataclass(frozen=True)
+class How:
+    """What is not a tensor. softcap 0: none. threshold: of 65,536, how many probabilities are dropped."""
+
+    visits: list[Piece]
+    scale: float
+    softcap: float
+    threshold: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows that are computed together. flat: numbers of the gathered key blocks in all of the batch and heads.
+
+    bias: −∞ where a query does not look, [R or 1, K' or 1, g·b, M·b]. channels: numbers of groups of four keys.
+    """
+
+    rows: Tensor
+    flat: Tensor
+    heads: int
+    bias: Tensor | None
+    channels: Tensor
+
+
+class _Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> Tensor:
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for chunk in _chunks(how.visits, q, k):
+            (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
+            keep = _kept(chunk, drawn, how)
+            part, total = _core(qc, kc, vc, chunk.bias, keep, how)
+            _put(out, part, chunk)
+            _put(lse, total, chunk)
+        ctx.save_for_backward(q, k, v, drawn, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, drawn, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q)
+        dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, SIZE * x.shape[-1]) for x in (k, v))
+        lse = lse.masked_fill(lse == -torch.inf, 0)
+        for chunk in _chunks(ctx.how.visits, q, k):
+            (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
+            keep = _kept(chunk, drawn, ctx.how)
+            dqc, dkc, dvc = _core_backward(gc, qc, kc, vc, oc, lc, chunk.bias, keep, ctx.how)
+            _put(dq, dqc, chunk)
+            for total, part in ((dk, dkc), (dv, dvc)):
+                total.index_add_(0, chunk.flat, part.reshape(len(chunk.flat), -1).to(total.dtype))
+        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None
+
+
+def _chunks(visits: list[Piece], q: Tensor, k: Tensor) -> Iterator[Chunk]:
+    N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // SIZE, k.shape[2] // SIZE
+    for piece in visits:
+        differ, count = piece.table.shape[1:]
+        heads = N if differ > 1 else K
+        of_head = torch.arange(heads) // (heads // K)
+        step = max(1, SCORES // (N * SIZE * SIZE * count))
+        # One mask for all rows is made into a bias once.
+        shared = (
+            None
+            if piece.mask is None or len(piece.mask) > 1
+            else _bias(piece.mask, count, N // heads, q.dtype)
+        )
+        for at in range(0, len(piece.rows), step):
+            rows, table = piece.rows[at : at + step], piece.table[at : at + step]
+            flat = (((rows // Q)[:, None] * K + of_head)[..., None] * J + table).flatten()
+            bias = shared
+            if piece.mask is not None and shared is None:
+                bias = _bias(piece.mask[at : at + step], count, N // heads, q.dtype)
+            channels = (table[..., None] * (SIZE // 4) + torch.arange(SIZE // 4)).flatten(2)[:, :, None]
+            yield Chunk(rows, flat, heads, bias, channels)
+
+
+def _bias(mask: Tensor, count: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """−∞ where masked, [R, n, g·b, M·b], of which the mask says the last columns."""
+    bias = torch.zeros(*mask.shape[:3], count * SIZE, dtype=dtype)
+    bias[..., count * SIZE - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
+    return bias.repeat(1, 1, groups, 1)
+
+
+def _queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
+    """[B, N, T, ·] → [R, K', g·b, ·]: the rows' queries; heads that share keys lie on top of each other."""
+    for x in tensors:
+        rows = x.unflatten(2, (-1, SIZE)).transpose(1, 2).flatten(0, 1)[chunk.rows]
+        yield rows.unflatten(1, (chunk.heads, -1)).flatten(2, 3)
+
+
+def _put(out: Tensor, x: Tensor, chunk: Chunk) -> None:
+    """The inverse of `_queries`."""
+    blocks = out.shape[2] // SIZE
+    rows = x.unflatten(2, (-1, SIZE)).flatten(1, 2).to(out.dtype)
+    out.unflatten(2, (-1, SIZE))[chunk.rows // blocks, :, chunk.rows % blocks] = rows
+
+
+def _keys(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
+    """[B, K, S, ·] → [R, K', M·b, ·]."""
+    for x in tensors:
+        found = x.reshape(-1, SIZE * x.shape[-1]).index_select(0, chunk.flat)
+        yield found.view(len(chunk.rows), chunk.heads, -1, x.shape[-1])
+
+
+def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
+    """Booleans [R, K', g·b, M·b] of probabilities that are not dropped: the same as `ops.dropout` draws for a row."""
+    if drawn is None:
+        return None
+    (keys,) = _queries(chunk, drawn[..., None])
+    hashes = mix(keys, chunk.channels)
+    return hashes.view(torch.int16) >= how.threshold - LEVELS // 2
+
+
+def _core(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sum of a chunk."""
+    if _is_plain(q, v, keep, how):
+        out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
+        if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
+            lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
+        return out, lse[..., None]
+    scores, _ = _scores(q, k, bias, how)
+    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()
+    if bias is not None:
+        blind = bias.amax(-1, keepdim=True) == -torch.inf
+        shares, lse = shares.masked_fill_(blind, 0), lse.masked_fill_(blind, -torch.inf)
+    if keep is not None:
+        shares = shares.mul_(keep).mul_(LEVELS / (LEVELS - how.threshold))
+    return shares.to(q.dtype) @ v, lse
+
+
+def _core_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    how: How,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a chunk's q, k and v; `out` and `lse` over all keys."""
+    if _is_plain(q, v, keep, how):
+        found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+            g, q, k, v, out, lse[..., 0], 0.0, False, attn_mask=bias, scale=how.scale
+        )
+        return found
+    scores, slope = _scores(q, k, bias, how)
+    shares = scores.to(lse.dtype).sub_(lse).exp_()
+    of_shares, used = g @ v.transpose(-1, -2), shares
+    if keep is not None:
+        factor = keep.to(shares.dtype) * (LEVELS / (LEVELS - how.threshold))
+        of_shares, used = of_shares * factor, shares * factor
+    of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
+    of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
+    of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
+    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor | None]:
+    """Capped and masked scores, and the slope of the cap."""
+    scores, slope = (q * how.scale) @ k.transpose(-1, -2), None
+    if how.softcap:
+        share = torch.tanh(scores / how.softcap)
+        scores, slope = how.softcap * share, 1 - share**2
+    return (scores if bias is None else scores.add_(bias)), slope
+
+
+def _is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: How) -> bool:
+    """Whether the fused kernel serves a chunk."""
+    return q.dtype in FLASH and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap

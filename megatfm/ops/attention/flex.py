@@ -1,0 +1,77 @@
+"""Attention by torch's FlexAttention (He et al. 2024), which visits only blocks of keys that are seen, on a GPU."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.visible import Visible
+
+# B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
+# n heads that differ (or 1), Q query blocks, J key blocks
+
+SIZE = 128
+"""Tokens of a block."""
+
+
+def flex(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    seen: Visible,
+    bias_BNTS: Tensor | None,
+    variant: Variant,
+    rng_keys_BNT: Tensor | None,
+) -> Tensor:
+    """As `attention_reference`, without biases and dropped probabilities."""
+    lengths = q_BNTH.shape[2], k_BKSH.shape[2]
+    visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
+    run = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
+    made: Tensor = run(
+        q_BNTH,
+        k_BKSH,
+        v_BKSV,
+        score_mod=_capped(variant.softcap) if variant.softcap else None,
+        block_mask=visits,
+        scale=variant.scale,
+        enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+    )
+    return made
+
+
+def block_mask(seen: Visible, queries: int, keys: int) -> BlockMask:
+    """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
+    table_BnQJ, whole = seen.blocks(SIZE), seen.whole(SIZE)
+    if keys % SIZE:
+        whole = whole & (torch.arange(whole.shape[-1], device=whole.device) < whole.shape[-1] - 1)
+    whole = whole & table_BnQJ
+    partial = table_BnQJ & ~whole
+
+    def pair(b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen.sees(b, n, q, k)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(whole), BLOCK_SIZE=SIZE, mask_mod=pair, seq_lengths=(queries, keys)
+    )
+
+
+def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries sees, int32 [B, n, Q], and which, those first [B, n, Q, J]."""
+    order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32).contiguous(), order.to(torch.int32).contiguous()
+
+
+def _capped(most: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return most * torch.tanh(score / most)
+
+    return cap
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    made: Callable[..., Tensor] = torch.compile(flex_attention)
+    return made

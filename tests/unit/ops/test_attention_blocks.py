@@ -1,0 +1,184 @@
+"""Attention by blocks against the written-out reference: output and every gradient, in float64 to the last digits."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.layers.attention.patterns import Chunked, Fixed, Full, Pattern, Seen, Strided, Window
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops import dropout
+from megatfm.ops.attention import Given, Variant, Visible, attention_reference, blocks, flex, pieces
+from tests.unit.layers.test_patterns import Chunks
+
+B, N, T, H, SIZE = 2, 4, 77, 4, 8
+DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
+PATTERNS = [
+    Window(10),
+    Window(0),
+    Window(7, 9),
+    Window(200),
+    Window(12, step=3),
+    Window(9, first=3),
+    Chunked(20, causal=True),
+    Chunked(8, causal=False),
+    Strided(9, causal=True),
+    Fixed(12, 2, causal=True),
+    Full(causal=True),
+    Chunks(11),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that T is no multiple of, several chunks of rows, and masks made in several parts."""
+    monkeypatch.setattr(blocks, "SIZE", SIZE)
+    monkeypatch.setattr(blocks, "SCORES", 3 * N * SIZE * SIZE)
+    monkeypatch.setattr(pieces, "MASKED", 3 * SIZE * SIZE)
+
+
+def layouts(rows: int = B) -> Iterator[SequenceMetadata]:
+    positions, prefix = torch.arange(T).expand(rows, T), (torch.arange(T) < 5) | (torch.arange(T) == 30)
+    for documents in (None, DOCUMENTS[:rows]):
+        yield SequenceMetadata(positions, documents)
+        yield SequenceMetadata(positions, documents, prefix=prefix.expand(rows, T))
+
+
+def inputs(
+    kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(B, N, queries, H), (B, kv_heads, T, H), (B, kv_heads, T, width)]
+    return [
+        (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+PLAIN = Variant()
+
+
+def compare(
+    tensors: list[Tensor], seen: Visible, variant: Variant = PLAIN, keys: Tensor | None = None
+) -> float:
+    """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
+    ours, wanted = (
+        function(*tensors, seen, None, variant, keys) for function in (blocks.blocked, attention_reference)
+    )
+    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        wanted.dtype
+    )
+    made = (ours, *torch.autograd.grad(ours, tensors, y))
+    right = (wanted, *torch.autograd.grad(wanted, tensors, y))
+    least = 1e-2 * max(x.norm() for x in right)
+    return max(((a - b).norm() / max(b.norm(), least)).item() for a, b in zip(made, right, strict=True))
+
+
+@pytest.mark.parametrize("kv_heads", [N, 2, 1])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_gradients_against_the_reference(pattern: Pattern, kv_heads: int) -> None:
+    for layout in layouts():
+        assert compare(inputs(kv_heads), Seen(pattern, layout, 0, N)) < 1e-13
+
+
+KEYS = dropout.mix(torch.arange(B * N * T).view(B, N, T), 5)
+
+
+@pytest.mark.parametrize("pattern", [Window(10), Chunks(11), Full(causal=True)], ids=repr)
+@pytest.mark.parametrize(
+    ("variant", "keys", "width"),
+    [
+        (Variant(scale=0.3), None, H),
+        (Variant(softcap=1.5), None, H),
+        (Variant(dropout=0.3), KEYS, H),
+        (Variant(scale=0.3, softcap=2.0, dropout=0.3), KEYS, 6),
+        (PLAIN, None, 6),
+    ],
+    ids=["scale", "soft cap", "dropout", "all of them", "values of another width"],
+)
+def test_what_may_differ_from_plain_attention(
+    pattern: Pattern, variant: Variant, keys: Tensor | None, width: int
+) -> None:
+    for layout in layouts():
+        assert compare(inputs(2, width=width), Seen(pattern, layout, 0, N), variant, keys) < 1e-13
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_after_cached_tokens(pattern: Pattern) -> None:
+    past = 21
+    layout = SequenceMetadata(
+        torch.arange(past, T).expand(B, -1),
+        DOCUMENTS[:, past:],
+        past=past,
+        past_documents=DOCUMENTS[:, :past],
+    )
+    assert compare(inputs(2, queries=T - past), Seen(pattern, layout, 0, N)) < 1e-13
+
+
+def test_a_part_of_the_heads() -> None:
+    layout = next(layouts())
+    q, k, v = inputs()
+    whole, second = (
+        blocks.blocked(*(x[:, part] for x in (q, k, v)), Seen(Chunks(3), layout, first, n), None, PLAIN, None)
+        for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
+    )
+    torch.testing.assert_close(whole[:, 2:], second)
+
+
+def test_masks_of_any_form() -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(B, N, T, T, generator=generator) < 0.05
+    mask |= torch.eye(T, dtype=torch.bool)
+    for part in (mask, mask[:1, :1], mask[:, :1], mask[:1]):
+        assert compare(inputs(2), Given(None, part)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_lower_precision(dtype: torch.dtype) -> None:
+    """At most twice as far from float64 as the reference is in that precision."""
+    seen, tensors = Seen(Window(30), next(layouts())), inputs(2, dtype=dtype)
+    y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    wanted = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
+
+    def errors(function) -> list[float]:  # type: ignore[no-untyped-def]
+        made = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(made, wanted, strict=True)]
+
+    for ours, theirs in zip(errors(blocks.blocked), errors(attention_reference), strict=True):
+        assert ours < 2 * theirs + 1e-6
+
+
+def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
+    """Masks and tables of pieces: twice the tokens, about twice the numbers."""
+
+    def held(length: int, pattern: Pattern, documents: Tensor | None) -> int:
+        seen = Seen(pattern, SequenceMetadata(torch.arange(length)[None], documents))
+        made = pieces.pieces(seen, pieces.Grid(1, length, length, SIZE))
+        return sum(0 if piece.mask is None else piece.mask.numel() for piece in made)
+
+    for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
+        for packed in (False, True):
+            short, long = (
+                held(n, pattern, torch.arange(n)[None] // 100 if packed else None) for n in (1000, 2000)
+            )
+            assert long <= 2.2 * short + 2 * SIZE * SIZE
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kv_heads", [N, 2])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_flex_attention_visits_the_same(
+    pattern: Pattern, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
+    monkeypatch.setattr(flex, "SIZE", SIZE)
+    q, k, v = (x.detach() for x in inputs(kv_heads))
+    for layout in layouts():
+        for variant in (PLAIN, Variant(scale=0.2, softcap=3.0)):
+            seen = Seen(pattern, layout, 0, N)
+            made = flex.flex(q, k, v, seen, None, variant, None)
+            torch.testing.assert_close(made, attention_reference(q, k, v, seen, None, variant))
+            visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
+            assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))
