@@ -62,6 +62,12 @@ class Decoding:
                 f"{longest - max_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
                 f"{config.position.limit}: ask for at most {config.position.limit + 1 - longest + max_tokens}"
             )
+        windows = [d for d in range(config.n_layers) if config.at(d).attention.pattern.name != "full"]
+        if prompts.prefix and cache and windows:
+            raise UsageError(
+                f"model.attention.pattern = {config.at(windows[0]).attention.pattern.name!r} and a prompt as a prefix, "
+                "all of which is seen by what follows: a cache does not keep it: generate without cache"
+            )
         self.cache = KVCache(config.n_layers, longest) if cache else None
         self.fed = 0
         self.memory: dict[str, Any] = {}

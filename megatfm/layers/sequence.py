@@ -46,6 +46,8 @@ class SequenceMetadata:
         self.past, self.past_documents, self.memory = past, past_documents, memory
         self.skip_rate: Tensor | None = None
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
+        self.forgotten = 0
+        """Of the layer at hand, how many of the `past` tokens its cache has no more."""
         self._made: dict[Hashable, object] = {}
 
     def at_layer(self, depth: int, skip_rate: float = 0.0) -> Self:
@@ -56,6 +58,15 @@ class SequenceMetadata:
         layer.rng_keys = mix(self.rng_keys, depth + 1)
         if skip_rate:
             layer.skip_rate = torch.tensor(skip_rate, dtype=torch.float64, device=self.rng_keys.device)
+        return layer
+
+    def with_keys(self, count: int) -> Self:
+        """The same for a layer whose cache gave the keys of the last `count` tokens and no others."""
+        forgotten = self.past + self.positions.shape[1] - count
+        if not forgotten:
+            return self
+        layer = copy.copy(self)
+        layer.forgotten, layer._made = forgotten, self.once(("forgotten", forgotten), dict)
         return layer
 
     @property
@@ -73,7 +84,9 @@ class SequenceMetadata:
         """The places [S] of all tokens that queries may look at, cached ones too."""
         return self.once(
             "key indices",
-            lambda: torch.arange(self.past + self.positions.shape[1], device=self.positions.device),
+            lambda: torch.arange(
+                self.forgotten, self.past + self.positions.shape[1], device=self.positions.device
+            ),
         )
 
     @property
@@ -112,7 +125,7 @@ class SequenceMetadata:
             return None if keys is None else (self._documents(), keys)
         if self.documents is None and (not self.past or self.past_documents is None):
             return None
-        return self._documents(), self._seen_documents()
+        return self._documents(), self._all_documents()[:, self.forgotten :]
 
     def same_document(self, *, of_memory: bool = False) -> Tensor | None:
         """Boolean [B, 1, T, S], true where query and key are in one document; None where all are."""
@@ -124,19 +137,20 @@ class SequenceMetadata:
         return self.once("document places", self._document_places)
 
     def _document_places(self) -> tuple[Tensor, Tensor]:
-        numbers = self.document_numbers()
-        if numbers is None:
+        if self.document_numbers() is None:
             return self.indices[None], self.key_indices[None]
-        keys_BS, places_S = numbers[1], self.key_indices
+        keys_BS = self._all_documents()
+        places_S = torch.arange(keys_BS.shape[1], device=keys_BS.device)
         begins_BS = torch.ones_like(keys_BS, dtype=torch.bool)
         begins_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
         places_BS = places_S - (places_S * begins_BS).cummax(1).values
-        return places_BS[:, self.past :], places_BS
+        return places_BS[:, self.past :], places_BS[:, self.forgotten :]
 
     def _documents(self) -> Tensor:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
-    def _seen_documents(self) -> Tensor:
+    def _all_documents(self) -> Tensor:
+        """[B, past + T]."""
         if not self.past:
             return self._documents()
         past = self.past_documents

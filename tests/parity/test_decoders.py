@@ -78,6 +78,7 @@ MODELS = {
     "llama-yarn": ("LlamaForCausalLM", {**LLAMA, "attention.head_dim": 12, "position.scaling": YARN}),
     "llama-3.1": ("LlamaForCausalLM", {**LLAMA, "attention.head_dim": 12, "position.scaling": LLAMA3}),
     "mistral": ("MistralForCausalLM", LLAMA),
+    "mistral-window": ("MistralForCausalLM", {**LLAMA, "attention.pattern": {"name": "window", "width": 4}}),
     "mla": (
         "DeepseekV3ForCausalLM",
         {
@@ -103,6 +104,7 @@ DOCUMENTED = {
     "gpt2": ["gpt2-124m", "gpt3-175b"],
     "llama": ["llama3-8b"],
     "mistral": ["mistral-7b"],
+    "mistral-window": ["mistral-7b-v0.1"],
     "mla": ["mla-1b"],
     "t5": ["t5-base"],
     "t5-v1.1": ["t5-v1.1-base"],

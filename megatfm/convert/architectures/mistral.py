@@ -1,10 +1,9 @@
-"""Mistral: MistralForCausalLM, a Llama with a window, which must not be shorter than the context."""
+"""Mistral: MistralForCausalLM, a Llama with a sliding window (Jiang et al. 2023)."""
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, WindowPatternConfig
 from megatfm.convert.architectures import llama
 from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.errors import UsageError
 
 KEYS = llama.KEYS | {
     "intermediate_size": taken(14336),
@@ -18,21 +17,18 @@ KEYS = llama.KEYS | {
 
 
 def read(theirs: Json) -> ModelConfig:
-    window, context = theirs["sliding_window"], theirs["max_position_embeddings"]
-    if window is not None and window < context:
-        raise UsageError(
-            f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {context}, and megatfm "
-            f"has no windows: set sliding_window to null, or max_position_embeddings to {window} or less; sequences of "
-            "up to that many tokens give the same"
-        )
-    return llama.read(theirs)
+    ours = llama.read(theirs)
+    width = theirs["sliding_window"]
+    if width is None or width >= theirs["max_position_embeddings"]:
+        return ours
+    return ours.changed({"attention.pattern": {"name": "window", "width": width}})
 
 
 def write(ours: ModelConfig) -> Json:
     theirs = llama.write(ours)
-    return {"sliding_window": None} | {
-        key: value for key, value in theirs.items() if key not in ("attention_bias", "mlp_bias")
-    }
+    pattern = ours.attention.pattern
+    window = {"sliding_window": pattern.width if isinstance(pattern, WindowPatternConfig) else None}
+    return window | {key: value for key, value in theirs.items() if key not in ("attention_bias", "mlp_bias")}
 
 
 ARCHITECTURES.register("MistralForCausalLM")(

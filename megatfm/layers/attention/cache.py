@@ -1,5 +1,6 @@
 """Keys and values of the tokens seen so far, for generation."""
 
+import torch
 from torch import Tensor
 
 # B batch, K key-value heads, T new tokens, S all tokens, H head width
@@ -17,14 +18,18 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None) -> tuple[Tensor, Tensor]:
         """Add new keys and values; returns those of all tokens, [B, K, S, H] each.
 
-        Raises IndexError past the capacity.
+        keeps: of how many tokens they are kept for the next call, which returns those and the new ones. Raises
+        IndexError past the capacity.
         """
         end = self.length + k_BKTH.shape[2]
         if end > self.capacity:
             raise IndexError(f"key-value cache is full: {end} tokens, room for {self.capacity}")
+        if keeps is not None:
+            self.length = end
+            return self._last(k_BKTH, v_BKTH, keeps)
         if self._keys is None or self._values is None:
             self._keys, self._values = (self._room(x) for x in (k_BKTH, v_BKTH))
         self._keys[:, :, self.length : end] = k_BKTH
@@ -38,6 +43,14 @@ class LayerCache:
             self._keys, self._values = self._keys[rows], self._values[rows]
         if self.memory is not None:
             self.memory = self.memory[0][rows], self.memory[1][rows]
+
+    def _last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int) -> tuple[Tensor, Tensor]:
+        if self._keys is not None and self._values is not None:
+            k_BKTH, v_BKTH = torch.cat([self._keys, k_BKTH], 2), torch.cat([self._values, v_BKTH], 2)
+        first = max(k_BKTH.shape[2] - keeps, 0)
+        # Copies, so that what is older is given back.
+        self._keys, self._values = k_BKTH[:, :, first:].clone(), v_BKTH[:, :, first:].clone()
+        return k_BKTH, v_BKTH
 
     def _room(self, x_BKTH: Tensor) -> Tensor:
         batch, heads, _, width = x_BKTH.shape

@@ -42,7 +42,7 @@ class HeadsAttention(nn.Module):
         turns = position.heads is not None and not pattern.of_memory
         self.position = position.heads(config, initial) if turns and position.heads else None
         core = position.core if position.core and not pattern.of_memory else Core
-        self.core = core(config, initial, pattern)
+        self.core, self.keeps = core(config, initial, pattern), pattern.keeps
 
     def cost(self, tokens: Tokens) -> Cost:
         """Keys and values are made from what is looked at."""
@@ -66,7 +66,9 @@ class HeadsAttention(nn.Module):
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
-                k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH)
+                k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH, keeps=self.keeps)
+                sequence = sequence.with_keys(k_BKSH.shape[2])
+                bias = None if bias is None else bias[..., -k_BKSH.shape[2] :]
         else:
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)

@@ -93,7 +93,8 @@ class LatentAttention(nn.Module):
         k_rope_BNTR = k_rope_B1TR.expand(-1, k_BNTH.shape[1], -1, -1)
         q_BNTH, k_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1), torch.cat((k_BNTH, k_rope_BNTR), -1)
         if cache is not None:
-            k_BNTH, v_BNTV = cache.extend(k_BNTH, v_BNTV)
+            k_BNTH, v_BNTV = cache.extend(k_BNTH, v_BNTV, keeps=self.core.pattern.keeps)
+            sequence = sequence.with_keys(k_BNTH.shape[2])
         return self.wo(self.core(q_BNTH, k_BNTH, v_BNTV, sequence, bias).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, width: int) -> Tensor:

@@ -62,7 +62,8 @@ class ShawCore(nn.Module):
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
-        mask_B1TS = sequence.mask(self.pattern)
+        heads = q_BNTH.shape[1] if self.pattern.differs_by_head else 1
+        mask_B1TS = sequence.mask(self.pattern, self.dropout.part * heads, heads)
         if mask_B1TS is None and self.pattern.plain == "causal":
             mask_B1TS = (sequence.distances() <= 0)[None, None]
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])

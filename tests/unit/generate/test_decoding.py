@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.generate.beam import beam_search
 from megatfm.generate.decoding import Decoding, Prompts
 from megatfm.generate.generate import generate
@@ -34,6 +35,26 @@ MODELS = {
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
     "soft caps": {"attention.softcap": 2.0, "head.softcap": 9.0},
 }
+PATTERNS = {
+    "window": {"attention.pattern": {"name": "window", "width": 3}, "attention.n_kv_heads": 2},
+    "window of one token": {"attention.pattern": {"name": "window", "width": 1}},
+    "window, alibi": {"attention.pattern": {"name": "window", "width": 4}, "position.name": "alibi"},
+    "window, shaw": {
+        "attention.pattern": {"name": "window", "width": 4},
+        "position.name": "shaw",
+        "position.max_distance": 3,
+    },
+    "window, latent": {"attention.pattern": {"name": "window", "width": 3}, **MODELS["latent"]},
+    "windows of two kinds": {
+        "blocks": ["near", "all"],
+        "block.near.attention.pattern": {"name": "window", "width": 2},
+        "block.all": {},
+    },
+    "dilated": {"attention.pattern": {"name": "window", "width": 2, "step": 2}},
+    "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
+    "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
+    "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "summary": 1}},
+}
 SIDES = ("decoder", "prefix", "encoder_decoder")
 LENGTHS = (6, 1, 4)
 NEW = 7
@@ -41,7 +62,7 @@ NEW = 7
 
 def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
     family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
-    model = build(ModelConfig.of(**(SMALL | MODELS[parts]), family=family)).double().eval()
+    model = build(ModelConfig.of(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
     set_buffers(model)
     perturb(model, seed=1, scale=0.5)
     random = torch.Generator().manual_seed(2)
@@ -66,7 +87,11 @@ def alone(prompts: Prompts, row: int) -> Prompts:
 
 @pytest.mark.parametrize(
     ("parts", "side"),
-    [pair for pair in itertools.product(MODELS, SIDES) if pair != ("latent", "encoder_decoder")],
+    [
+        *(pair for pair in itertools.product(MODELS, SIDES) if pair != ("latent", "encoder_decoder")),
+        *((parts, "decoder") for parts in PATTERNS),
+        ("window", "encoder_decoder"),
+    ],
 )
 def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> None:
     model, prompts = made(parts, side)
@@ -124,3 +149,30 @@ def test_sampling_counts_positions_without_padding() -> None:
     together = generate(model, short_first, **options)
     single = generate(model, prompts.tokens[1][None], **options)
     assert torch.equal(together[0, -NEW:], single[0, -NEW:])
+
+
+def test_a_window_s_cache_keeps_a_window() -> None:
+    model, prompts = made("windows of two kinds", "decoder")
+    decoding = Decoding(model, prompts, NEW)
+    for _ in range(NEW):
+        decoding.logits()
+        decoding.append(torch.full((len(LENGTHS),), 3))
+    assert decoding.cache is not None
+    assert decoding.cache.length == max(LENGTHS) + NEW - 1
+    near, whole = (
+        layer.extend(*[torch.zeros(3, 4, 1, 4).double()] * 2, keeps=keeps)[0]
+        for layer, keeps in zip(decoding.cache.layers, (1, None), strict=True)
+    )
+    assert near.shape[2] == 2
+    assert whole.shape[2] == max(LENGTHS) + NEW
+
+
+def test_a_prefix_and_a_window_need_all_of_it() -> None:
+    model, prompts = made("window", "prefix")
+    with pytest.raises(
+        UsageError, match=r"pattern = 'window' and a prompt as a prefix.*generate without cache"
+    ):
+        Decoding(model, prompts, NEW)
+    together = steps(model, prompts, cache=False)
+    for row in range(len(LENGTHS)):
+        torch.testing.assert_close(together[row : row + 1], steps(model, alone(prompts, row), cache=False))

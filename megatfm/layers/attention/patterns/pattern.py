@@ -82,7 +82,7 @@ class Pattern:
         return (q.first > q.last) & (k.first > k.last)
 
     def within(self, length: int) -> "Pattern":
-        """The same for rows of up to so many keys: a plainer pattern, where that says it."""
+        """The same for rows of up to so many tokens: a plainer pattern, where that says it."""
         return self
 
     def at_depth(self, depth: int) -> Self:
@@ -177,7 +177,7 @@ class Seen:
     def __init__(
         self, pattern: Pattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
     ) -> None:
-        self._pattern, self._sequence = pattern.within(len(sequence.key_indices)), sequence
+        self._pattern, self._sequence = pattern.within(sequence.past + len(sequence.indices)), sequence
         self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
 
     @property

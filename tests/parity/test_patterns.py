@@ -1,0 +1,104 @@
+"""Attention patterns on every layout: the gradients of one device, which looks at a mask of all pairs.
+
+The layouts visit blocks of four tokens, which the rows' length of twelve and their documents' don't always divide.
+"""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.attention.patterns import PATTERNS
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from megatfm.ops.attention import attention_reference, blocks, kernels
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_families import DROPPED, SMALL, PassOn, batch_for
+from tests.workers import Workers
+
+DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
+ENCODER = {**SMALL, **DROPPED, "family": "encoder", "head.bias": True}
+MODELS = {
+    "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
+    "window with soft caps": {
+        **DECODER,
+        "attention.pattern": {"name": "window", "width": 5},
+        "attention.softcap": 2.0,
+    },
+    "window of an encoder": {**ENCODER, "attention.pattern": {"name": "window", "width": 4}},
+    "alternating": {
+        **DECODER,
+        "blocks": ["near", "all"],
+        "block.near.attention.pattern": {"name": "window", "width": 3},
+        "block.all.position.name": "none",
+    },
+    "first tokens": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "first": 1}},
+    "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "step": 2}},
+    "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
+    "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
+    "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
+}
+LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "tp2": ParallelConfig(tp=2),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "zero3": ParallelConfig(dp_shard=2),
+    },
+}
+
+
+def by_blocks(*args: object) -> torch.Tensor:
+    VISITED.append(True)
+    return blocks.blocked(*args)  # type: ignore[arg-type]
+
+
+VISITED: list[bool] = []
+BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._on_cpu_by_blocks, kernels._anything)
+WRITTEN = kernels.Kernel("products", attention_reference, kernels._anything, kernels._anything)
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+    config = ModelConfig.of(MODELS[name])
+    batch, model = batch_for(config), build(config).double().train()
+    initialise(model, 7)
+    with mock.patch.object(kernels, "KERNELS", (WRITTEN,)):
+        terms = PassOn([])(model, batch)
+        objective = PassOn([*terms])
+        counts = objective.counts(batch)
+        loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+        loss.backward()
+    for layout, parallel in LAYOUTS[ranks].items():
+        make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
+        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
+        engine = make(config, parallel, *more)
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(kernels, "KERNELS", (BLOCKS,)))
+            patches.enter_context(mock.patch.object(blocks, "SIZE", 4))
+            patches.enter_context(mock.patch.object(blocks, "SCORES", 200))
+            VISITED.clear()
+            stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+        assert VISITED
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+    return list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
+
+
+def test_every_pattern_is_here() -> None:
+    here = {
+        section["attention.pattern"]["name"]
+        for section in ({**model, **model.get("block.near", {})} for model in MODELS.values())
+        if "attention.pattern" in section
+    }
+    shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
+    assert shipped - {"full"} == here
