@@ -5,6 +5,7 @@ from megatfm.config.attention import (
     AttentionSection,
     HeadsAttentionConfig,
     LatentAttentionConfig,
+    LongformerAttentionConfig,
     ScaledAttention,
 )
 from megatfm.config.base import expect
@@ -39,8 +40,10 @@ from megatfm.config.optimizer import (
     SoapConfig,
 )
 from megatfm.config.patterns import (
+    BigBirdPatternConfig,
     ChunkedPatternConfig,
     FixedPatternConfig,
+    LongformerPatternConfig,
     StridedPatternConfig,
     WindowPatternConfig,
 )
@@ -81,6 +84,7 @@ __all__ = [
     "AdamWConfig",
     "AttentionConfig",
     "AttentionSection",
+    "BigBirdPatternConfig",
     "BoundaryHeadConfig",
     "CausalObjective",
     "CheckpointConfig",
@@ -103,6 +107,8 @@ __all__ = [
     "LinearSchedule",
     "LionConfig",
     "LogConfig",
+    "LongformerAttentionConfig",
+    "LongformerPatternConfig",
     "MaskedObjective",
     "ModelConfig",
     "MuPConfig",

@@ -75,6 +75,12 @@ class LatentAttentionConfig(ScaledAttention):
     """Width of a head's values; left out, `head_dim`."""
 
 
+class LongformerAttentionConfig(HeadsAttentionConfig):
+    """Tokens that see all of the document have projections of their own (Beltagy et al. 2020, section 3.1)."""
+
+    name: Literal["longformer"] = "longformer"  # type: ignore[assignment]
+
+
 class DisentangledAttentionConfig(AttentionSection):
     """DeBERTa's attention (He et al. 2021); it reads the positions of that name."""
 
@@ -105,6 +111,7 @@ class PluginAttentionConfig(HeadsAttentionConfig):
 AttentionConfig = Annotated[
     HeadsAttentionConfig
     | LatentAttentionConfig
+    | LongformerAttentionConfig
     | DisentangledAttentionConfig
     | DisentangledSharedAttentionConfig
     | TwoStreamAttentionConfig
@@ -112,6 +119,7 @@ AttentionConfig = Annotated[
     by_name(
         HeadsAttentionConfig,
         LatentAttentionConfig,
+        LongformerAttentionConfig,
         DisentangledAttentionConfig,
         DisentangledSharedAttentionConfig,
         TwoStreamAttentionConfig,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from megatfm.config.base import LONGEST, Section, by_name
+from megatfm.config.base import LONGEST, WIDEST, Section, by_name
 
 
 class FullPatternConfig(Section):
@@ -51,6 +51,29 @@ class FixedPatternConfig(Section):
     """Tokens at the end of a stretch that all see, in decoders all later ones."""
 
 
+class BigBirdPatternConfig(Section):
+    """Blocks around the query's, random ones, and some that see all and are seen by all (Zaheer et al. 2020)."""
+
+    name: Literal["bigbird"] = "bigbird"
+    block: PositiveInt = Field(default=64, le=LONGEST)
+    """Tokens of a block."""
+    random: NonNegativeInt = Field(default=3, le=WIDEST)
+    """Random blocks that each block sees, others in each head and layer."""
+    extra: NonNegativeInt = Field(default=0, le=LONGEST)
+    """So many first tokens of the document see all and are seen by all, instead of its first and last block (ETC)."""
+
+
+class LongformerPatternConfig(Section):
+    """A window on both sides, and tokens that see all and are seen by all (Beltagy et al. 2020); attention of that name
+    has projections of their own for those."""
+
+    name: Literal["longformer"] = "longformer"
+    width: PositiveInt = Field(examples=[512], le=LONGEST)
+    """Tokens that are seen beside the query, half of them on each side."""
+    tokens: tuple[NonNegativeInt, ...] = (0,)
+    """Places in the document of those that see all and are seen by all."""
+
+
 class PluginPatternConfig(Section):
     """A pattern that a package in `plugins` registers, with keys of its own."""
 
@@ -69,6 +92,8 @@ PatternConfig = Annotated[
     | ChunkedPatternConfig
     | StridedPatternConfig
     | FixedPatternConfig
+    | BigBirdPatternConfig
+    | LongformerPatternConfig
     | PluginPatternConfig,
     by_name(
         FullPatternConfig,
@@ -76,6 +101,8 @@ PatternConfig = Annotated[
         ChunkedPatternConfig,
         StridedPatternConfig,
         FixedPatternConfig,
+        BigBirdPatternConfig,
+        LongformerPatternConfig,
         other=PluginPatternConfig,
     ),
     BeforeValidator(_named),  # the last is called first

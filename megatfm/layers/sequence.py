@@ -136,6 +136,21 @@ class SequenceMetadata:
         """How many tokens of the same document come before each query [B, T] and each key [B, S]."""
         return self.once("document places", self._document_places)
 
+    def document_lengths(self) -> Tensor:
+        """How many tokens the document of each query has so far, [B, T]."""
+        return self.once("document lengths", self._document_lengths)
+
+    def _document_lengths(self) -> Tensor:
+        places_BS = self.document_places()[1]
+        if self.document_numbers() is None:
+            return places_BS[:, -1:] + 1
+        # The last place of a run of tokens is the greatest from there on until a run begins anew.
+        ends_BS = torch.ones_like(places_BS, dtype=torch.bool)
+        ends_BS[:, :-1] = places_BS[:, 1:] == 0
+        index_S = torch.arange(places_BS.shape[1], device=places_BS.device)
+        end_BS = index_S.where(ends_BS, places_BS.shape[1]).flip(1).cummin(1).values.flip(1)
+        return (places_BS.gather(1, end_BS) + 1)[:, places_BS.shape[1] - self.positions.shape[1] :]
+
     def _document_places(self) -> tuple[Tensor, Tensor]:
         if self.document_numbers() is None:
             return self.indices[None], self.key_indices[None]

@@ -127,7 +127,7 @@ class Figures:
         for name, theirs in reference.items():
             error, norm = float((converted[name] - theirs).norm()), float(theirs.norm())
             if norm <= VANISHING * whole:
-                assert name.endswith((".key.bias", "k_proj.bias", "key_proj.bias")), (
+                assert name.endswith((".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias")), (
                     f"nothing to compare for {name}"
                 )
                 assert error <= TOLERANCE[dtype] * whole, name

@@ -38,6 +38,19 @@ MODELS = {
     "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "step": 2}},
     "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
     "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
+    "bigbird": {**ENCODER, "attention.pattern": {"name": "bigbird", "block": 1, "random": 1}},
+    "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
+    "longformer": {
+        **ENCODER,
+        "attention.name": "longformer",
+        "attention.pattern": {"name": "longformer", "width": 2, "tokens": [0, 3]},
+        "position.name": "learned",
+        "position.max_positions": 12,
+    },
+    "longformer without projections of its own": {
+        **ENCODER,
+        "attention.pattern": {"name": "longformer", "width": 2},
+    },
     "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
 }
 LAYOUTS = {

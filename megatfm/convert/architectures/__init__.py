@@ -3,6 +3,7 @@
 from megatfm.convert.architectures import (
     albert,
     bert,
+    big_bird,
     deberta,
     deberta_v2,
     deepseek,
@@ -10,6 +11,7 @@ from megatfm.convert.architectures import (
     gpt1,
     gpt2,
     llama,
+    longformer,
     mistral,
     roberta,
     t5,
@@ -19,6 +21,7 @@ from megatfm.convert.architectures import (
 __all__ = [
     "albert",
     "bert",
+    "big_bird",
     "deberta",
     "deberta_v2",
     "deepseek",
@@ -26,6 +29,7 @@ __all__ = [
     "gpt1",
     "gpt2",
     "llama",
+    "longformer",
     "mistral",
     "roberta",
     "t5",

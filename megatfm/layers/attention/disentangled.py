@@ -8,7 +8,7 @@ from megatfm.config import DisentangledPositionConfig, ModelConfig
 from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
-from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.attention.patterns import Pattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
@@ -30,6 +30,7 @@ class DisentangledAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
+        require_full(config)
         if not isinstance(config.position, DisentangledPositionConfig) or pattern.plain != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled' needs model.position.name = 'disentangled' and "

@@ -7,7 +7,7 @@ from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.disentangled import DisentangledCore
-from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.attention.patterns import Pattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
@@ -25,6 +25,7 @@ class DisentangledSharedAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
+        require_full(config)
         if not isinstance(config.position, DisentangledBucketsConfig) or pattern.plain != "all":
             raise UsageError(
                 "model.attention.name = 'disentangled_shared' needs model.position.name = "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, Tokens, cost_of, costs_of
-from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns import require_full
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
@@ -68,11 +68,7 @@ class TwoStreamAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        if config.attention.pattern.name != "full":
-            raise UsageError(
-                f"model.attention.pattern = {config.attention.pattern.name!r}: two_stream looks at all that the order "
-                "of prediction allows: leave the pattern out"
-            )
+        require_full(config)
         d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5

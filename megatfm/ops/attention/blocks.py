@@ -44,21 +44,24 @@ def blocked(
     rng_keys_BNT: Tensor | None,
 ) -> Tensor:
     """As `attention_reference`, without biases; a query that sees nothing gets 0."""
-    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], SIZE)
-    visits = seen.once(("pieces", SIZE), lambda: pieces(seen, grid))
-    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % SIZE)) for x in (q_BNTH, k_BKSH, v_BKSV))
-    drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % SIZE))
+    own = seen.grain or 0
+    size = own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
+    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
+    visits = seen.once(("pieces", size), lambda: pieces(seen, grid))
+    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % size)) for x in (q_BNTH, k_BKSH, v_BKSV))
+    drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
-    how = How(visits, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
+    how = How(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
     made: Tensor = _Blocked.apply(q, k, v, drawn, how)  # type: ignore[no-untyped-call]
     return made[:, :, : grid.queries]
 
 
 @dataclass(frozen=True)
 class How:
-    """What is not a tensor. softcap 0: none. threshold: of 65,536, how many probabilities are dropped."""
+    """What is not a tensor. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped."""
 
     visits: list[Piece]
+    size: int
     scale: float
     softcap: float
     threshold: int
@@ -74,6 +77,7 @@ class Chunk:
     rows: Tensor
     flat: Tensor
     heads: int
+    size: int
     bias: Tensor | None
     channels: Tensor
 
@@ -83,7 +87,7 @@ class _Blocked(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> Tensor:
         out = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for chunk in _chunks(how.visits, q, k):
+        for chunk in _chunks(how, q, k):
             (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
             keep = _kept(chunk, drawn, how)
             part, total = _core(qc, kc, vc, chunk.bias, keep, how)
@@ -97,9 +101,9 @@ class _Blocked(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, drawn, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q)
-        dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, SIZE * x.shape[-1]) for x in (k, v))
+        dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, ctx.how.size * x.shape[-1]) for x in (k, v))
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        for chunk in _chunks(ctx.how.visits, q, k):
+        for chunk in _chunks(ctx.how, q, k):
             (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
             keep = _kept(chunk, drawn, ctx.how)
             dqc, dkc, dvc = _core_backward(gc, qc, kc, vc, oc, lc, chunk.bias, keep, ctx.how)
@@ -109,54 +113,53 @@ class _Blocked(torch.autograd.Function):
         return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None
 
 
-def _chunks(visits: list[Piece], q: Tensor, k: Tensor) -> Iterator[Chunk]:
-    N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // SIZE, k.shape[2] // SIZE
-    for piece in visits:
+def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
+    size = how.size
+    N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
+    for piece in how.visits:
         differ, count = piece.table.shape[1:]
         heads = N if differ > 1 else K
         of_head = torch.arange(heads) // (heads // K)
-        step = max(1, SCORES // (N * SIZE * SIZE * count))
+        step = max(1, SCORES // (N * size * size * count))
         # One mask for all rows is made into a bias once.
-        shared = (
-            None
-            if piece.mask is None or len(piece.mask) > 1
-            else _bias(piece.mask, count, N // heads, q.dtype)
-        )
+        shared = None
+        if piece.mask is not None and len(piece.mask) == 1:
+            shared = _bias(piece.mask, count * size, N // heads, q.dtype)
         for at in range(0, len(piece.rows), step):
             rows, table = piece.rows[at : at + step], piece.table[at : at + step]
             flat = (((rows // Q)[:, None] * K + of_head)[..., None] * J + table).flatten()
             bias = shared
             if piece.mask is not None and shared is None:
-                bias = _bias(piece.mask[at : at + step], count, N // heads, q.dtype)
-            channels = (table[..., None] * (SIZE // 4) + torch.arange(SIZE // 4)).flatten(2)[:, :, None]
-            yield Chunk(rows, flat, heads, bias, channels)
+                bias = _bias(piece.mask[at : at + step], count * size, N // heads, q.dtype)
+            channels = (table[..., None] * (size // 4) + torch.arange(size // 4)).flatten(2)[:, :, None]
+            yield Chunk(rows, flat, heads, size, bias, channels)
 
 
-def _bias(mask: Tensor, count: int, groups: int, dtype: torch.dtype) -> Tensor:
+def _bias(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
     """−∞ where masked, [R, n, g·b, M·b], of which the mask says the last columns."""
-    bias = torch.zeros(*mask.shape[:3], count * SIZE, dtype=dtype)
-    bias[..., count * SIZE - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
+    bias = torch.zeros(*mask.shape[:3], keys, dtype=dtype)
+    bias[..., keys - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
     return bias.repeat(1, 1, groups, 1)
 
 
 def _queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
     """[B, N, T, ·] → [R, K', g·b, ·]: the rows' queries; heads that share keys lie on top of each other."""
     for x in tensors:
-        rows = x.unflatten(2, (-1, SIZE)).transpose(1, 2).flatten(0, 1)[chunk.rows]
+        rows = x.unflatten(2, (-1, chunk.size)).transpose(1, 2).flatten(0, 1)[chunk.rows]
         yield rows.unflatten(1, (chunk.heads, -1)).flatten(2, 3)
 
 
 def _put(out: Tensor, x: Tensor, chunk: Chunk) -> None:
     """The inverse of `_queries`."""
-    blocks = out.shape[2] // SIZE
-    rows = x.unflatten(2, (-1, SIZE)).flatten(1, 2).to(out.dtype)
-    out.unflatten(2, (-1, SIZE))[chunk.rows // blocks, :, chunk.rows % blocks] = rows
+    blocks = out.shape[2] // chunk.size
+    rows = x.unflatten(2, (-1, chunk.size)).flatten(1, 2).to(out.dtype)
+    out.unflatten(2, (-1, chunk.size))[chunk.rows // blocks, :, chunk.rows % blocks] = rows
 
 
 def _keys(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
     """[B, K, S, ·] → [R, K', M·b, ·]."""
     for x in tensors:
-        found = x.reshape(-1, SIZE * x.shape[-1]).index_select(0, chunk.flat)
+        found = x.reshape(-1, chunk.size * x.shape[-1]).index_select(0, chunk.flat)
         yield found.view(len(chunk.rows), chunk.heads, -1, x.shape[-1])
 
 

@@ -21,6 +21,10 @@ class Visible(Protocol):
     def plain(self) -> Plain | None:
         """The word that says all of it, where there is one."""
 
+    @property
+    def grain(self) -> int | None:
+        """Tokens of the blocks that it is made of, where it is."""
+
     def mask(self) -> Tensor | None:
         """Boolean [B or 1, N or 1, T, S], true where a query looks; None where `plain` says it."""
 
@@ -47,6 +51,7 @@ class Given:
 
     plain: Plain | None = None
     dense: Tensor | None = None
+    grain: int | None = None
 
     def mask(self) -> Tensor | None:
         return self.dense

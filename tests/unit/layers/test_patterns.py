@@ -14,9 +14,11 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention import core
 from megatfm.layers.attention.patterns import (
     PATTERNS,
+    BigBird,
     Chunked,
     Fixed,
     Full,
+    Longformer,
     Memory,
     Pattern,
     Seen,
@@ -82,6 +84,13 @@ ALL = [
     *(Window(left, first=first, step=step) for left, first, step in ((2, 1, 1), (4, 6, 2), (3, 40, 1))),
     *(Chunked(size, causal) for size in (1, 4, 5, 13) for causal in BOTH),
     *(Strided(stride, causal) for stride in (1, 3, 5, 20) for causal in BOTH),
+    *(
+        BigBird(1, 1, extra, N, causal, layer)
+        for extra, causal, layer in ((0, False, 0), (0, False, 3), (0, True, 1), (2, False, 1), (2, True, 0))
+    ),
+    BigBird(2, 1, 0, N),
+    BigBird(2, 0, 0, N),
+    *(Longformer(side, tokens) for side, tokens in ((1, (0,)), (2, (0, 3, 9)), (0, (5, 40)), (1, ()))),
     *(Fixed(stride, summary, causal) for stride, summary in ((4, 1), (5, 2), (20, 3)) for causal in BOTH),
 ]
 
@@ -93,7 +102,8 @@ def said(pattern: Pattern, documents: Tensor | None, prefix: Tensor | None, head
         of = torch.zeros(T).tolist() if documents is None else documents[b].tolist()
         if of[q] == of[k]:
             first = of.index(of[q])
-            pair = pattern.sees(torch.tensor(q - first), torch.tensor(k - first), torch.tensor(head))
+            places = (torch.tensor(place) for place in (q - first, k - first, head, of.count(of[q])))
+            pair = pattern.sees_of(*places)
             seen[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
     return seen
 
@@ -129,12 +139,13 @@ def test_masks_say_what_the_pattern_says(pattern: Pattern) -> None:
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_pair_lies_in_a_block_of_the_table(pattern: Pattern, size: int) -> None:
-    for sequence, *_ in layouts():
+    for sequence, documents, _ in layouts():
         table = Seen(pattern, sequence, 0, N).blocks(size).expand(2, N, -(-T // size), -(-T // size))
         spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
         mask = dense(pattern, sequence)
         assert (spread | ~mask).all()
-        if size == 1 and sequence.opened is None:
+        lengths_differ = pattern.of_length and documents is not None
+        if size == 1 and sequence.opened is None and not lengths_differ:
             assert torch.equal(spread, mask), "a table of single tokens says exactly what is seen"
         whole = Seen(pattern, sequence, 0, N).whole(size).expand(table.shape)
         assert (table | ~whole).all()
@@ -175,6 +186,16 @@ def test_blocks_that_repeat_have_equal_masks(pattern: Pattern) -> None:
         ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
         ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
         ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
+        (
+            {"name": "longformer", "width": 2, "tokens": [0]},
+            False,
+            ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"],
+        ),
+        (
+            {"name": "bigbird", "block": 1, "random": 0, "extra": 1},
+            True,
+            ["x....", "xx...", "xxx..", "x.xx.", "x..xx"],
+        ),
         ({"name": "fixed", "stride": 2, "summary": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
         ({"name": "fixed", "stride": 2, "summary": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
     ],
@@ -193,6 +214,8 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
     ("pattern", "causal", "message"),
     [
         ({"name": "window", "width": 4, "first": 2}, False, "pattern.first = 2: an encoder's first tokens"),
+        ({"name": "longformer", "width": 4}, True, "'longformer' has tokens that see all, later ones too"),
+        ({"name": "bigbird", "random": 65}, False, "random = 65: more than 64 random blocks"),
         ({"name": "fixed", "stride": 4, "summary": 4}, True, "summary = 4 is all of stride = 4"),
     ],
 )
@@ -212,7 +235,7 @@ def test_a_window_that_holds_all_is_plain() -> None:
     assert Seen(Chunked(T, causal=True), sequence).plain == "causal"
 
 
-@pytest.mark.parametrize("pattern", ALL, ids=repr)
+@pytest.mark.parametrize("pattern", [pattern for pattern in ALL if not pattern.of_length], ids=repr)
 def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
     past = 4
     for documents in (None, DOCUMENTS):
@@ -276,4 +299,4 @@ def test_the_kernel_of_a_kind_is_logged_once(
 
 
 def test_patterns_that_ship() -> None:
-    assert {"full", "window", "chunked", "strided", "fixed"} <= set(PATTERNS.names())
+    assert {"full", "window", "chunked", "strided", "fixed", "bigbird", "longformer"} <= set(PATTERNS.names())

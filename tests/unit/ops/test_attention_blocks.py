@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.layers.attention.patterns import Chunked, Fixed, Full, Pattern, Seen, Strided, Window
+from megatfm.layers.attention.patterns import (
+    BigBird,
+    Chunked,
+    Fixed,
+    Full,
+    Longformer,
+    Pattern,
+    Seen,
+    Strided,
+    Window,
+)
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout
 from megatfm.ops.attention import Given, Variant, Visible, attention_reference, blocks, flex, pieces
@@ -25,6 +35,10 @@ PATTERNS = [
     Chunked(8, causal=False),
     Strided(9, causal=True),
     Fixed(12, 2, causal=True),
+    BigBird(4, 1, 0, N),
+    BigBird(8, 1, 0, N, layer=2),
+    BigBird(4, 2, 3, N, causal=True),
+    Longformer(9, (0, 17)),
     Full(causal=True),
     Chunks(11),
 ]
@@ -166,19 +180,58 @@ def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
             assert long <= 2.2 * short + 2 * SIZE * SIZE
 
 
+def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
+    return SequenceMetadata(layout.positions, layout.documents)
+
+
+@pytest.mark.parametrize(
+    ("fault", "pattern"),
+    [
+        ("a block too many is taken as whole", Window(10)),
+        ("a document's end is lost", Window(10)),
+        ("a document's end is lost", Full(causal=True)),
+        ("the random blocks of another head", BigBird(4, 1, 0, N)),
+        ("keys beyond the last", Window(7, 9)),
+    ],
+)
+def test_faults_are_found(fault: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above, with the kernel's own view of a pattern broken."""
+    documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
+    layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
+    seen, broken = (
+        Seen(pattern, each, 0, N) for each in (layout, copy_of(layout))
+    )  # each keeps what it has made
+    if fault.startswith("a block"):
+        monkeypatch.setattr(broken, "whole", broken.blocks)
+    elif fault.startswith("a document"):
+        broken = Seen(pattern, SequenceMetadata(torch.arange(T).expand(B, -1)), 0, N)
+    elif fault.startswith("the random"):
+        broken = Seen(pattern, copy_of(layout), 1, N - 1)
+    else:
+        asked = broken.sees
+        monkeypatch.setattr(broken, "sees", lambda b, n, q, k: asked(b, n, q, (k - 1).clamp(min=0)))
+    heads = N - 1 if fault.startswith("the random") else N
+    q, k, v = (x[:, :heads] for x in inputs())
+    right = (
+        blocks.blocked(q, k, v, seen, None, PLAIN, None)
+        if heads == N
+        else blocks.blocked(q, k, v, Seen(pattern, layout, 0, heads), None, PLAIN, None)
+    )
+    torch.testing.assert_close(right, attention_reference(q, k, v, Seen(pattern, layout, 0, heads)))
+    wrong = blocks.blocked(q, k, v, broken, None, PLAIN, None)
+    assert ((wrong - right).norm() / right.norm()) > 1e-3
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kv_heads", [N, 2])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_flex_attention_visits_the_same(
-    pattern: Pattern, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)
-    q, k, v = (x.detach() for x in inputs(kv_heads))
-    for layout in layouts():
-        for variant in (PLAIN, Variant(scale=0.2, softcap=3.0)):
-            seen = Seen(pattern, layout, 0, N)
-            made = flex.flex(q, k, v, seen, None, variant, None)
-            torch.testing.assert_close(made, attention_reference(q, k, v, seen, None, variant))
-            visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
-            assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))
+    q, k, v = (x.detach() for x in inputs(2))
+    variant = Variant(scale=0.2, softcap=3.0)
+    for layout in list(layouts())[1:3]:
+        seen = Seen(pattern, layout, 0, N)
+        made = flex.flex(q, k, v, seen, None, variant, None)
+        torch.testing.assert_close(made, attention_reference(q, k, v, seen, None, variant))
+        visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
+        assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.attention import Plain
@@ -35,6 +36,16 @@ class Full(Pattern):
 
     def pairs(self, length: int, n_heads: int = 1) -> float:
         return length * (length + 1) / 2 if self.causal else length * length
+
+
+def require_full(config: ModelConfig) -> None:
+    """Raises UsageError for another pattern, with attention that has to see all."""
+    pattern = config.attention.pattern.name
+    if pattern != "full":
+        raise UsageError(
+            f"model.attention.pattern = {pattern!r}: attention.name = {config.attention.name!r} looks at all tokens: "
+            "leave the pattern out, or set model.attention.name = 'heads'"
+        )
 
 
 @PATTERNS.register("full")

@@ -22,10 +22,15 @@ COUNTED = 2**22
 
 @dataclass(frozen=True)
 class Span:
-    """The first and the last place of each block, int64 that broadcast to [B or 1, 1, Q, J]."""
+    """The first and the last place of each block, int64 that broadcast to [B or 1, 1, Q, J].
+
+    shortest, longest: of the documents that its tokens belong to, for patterns of a length.
+    """
 
     first: Tensor
     last: Tensor
+    shortest: Tensor
+    longest: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,18 @@ class Pattern:
         return False
 
     @property
+    def grain(self) -> int | None:
+        """Tokens of the blocks that it is made of, where it is: kernels then look at blocks of this size."""
+        return None
+
+    @property
     def differs_by_head(self) -> bool:
         """Whether heads see different tokens."""
+        return False
+
+    @property
+    def of_length(self) -> bool:
+        """Whether it depends on the document's length: then `sees_of` says what `sees` says for others."""
         return False
 
     @property
@@ -73,6 +88,10 @@ class Pattern:
         """
         raise NotImplementedError
 
+    def sees_of(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+        """The same, in documents of these lengths, int64 that broadcast."""
+        return self.sees(q, k, heads)
+
     def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
         """Whether any query of one block may see any key of another, [B or 1, n or 1, Q, J]; may say so too often."""
         return (q.first <= q.last) & (k.first <= k.last)
@@ -95,7 +114,7 @@ class Pattern:
         places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
         seen = 0
         for queries in places.split(max(1, COUNTED // (length * n_heads))):
-            found = self.sees(queries[:, None], places[None, :], heads)
+            found = self.sees_of(queries[:, None], places[None, :], heads, torch.tensor(length))
             seen += int(found.expand(1, n_heads, len(queries), length).sum())
         return seen / n_heads
 
@@ -130,7 +149,8 @@ class Pattern:
         if self.plain == "all":
             return same_B1TS
         q, k = self.places(sequence)
-        seen = self.sees(q[:, None, :, None], k[:, None, None, :], _heads(first_head, n_heads, q.device))
+        heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)[:, None, :, None]
+        seen = self.sees_of(q[:, None, :, None], k[:, None, None, :], heads, lengths)
         if sequence.opened is not None:
             seen = seen | sequence.opened[:, None, None, :]
         return seen if same_B1TS is None else same_B1TS & seen
@@ -149,7 +169,8 @@ class Pattern:
         whole: true where all of its queries surely see all keys of a block.
         """
         q, k = self.places(sequence)
-        of_q, of_k, heads = _span(q, size, -1), _span(k, size, -2), _heads(first_head, n_heads, q.device)
+        lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
+        of_q, of_k = _span(q, size, -1, lengths), _span(k, size, -2)
         seen = self.whole(of_q, of_k, heads) if whole else self.blocks(of_q, of_k, heads)
         if sequence.opened is not None:
             opened = _span(sequence.opened.long(), size, -2)
@@ -161,6 +182,12 @@ class Pattern:
         if whole:
             return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
         return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
+
+    def lengths(self, sequence: SequenceMetadata) -> Tensor:
+        """Of the queries' documents [B or 1, T or 1]; whatever they are, where that makes no difference."""
+        if not self.of_length or sequence.document_numbers() is None:
+            return torch.full((1, 1), sequence.past + len(sequence.indices), device=sequence.indices.device)
+        return sequence.document_lengths()
 
     def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
@@ -184,6 +211,10 @@ class Seen:
     def plain(self) -> Plain | None:
         return self._pattern.plain if self._pattern.is_plain(self._sequence) else None
 
+    @property
+    def grain(self) -> int | None:
+        return self._pattern.grain
+
     def mask(self) -> Tensor | None:
         return self._sequence.mask(self._pattern, *self._heads)
 
@@ -197,7 +228,8 @@ class Seen:
         pattern, sequence = self._pattern, self._sequence
         of_q, of_k = pattern.places(sequence)
         row = b if len(of_q) > 1 else b * 0
-        seen = pattern.sees(of_q[row, q], of_k[row, k], n + self._heads[0])
+        lengths = pattern.lengths(sequence).expand(len(of_q), of_q.shape[1])[row, q]
+        seen = pattern.sees_of(of_q[row, q], of_k[row, k], n + self._heads[0], lengths)
         if sequence.opened is not None:
             seen = seen | sequence.opened[b, k]
         numbers = sequence.document_numbers(of_memory=pattern.of_memory)
@@ -229,8 +261,15 @@ def _heads(first: int, n: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + n, device=device)[None, :, None, None]
 
 
-def _span(values: Tensor, size: int, dim: int) -> Span:
+def _span(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> Span:
     """The least and the greatest value [B or 1, L] of each block, with the other side's dim beside it."""
+    first, last = _bounds(values, size, dim)
+    if lengths is None:
+        return Span(first, last, first, last)
+    return Span(first, last, *_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim))
+
+
+def _bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     missing = -values.shape[1] % size
     blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
-    return Span(blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim))
+    return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)

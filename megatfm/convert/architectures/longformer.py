@@ -1,0 +1,64 @@
+"""Longformer (Beltagy et al. 2020): LongformerForMaskedLM, RoBERTa with projections of its own for global tokens.
+
+Which tokens see all is an input there and a part of the model here: it is kept in config.json under a key of ours, and
+is the first token, as in their classifiers, where that is missing.
+"""
+
+from megatfm.config import LongformerPatternConfig, ModelConfig, expect
+from megatfm.convert.architectures import roberta
+from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, SELF_ATTENTION, embedding, head
+from megatfm.convert.keys import Json
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, layers, linear
+from megatfm.errors import UsageError
+
+TOKENS = "megatfm_global_tokens"
+"""The key of config.json."""
+
+
+def read(theirs: Json) -> ModelConfig:
+    given = theirs.get("attention_window", 512)
+    widths = set(given) if isinstance(given, list) else {given}
+    if len(widths) > 1:
+        raise UsageError(
+            f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"
+        )
+    pattern = {"name": "longformer", "width": widths.pop(), "tokens": theirs.get(TOKENS, [0])}
+    ours = roberta.read({"layer_norm_eps": 1e-12, "max_position_embeddings": 512, **theirs})
+    return ours.changed({"attention.name": "longformer", "attention.pattern": pattern})
+
+
+def write(ours: ModelConfig) -> Json:
+    pattern = expect(ours.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    if pattern.width % 2:
+        raise UsageError(
+            f"model.attention.pattern.width = {pattern.width}: transformers' windows are even: an odd one is "
+            f"{pattern.width - 1}"
+        )
+    return roberta.write(ours) | {"attention_window": pattern.width, TOKENS: list(pattern.tokens)}
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    wide = [
+        rule
+        for ours, theirs in (("wq", "query"), ("wk", "key"), ("wv", "value"))
+        for rule in linear(f"attn.{ours}_global", f"attention.self.{theirs}_global", bias=True)
+    ]
+    block = [*SELF_ATTENTION, *wide, *AFTER_ATTENTION]
+    return [
+        *embedding("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
+        *layers(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
+        *head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
+    ]
+
+
+ARCHITECTURES.register("LongformerForMaskedLM")(
+    Architecture(
+        "longformer",
+        read,
+        write,
+        rules,
+        prefix="longformer.",
+        ignored=(POSITION_IDS, r"^longformer\.pooler\."),
+    )
+)

@@ -1,0 +1,98 @@
+"""Longformer's attention (Beltagy et al. 2020, section 3.1): tokens that see all have projections of their own."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import LongformerAttentionConfig, ModelConfig, expect
+from megatfm.errors import UsageError
+from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.core import Core
+from megatfm.layers.attention.patterns import Longformer, Pattern
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.linear import Linear
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import Given, attention_reference
+
+# B batch, T tokens, D model width, N heads, H head width, G places of tokens that see all
+
+
+@ATTENTIONS.register("longformer")
+class LongformerAttention(nn.Module):
+    """All keys are projected twice: once for queries that see a window, once for those that see all."""
+
+    plan = (("", "enter"), ("w[qkv]", "column"), ("w[qkv]_global", "column"), ("wo", "row"))
+
+    def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
+        super().__init__()
+        options = expect(config.attention, LongformerAttentionConfig, "model.attention")
+        if not isinstance(pattern, Longformer) or not pattern.tokens:
+            raise UsageError(
+                "model.attention.name = 'longformer' needs model.attention.pattern.name = 'longformer' with tokens "
+                f"that see all, not {config.attention.pattern.name!r} without: set both, or neither"
+            )
+        if (
+            config.position.name not in ("learned", "sinusoidal", "none")
+            or options.n_kv_heads
+            or options.qk_norm
+        ):
+            raise UsageError(
+                "model.attention.name = 'longformer' has positions in the embeddings alone, and a key head for each "
+                f"query head: leave out n_kv_heads and qk_norm, and set model.position.name = 'learned', not "
+                f"{config.position.name!r}"
+            )
+        d, self.head_dim = config.d_model, config.head_width
+        width = options.n_heads * self.head_dim
+        for part in ("", "_global"):
+            for name, role in (("wq", "query"), ("wk", "key"), ("wv", "value")):
+                self.add_module(name + part, Linear(d, width, initial(role, d, width), bias=options.bias))
+        self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        self.core, self.tokens = Core(config, initial, pattern), pattern.tokens
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+        memory_BSD: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, T, D]."""
+        heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
+        places_BG, found_BG = self._places(sequence)
+        seen_BGT = found_BG[..., None].expand(-1, -1, x_BTD.shape[1])
+        if (numbers := sequence.document_numbers()) is not None:
+            seen_BGT = seen_BGT & (numbers[0].gather(1, places_BG)[..., None] == numbers[1][:, None])
+        at_BGD = x_BTD.gather(1, places_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
+        q_BNGH = self._heads("wq_global", at_BGD)
+        rng_keys_BNT = self.core.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
+        if rng_keys_BNT is not None:
+            rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
+        wide_BNGH = attention_reference(
+            q_BNGH,
+            self._heads("wk_global", x_BTD),
+            self._heads("wv_global", x_BTD),
+            Given(None, seen_BGT[:, None]),
+            None,
+            self.core.variant,
+            rng_keys_BNT,
+        )
+        # Where a row has fewer such tokens than another, its first place keeps what it has.
+        index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
+        wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))
+        heads_BNTH = heads_BNTH.scatter(2, index, wide_BNGH.to(heads_BNTH.dtype))
+        return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
+        """Where in their rows tokens stand that see all [B, G], and whether it is one: rows have unequally many."""
+        places_BT = sequence.document_places()[0].expand(len(sequence.positions), -1)
+        is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens, device=places_BT.device))
+        count_B = is_wide_BT.sum(1)
+        order_BG = is_wide_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
+            :, : int(count_B.max())
+        ]
+        return order_BG, torch.arange(order_BG.shape[1], device=order_BG.device) < count_B[:, None]
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        made: Tensor = getattr(self, name)(x)
+        return made.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,156 @@
+"""BigBird (Zaheer et al. 2020): blocks around the query's own, global ones, and random ones."""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
+from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.registry import PATTERNS
+
+LOOKED_AT = 9
+"""A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
+
+
+@dataclass(frozen=True)
+class BigBird(Pattern):
+    """Keys of the blocks before, of and after the query's; of `n_random` random blocks; of the first and last block.
+
+    The first and last block's queries see all. With `extra` (the paper's ETC) so many first tokens stand for those
+    blocks. A document of no more than 5 + 2 n_random blocks is seen whole, as in the released code. causal, which is
+    not in the paper: no later keys, no last block, and short documents are as all others. layer: another draw for each.
+    rows, drawn: for how many blocks of a row the random ones are drawn, and those; 0: for those that are asked for.
+    """
+
+    block: int
+    n_random: int
+    extra: int
+    n_heads: int
+    causal: bool = False
+    layer: int = 0
+    rows: int = 0
+    drawn: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def differs_by_head(self) -> bool:
+        return self.n_random > 0
+
+    @property
+    def grain(self) -> int | None:
+        return self.block
+
+    @property
+    def of_length(self) -> bool:
+        return not self.causal
+
+    @property
+    def across(self) -> str:
+        return "blocks"
+
+    def within(self, length: int) -> Self:
+        rows = -(-length // self.block)
+        if not self.n_random or rows == self.rows:
+            return self
+        return replace(self, rows=rows, drawn=random_blocks(rows, self.n_heads, self.n_random, self.layer))
+
+    def at_depth(self, depth: int) -> Self:
+        return replace(self, layer=depth)
+
+    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        return self.sees_of(q, k, heads, q.max() + 1)
+
+    def sees_of(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+        seen = self._blocks_see(q // self.block, k // self.block, heads, lengths)
+        if self.extra:
+            seen = seen | (q < self.extra) | (k < self.extra)
+        return seen & (k <= q) if self.causal else seen
+
+    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
+        seen = (k1 >= q0 - 1) & (k0 <= q1 + 1)
+        # A block of a kernel that lies in many blocks of the pattern, or in documents of several lengths, may see all.
+        seen = seen | (q1 - q0 >= LOOKED_AT) | (q.shortest != q.longest)
+        if self.extra:
+            seen = seen | (q.first < self.extra) | (k.first < self.extra)
+        else:
+            seen = seen | (k0 == 0)
+        count = -(-q.shortest // self.block)
+        if not (self.causal or self.extra):
+            seen = seen | (q0 == 0) | (q1 >= count - 1) | (k1 >= count - 1)
+        if not self.causal:
+            seen = seen | (count <= self._short)
+        for step in range(min(LOOKED_AT, int((q1 - q0).max()) + 1)):
+            for drawn in self._drawn(torch.minimum(q0 + step, q1), heads):
+                seen = seen | ((k0 <= drawn) & (drawn <= k1))
+        return seen & (k.first <= q.last) if self.causal else seen
+
+    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
+        seen = self._blocks_see(q0, k0, heads, q.longest)
+        seen = seen & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
+        return seen & (k.last <= q.first) if self.causal else seen
+
+    @property
+    def _short(self) -> int:
+        """Blocks of documents that are seen whole."""
+        return 5 + 2 * self.n_random
+
+    def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+        """Of numbers of blocks in documents of such lengths."""
+        seen, count = (q - k).abs() <= 1, -(-lengths // self.block)
+        if not self.extra:
+            seen = seen | (k == 0)
+        if not (self.causal or self.extra):
+            seen = seen | (q == 0) | (q == count - 1) | (k == count - 1)
+        for drawn in self._drawn(q, heads):
+            seen = seen | (k == drawn)
+        return seen if self.causal else seen | (count <= self._short)
+
+    def _drawn(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+        """The random blocks of these blocks, one by one."""
+        if not self.n_random:
+            return ()
+        table = self.drawn
+        if table is None:
+            table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
+        return table.to(q.device)[heads, q].unbind(-1)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
+    """The random blocks int64 [heads, rows, n_random] of each block, −1 for the first, as transformers draws them.
+
+    They are among the first 5 + 2 n_random blocks, and neither around the block nor the first or last of those. The
+    draw goes by row, so that more rows leave the earlier ones as they are.
+    """
+    return _draw(rows, n_heads, n_random, seed)
+
+
+@cache
+def _draw(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
+    generator, choice = np.random.RandomState(seed), 5 + 2 * n_random
+    table = np.full((n_heads, rows, n_random), -1)
+    for row in range(1, rows):
+        not_these = {row - 1, row, row + 1, 0, choice - 1}
+        not_these |= {choice - 2} if row == 1 else {1} if row == choice - 2 else set()
+        for head in range(n_heads):
+            drawn = [block for block in generator.permutation(choice) if block not in not_these]
+            table[head, row] = drawn[:n_random]
+    return torch.from_numpy(table)
+
+
+@PATTERNS.register("bigbird")
+def bigbird(config: ModelConfig, causal: bool) -> BigBird:
+    """ITC, the paper's form without additional tokens; with `extra`, ETC."""
+    options = expect(config.attention.pattern, BigBirdPatternConfig, "model.attention.pattern")
+    if options.random > 64:
+        raise UsageError(
+            f"model.attention.pattern.random = {options.random}: more than 64 random blocks are no sparse pattern: "
+            "choose fewer (the paper: 3), or pattern = 'full'"
+        )
+    return BigBird(options.block, options.random, options.extra, config.attention.n_heads, causal)

@@ -1,0 +1,56 @@
+"""Longformer (Beltagy et al. 2020): a window, and tokens that see all of the document and are seen by all of it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatfm.config import LongformerPatternConfig, ModelConfig, expect
+from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.registry import PATTERNS
+
+
+@dataclass(frozen=True)
+class Longformer(Pattern):
+    """Keys up to `side` tokens away, and those at the places `tokens`, whose queries see all."""
+
+    side: int
+    tokens: tuple[int, ...]
+
+    @property
+    def across(self) -> str:
+        return "globals"
+
+    def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
+        seen = (q - k).abs() <= self.side
+        for token in self.tokens:
+            seen = seen | (q == token) | (k == token)
+        return seen
+
+    def blocks(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        seen = (k.last >= q.first - self.side) & (k.first <= q.last + self.side)
+        for token in self.tokens:
+            for x in (q, k):
+                seen = seen | ((x.first <= token) & (token <= x.last))
+        return seen
+
+    def whole(self, q: Span, k: Span, heads: Tensor) -> Tensor:
+        return (k.first >= q.last - self.side) & (k.last <= q.first + self.side)
+
+
+@PATTERNS.register("longformer")
+def longformer(config: ModelConfig, causal: bool) -> Longformer:
+    """Of encoders: what sees all leaks what is later."""
+    options = expect(config.attention.pattern, LongformerPatternConfig, "model.attention.pattern")
+    if causal:
+        raise UsageError(
+            "model.attention.pattern.name = 'longformer' has tokens that see all, later ones too: a decoder can't "
+            "learn from that: choose family = 'encoder', or a window with `first`"
+        )
+    limit = config.position.limit
+    if options.tokens and limit is not None and max(options.tokens) >= limit:
+        raise UsageError(
+            f"model.attention.pattern.tokens has the place {max(options.tokens)}, but model.position has "
+            f"{limit} positions: name places below {limit}"
+        )
+    return Longformer(options.width // 2, options.tokens)

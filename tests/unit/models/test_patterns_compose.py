@@ -1,0 +1,147 @@
+"""Every pattern with every part: it works, by blocks as by a mask of all pairs, or one line refuses it by name."""
+
+import itertools
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns import PATTERNS
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from megatfm.ops.attention import blocks, kernels
+
+PATTERN: dict[str, dict[str, Any]] = {
+    "window": {"name": "window", "width": 5},
+    "dilated": {"name": "window", "width": 3, "step": 2},
+    "first": {"name": "window", "width": 4, "first": 2},
+    "chunked": {"name": "chunked", "size": 6},
+    "strided": {"name": "strided", "stride": 4},
+    "fixed": {"name": "fixed", "stride": 5, "summary": 1},
+    "bigbird": {"name": "bigbird", "block": 2, "random": 1},
+    "etc": {"name": "bigbird", "block": 2, "random": 0, "extra": 2},
+    "longformer": {"name": "longformer", "width": 4, "tokens": [0, 7]},
+}
+ENCODER = {"family": "encoder"}
+PARTS: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder": ENCODER,
+    "encoder-decoder": {"family": "encoder_decoder"},
+    "one key head": {"attention.n_kv_heads": 1},
+    "QK norm": {"attention.qk_norm": True},
+    "soft cap": {"attention.softcap": 2.0},
+    "dropout": {"attention.dropout": 0.3, "dropout": 0.1},
+    "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4, "attention.v_dim": 3},
+    "alibi": {"position.name": "alibi"},
+    "t5": {"position.name": "t5", "position.buckets": 8, "position.max_distance": 6},
+    "shaw": {"position.name": "shaw", "position.max_distance": 3},
+    "learned": {"position.name": "learned", "position.max_positions": 30, **ENCODER},
+    "sinusoidal": {"position.name": "sinusoidal"},
+    "no positions": {"position.name": "none"},
+    "prefix": {},
+    "longformer": {
+        "attention.name": "longformer", "position.name": "learned", "position.max_positions": 30, **ENCODER
+    },
+    "disentangled": {"attention.name": "disentangled", "position.name": "disentangled", **ENCODER},
+    "disentangled, shared": {
+        "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", **ENCODER
+    },
+    "two streams": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
+    "shared layers": {"n_layers": 4, "distinct_layers": 2},
+    "heads for later tokens": {"future_tokens": 1},
+}  # fmt: skip
+ALL_TOKENS = ("disentangled", "disentangled, shared", "two streams")
+LENGTH = 29
+
+
+def refusal(pattern: str, part: str) -> str | None:
+    """What the line says, where the two don't go together."""
+    encoder = PARTS[part].get("family") == "encoder"
+    if pattern == "first" and encoder:
+        return "pattern.first = 2: an encoder's first tokens would see no more than others.*leave it out"
+    if part in ALL_TOKENS:
+        return (
+            rf"pattern = '{PATTERN[pattern]['name']}': attention.name = '.*' looks at all tokens: leave the"
+        )
+    if part == "longformer" and pattern != "longformer":
+        return "attention.name = 'longformer' needs model.attention.pattern.name = 'longformer'"
+    if pattern == "longformer" and not encoder:
+        return (
+            "pattern.name = 'longformer' has tokens that see all, later ones too.*choose family = 'encoder'"
+        )
+    if pattern == "first" and part == "encoder-decoder":
+        return "pattern.first = 2: an encoder's first tokens would see no more than others.*leave it out"
+    return None
+
+
+def batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randint(0, 20, (2, LENGTH), generator=generator) for _ in range(3)]
+    documents = torch.tensor([[0] * 17 + [1] * 9 + [-1] * 3, [0] * 29])
+    first = (documents == 0).sum(1, keepdim=True) * (documents == 1)
+    made = {
+        "tokens": draw[0],
+        "targets": draw[1],
+        "documents": documents,
+        "positions": torch.arange(LENGTH).expand(2, -1) - first,
+        "keys": torch.tensor([5, 6]),
+    }
+    if family == "encoder_decoder":
+        made |= {f"encoder_{key}": made[key] for key in ("documents", "positions")} | {
+            "encoder_tokens": draw[2]
+        }
+    return made | ({"prefix": torch.arange(LENGTH).expand(2, -1) < 3} if prefix else {})
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.stack([*model(**inputs).losses.values()]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("pattern", "part"), list(itertools.product(PATTERN, PARTS)))
+def test_it_works_or_is_refused(pattern: str, part: str) -> None:
+    sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
+    config = ModelConfig.of({**sizes, **PARTS[part], "attention.pattern": PATTERN[pattern]})
+    if wanted := refusal(pattern, part):
+        with pytest.raises(UsageError) as caught:
+            build(config)
+        assert "\n" not in str(caught.value)
+        assert re.search(wanted, str(caught.value))
+        return
+    model, inputs = build(config).double().train(), batch(config.family, prefix=part == "prefix")
+    initialise(model, 3)
+    by_mask = gradients(model, inputs)
+    with mock.patch.object(kernels, "LONG", 1), mock.patch.object(blocks, "SIZE", 8):
+        by_blocks = gradients(model, inputs)
+    assert by_mask.keys() == by_blocks.keys() == {name for name, _ in model.named_parameters()}
+    whole = torch.stack([gradient.norm() for gradient in by_mask.values()]).norm()
+    for name, gradient in by_mask.items():
+        assert (by_blocks[name] - gradient).norm() <= 1e-11 * whole, name
+
+
+def test_every_pattern_is_tried() -> None:
+    shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
+    assert shipped == {"full", *(options["name"] for options in PATTERN.values())}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("pattern", PATTERN)
+def test_a_compiled_block_is_the_same(pattern: str) -> None:
+    sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
+    family = "encoder" if pattern == "longformer" else "decoder"
+    config = ModelConfig.of({**sizes, "family": family, "attention.pattern": PATTERN[pattern]})
+    model, inputs = build(config).double().train(), batch(family, prefix=False)
+    initialise(model, 3)
+    eager = gradients(model, inputs)
+    for block in (model.decoder if family == "decoder" else model.encoder).layers.values():
+        block.compile(fullgraph=True, backend="aot_eager")
+    with mock.patch.object(kernels, "LONG", 1):
+        compiled = gradients(model, inputs)
+    for name, gradient in eager.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-10, atol=1e-12)
