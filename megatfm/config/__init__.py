@@ -5,6 +5,7 @@ from megatfm.config.attention import (
     AttentionSection,
     HeadsAttentionConfig,
     LatentAttentionConfig,
+    LinformerAttentionConfig,
     LongformerAttentionConfig,
     ScaledAttention,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "LatentAttentionConfig",
     "LearnedPositionConfig",
     "LinearSchedule",
+    "LinformerAttentionConfig",
     "LionConfig",
     "LogConfig",
     "LongformerAttentionConfig",

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
-from megatfm.config.base import WIDEST, Rate, Section, by_name
+from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name
 from megatfm.config.patterns import FullPatternConfig, PatternConfig
 
 
@@ -54,6 +54,8 @@ class HeadsAttentionConfig(ScaledAttention):
     """RMSNorm on each head's queries and keys."""
     bias: bool = False
     """Biases in the projections."""
+    sinks: bool = False
+    """A learned score for each head that takes part in the softmax without a key (gpt-oss)."""
 
     @property
     def kv_heads(self) -> int:
@@ -79,6 +81,22 @@ class LongformerAttentionConfig(HeadsAttentionConfig):
     """Tokens that see all of the document have projections of their own (Beltagy et al. 2020, section 3.1)."""
 
     name: Literal["longformer"] = "longformer"  # type: ignore[assignment]
+
+
+class LinformerAttentionConfig(AttentionSection):
+    """Keys and values of a document are projected to a fixed number of them (Wang et al. 2020)."""
+
+    name: Literal["linformer"] = "linformer"
+    length: PositiveInt = Field(examples=[512], le=LONGEST)
+    """Places that are projected: no row may be longer."""
+    rank: PositiveInt = Field(default=128, le=WIDEST)
+    """Keys and values that a document has."""
+    share: Literal["none", "headwise", "key_value"] = "headwise"
+    """Who has a projection in common: no one, all heads of a layer, or besides them its keys and values."""
+    scale: PositiveFloat | None = None
+    """Factor on the scores; left out, head_dim^-1/2."""
+    bias: bool = False
+    """Biases in the projections of tokens."""
 
 
 class DisentangledAttentionConfig(AttentionSection):
@@ -112,6 +130,7 @@ AttentionConfig = Annotated[
     HeadsAttentionConfig
     | LatentAttentionConfig
     | LongformerAttentionConfig
+    | LinformerAttentionConfig
     | DisentangledAttentionConfig
     | DisentangledSharedAttentionConfig
     | TwoStreamAttentionConfig
@@ -120,6 +139,7 @@ AttentionConfig = Annotated[
         HeadsAttentionConfig,
         LatentAttentionConfig,
         LongformerAttentionConfig,
+        LinformerAttentionConfig,
         DisentangledAttentionConfig,
         DisentangledSharedAttentionConfig,
         TwoStreamAttentionConfig,

@@ -10,6 +10,7 @@ from megatfm.config.base import PathStr, Section
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
+from megatfm.config.patterns import BigBirdPatternConfig
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.schedule import CosineSchedule, ScheduleConfig, WSDSchedule
 from megatfm.config.sections import (
@@ -123,6 +124,16 @@ class Config(Section):
                 f"parallel.tp = {tp}: model.attention.name = {self.model.attention.name!r} cuts its queries in groups "
                 f"of {together}, not a multiple of it: choose tp = {gcd(tp, together)}, or "
                 "parallel.sequence_parallel=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        patterns = {self.model.at(depth).attention.pattern for depth in range(max(1, len(self.model.blocks)))}
+        if self.train.compile and any(isinstance(p, BigBirdPatternConfig) and p.random for p in patterns):
+            raise ValueError(
+                "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
+                "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
             )
         return self
 

@@ -74,7 +74,9 @@ def _attention(
     core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceMetadata, bias: Tensor | None = None
 ) -> Tensor:
     rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
-    return attention_reference(q, k, v, Seen(core.pattern, layout), bias, core.variant, rng_keys)
+    sinks = None if core.sinks is None else core.sinks.weight
+    seen = Seen(core.pattern, layout, 0, q.shape[1])
+    return attention_reference(q, k, v, seen, bias, core.variant, rng_keys, sinks)
 
 
 def _cross_entropy(

@@ -1,6 +1,6 @@
 """Attention layers and the key-value cache."""
 
-from megatfm.layers.attention import disentangled, disentangled_shared, heads, latent, longformer
+from megatfm.layers.attention import disentangled, disentangled_shared, heads, latent, linformer, longformer
 from megatfm.layers.attention.cache import KVCache, LayerCache
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -14,5 +14,6 @@ __all__ = [
     "disentangled_shared",
     "heads",
     "latent",
+    "linformer",
     "longformer",
 ]

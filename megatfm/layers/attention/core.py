@@ -40,6 +40,7 @@ class Core(nn.Module):
         self.pattern, self.shown, self.n_heads = pattern, repr(pattern), options.n_heads
         self.channels = channels or 2 * options.n_heads * config.head_width
         self.dropout = Dropout(options.dropout, "cross" if pattern.of_memory else "attention")
+        self.sinks = Sinks(options.n_heads, initial) if getattr(options, "sinks", False) else None
         self.variant = Variant(
             scale=options.scale or scale,
             softcap=options.softcap,
@@ -62,12 +63,31 @@ class Core(nn.Module):
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads)
         seen = Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+        sinks = None if self.sinks is None else self.sinks.weight
         case = Case.of(
-            q_BNTH, k_BKSH, seen, self.variant, drops=rng_keys is not None, biased=bias is not None
+            q_BNTH,
+            k_BKSH,
+            seen,
+            self.variant,
+            drops=rng_keys is not None,
+            biased=bias is not None,
+            sinks=sinks is not None,
         )
         kernel = choose(case)
         tell(kernel.name, self.shown, case)
-        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, seen, bias, self.variant, rng_keys, sinks)
+
+
+class Sinks(nn.Module):
+    """A score for each head that no key has: what a head gives it, it gives no token."""
+
+    plan = (("", "last dim"),)
+
+    def __init__(self, n_heads: int, initial: Initialiser) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+        self.initial = {"weight": initial("relative", 1, n_heads)}
+        self.roles = {"weight": "vector"}
 
 
 def tell(kernel: str, pattern: str, case: Case) -> None:

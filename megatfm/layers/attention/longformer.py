@@ -35,10 +35,11 @@ class LongformerAttention(nn.Module):
             config.position.name not in ("learned", "sinusoidal", "none")
             or options.n_kv_heads
             or options.qk_norm
+            or options.sinks
         ):
             raise UsageError(
                 "model.attention.name = 'longformer' has positions in the embeddings alone, and a key head for each "
-                f"query head: leave out n_kv_heads and qk_norm, and set model.position.name = 'learned', not "
+                f"query head: leave out n_kv_heads, qk_norm and sinks, and set position.name = 'learned', not "
                 f"{config.position.name!r}"
             )
         d, self.head_dim = config.d_model, config.head_width

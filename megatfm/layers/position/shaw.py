@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, ShawConfig, expect
 from megatfm.cost import Cost, Tokens
+from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
@@ -27,6 +28,11 @@ class ShawCore(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: "Pattern") -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")
+        if getattr(options, "sinks", False):
+            raise UsageError(
+                "model.attention.sinks = true: model.position.name = 'shaw' computes attention without: leave sinks "
+                "out, or choose position.name = 'rope'"
+            )
         self.pattern, self.n_heads = pattern, options.n_heads
         self.channels = 2 * options.n_heads * config.head_width
         self.farthest = expect(config.position, ShawConfig, "model.position").max_distance

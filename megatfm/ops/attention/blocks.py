@@ -42,6 +42,7 @@ def blocked(
     bias_BNTS: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases; a query that sees nothing gets 0."""
     own = seen.grain or 0
@@ -52,7 +53,7 @@ def blocked(
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
     how = How(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
-    made: Tensor = _Blocked.apply(q, k, v, drawn, how)  # type: ignore[no-untyped-call]
+    made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)  # type: ignore[no-untyped-call]
     return made[:, :, : grid.queries]
 
 
@@ -84,7 +85,9 @@ class Chunk:
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None, how: How
+    ) -> Tensor:
         out = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for chunk in _chunks(how, q, k):
@@ -93,13 +96,16 @@ class _Blocked(torch.autograd.Function):
             part, total = _core(qc, kc, vc, chunk.bias, keep, how)
             _put(out, part, chunk)
             _put(lse, total, chunk)
-        ctx.save_for_backward(q, k, v, drawn, out, lse)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
+            out, lse = out.mul_((lse - whole).exp().to(out.dtype)), whole
+        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
         ctx.how = how
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, drawn, out, lse = ctx.saved_tensors
+        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, ctx.how.size * x.shape[-1]) for x in (k, v))
         lse = lse.masked_fill(lse == -torch.inf, 0)
@@ -110,7 +116,13 @@ class _Blocked(torch.autograd.Function):
             _put(dq, dqc, chunk)
             for total, part in ((dk, dkc), (dv, dvc)):
                 total.index_add_(0, chunk.flat, part.reshape(len(chunk.flat), -1).to(total.dtype))
-        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None
+        of_sinks = None
+        if sinks is not None:  # as a key's whose value is 0
+            share = (sinks.to(lse.dtype)[:, None, None] - lse).exp()
+            of_sinks = (
+                -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
+            )
+        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, of_sinks, None
 
 
 def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:

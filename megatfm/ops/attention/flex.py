@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
@@ -25,12 +26,13 @@ def flex(
     bias_BNTS: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases and dropped probabilities."""
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
     run = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
-    made: Tensor = run(
+    made, beside = run(
         q_BNTH,
         k_BKSH,
         v_BKSV,
@@ -38,8 +40,12 @@ def flex(
         block_mask=visits,
         scale=variant.scale,
         enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+        return_aux=AuxRequest(lse=sinks_N is not None),
     )
-    return made
+    if sinks_N is None:
+        return made
+    shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
+    return made * shares_BNT[..., None].to(made.dtype)
 
 
 def block_mask(seen: Visible, queries: int, keys: int) -> BlockMask:
@@ -72,6 +78,6 @@ def _capped(most: float) -> Callable[..., Tensor]:
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    made: Callable[..., Tensor] = torch.compile(flex_attention)
+def _compiled() -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(flex_attention)
     return made

@@ -18,8 +18,9 @@ def fused(
     bias_BNTS: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without soft cap and dropped probabilities; causal only where T = S."""
+    """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
     causal, mask = seen.plain == "causal", seen.mask()
     if bias_BNTS is not None:
         mask = _masked_bias(bias_BNTS.to(q_BNTH.dtype), mask, causal)

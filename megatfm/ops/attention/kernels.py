@@ -25,7 +25,8 @@ LONG = 1024
 class Case:
     """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped.
 
-    biased: numbers for all pairs are added to the scores. compiled: a block is being compiled.
+    biased: numbers for all pairs are added to the scores. sinks: scores without keys take part. compiled: a block is
+    being compiled.
     """
 
     device: str
@@ -37,6 +38,7 @@ class Case:
     softcap: bool
     drops: bool
     biased: bool = False
+    sinks: bool = False
     compiled: bool = False
 
     @classmethod
@@ -49,6 +51,7 @@ class Case:
         *,
         drops: bool,
         biased: bool = False,
+        sinks: bool = False,
     ) -> Self:
         """The case of queries and keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
@@ -65,13 +68,14 @@ class Case:
             softcap,
             drops,
             biased,
+            sinks,
             compiled,
         )
 
     @property
     def masked(self) -> bool:
         """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
-        return self.queries >= LONG and (self.plain is None or self.softcap or self.drops)
+        return self.queries >= LONG and (self.plain is None or self.softcap or self.drops or self.sinks)
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,9 @@ def _small_on_one_dnn(case: Case) -> bool:
 
 
 def _plain_scores(case: Case) -> bool:
-    """No fused kernel has a soft cap, our dropout, or a causal order that ends at the last key."""
+    """No fused kernel has a soft cap, our dropout, sinks, or a causal order that ends at the last key."""
     square = case.plain != "causal" or case.queries == case.keys
-    return square and not (case.softcap or case.drops)
+    return square and not (case.softcap or case.drops or case.sinks)
 
 
 KERNELS = (

@@ -32,10 +32,12 @@ def attention_reference(
     bias_BNTS: Tensor | None = None,
     variant: Variant = Variant(),
     rng_keys_BNT: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
 
-    bias broadcasts to [B, N, T, S]; it is added after the soft cap. A query that sees no key gets the mean of v.
+    bias broadcasts to [B, N, T, S]; it is added after the soft cap. sinks: a score for each head that takes part in the
+    softmax, but has no key (Agarwal et al. 2025, gpt-oss). A query that sees no key gets the mean of v.
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
@@ -50,15 +52,23 @@ def attention_reference(
     if seen.plain == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    return probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT) @ v_BKSV
+    return probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N) @ v_BKSV
 
 
 def probabilities(
-    scores_BNTS: Tensor, mask_B1TS: Tensor | None, rate: float = 0.0, rng_keys_BNT: Tensor | None = None
+    scores_BNTS: Tensor,
+    mask_B1TS: Tensor | None,
+    rate: float = 0.0,
+    rng_keys_BNT: Tensor | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten."""
     if mask_B1TS is not None:
         # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
         scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, torch.finfo(scores_BNTS.dtype).min)
-    probabilities_BNTS = scores_BNTS.softmax(-1)
+    if sinks_N is None:
+        probabilities_BNTS = scores_BNTS.softmax(-1)
+    else:
+        sinks_BNT1 = sinks_N.to(scores_BNTS.dtype)[:, None, None].expand(*scores_BNTS.shape[:3], 1)
+        probabilities_BNTS = torch.cat([scores_BNTS, sinks_BNT1], -1).softmax(-1)[..., :-1]
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)

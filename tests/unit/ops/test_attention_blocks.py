@@ -78,7 +78,8 @@ def compare(
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
     ours, wanted = (
-        function(*tensors, seen, None, variant, keys) for function in (blocks.blocked, attention_reference)
+        function(*tensors[:3], seen, None, variant, keys, *tensors[3:])
+        for function in (blocks.blocked, attention_reference)
     )
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
         wanted.dtype
@@ -116,6 +117,8 @@ def test_what_may_differ_from_plain_attention(
 ) -> None:
     for layout in layouts():
         assert compare(inputs(2, width=width), Seen(pattern, layout, 0, N), variant, keys) < 1e-13
+        sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+        assert compare([*inputs(2, width=width), sinks], Seen(pattern, layout, 0, N), variant, keys) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -231,7 +234,10 @@ def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.Mo
     variant = Variant(scale=0.2, softcap=3.0)
     for layout in list(layouts())[1:3]:
         seen = Seen(pattern, layout, 0, N)
-        made = flex.flex(q, k, v, seen, None, variant, None)
-        torch.testing.assert_close(made, attention_reference(q, k, v, seen, None, variant))
+        sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
+        for given in (None, sinks):
+            made = flex.flex(q, k, v, seen, None, variant, None, given)
+            wanted = attention_reference(q, k, v, seen, None, variant, None, given)
+            torch.testing.assert_close(made, wanted)
         visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))

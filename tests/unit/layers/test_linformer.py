@@ -1,0 +1,109 @@
+"""Linformer against the paper's formula, one document and one head at a time."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, load_config
+from megatfm.errors import UsageError
+from megatfm.layers.block import Block
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models import build
+from tests.parity.oracle import perturb
+
+LENGTH, RANK, HEADS, WIDTH = 13, 4, 3, 12
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13])
+
+
+def config_of(share: str, **changes: object) -> ModelConfig:
+    return ModelConfig.of(
+        {
+            "family": "encoder",
+            "vocab_size": 7,
+            "d_model": WIDTH,
+            "n_layers": 1,
+            "attention.name": "linformer",
+            "attention.n_heads": HEADS,
+            "attention.length": LENGTH + 2,
+            "attention.rank": RANK,
+            "attention.share": share,
+            "attention.bias": True,
+            "position.name": "none",
+            "ffn.d_ff": 8,
+            **changes,
+        }
+    )
+
+
+def written_out(layer: nn.Module, x: Tensor) -> Tensor:
+    """softmax(Q (E K)ᵀ / √d) (F V) of one document [T, D], equation 7."""
+    q, k, v = (getattr(layer, f"w{part}")(x).unflatten(-1, (HEADS, -1)) for part in "qkv")
+    e, f = layer.of_keys.weight, (layer.of_values or layer.of_keys).weight
+    heads = []
+    for n in range(HEADS):
+        e_TR, f_TR = ((w[..., n] if w.dim() == 3 else w)[: len(x)] for w in (e, f))
+        scores = q[:, n] @ (e_TR.T @ k[:, n]).T / (WIDTH / HEADS) ** 0.5
+        heads.append(scores.softmax(-1) @ (f_TR.T @ v[:, n]))
+    return layer.wo(torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("share", ["none", "headwise", "key_value"])
+def test_output_and_every_gradient(share: str, packed: bool) -> None:
+    layer = Block(config_of(share), "encoder").attn.double()
+    perturb(layer, scale=0.5)
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    documents = DOCUMENTS if packed else torch.zeros(2, LENGTH, dtype=torch.int64)
+    sequence = SequenceMetadata(torch.arange(LENGTH).expand(2, -1), DOCUMENTS if packed else None)
+    counted = documents >= 0
+    wanted = torch.zeros_like(x)
+    for row in range(2):
+        for document in documents[row].unique():
+            at = documents[row] == document
+            wanted[row, at] = written_out(layer, x[row, at])
+    right = torch.autograd.grad((wanted * y)[counted].sum(), list(layer.parameters()))
+    made = layer(x, sequence)
+    torch.testing.assert_close(made[counted], wanted[counted])
+    ours = torch.autograd.grad((made * y)[counted].sum(), list(layer.parameters()))
+    largest = max(gradient.norm() for gradient in right)
+    for a, b in zip(ours, right, strict=True):
+        assert (a - b).norm() <= 1e-12 * largest
+
+
+@pytest.mark.parametrize(
+    ("share", "more"), [("headwise", 1_572_864), ("key_value", 786_432), ("none", 18_874_368)]
+)
+def test_counts_on_roberta(share: str, more: int) -> None:
+    options = [
+        "model.attention.name=linformer",
+        "model.attention.length=512",
+        f"model.attention.share={share}",
+    ]
+    with torch.device("meta"):
+        made = build(load_config("roberta-base", options).model)
+    assert sum(parameter.numel() for parameter in made.parameters()) == 124_697_433 + more
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "decoder"}, "it leaks the future in family = 'decoder'"),
+        ({"family": "encoder_decoder"}, "it leaks the future in family = 'encoder_decoder'"),
+        ({"position.name": "rope"}, "position.name = 'learned', 'sinusoidal' or 'none'"),
+        (
+            {"attention.pattern": {"name": "window", "width": 3}},
+            "'linformer' looks at all tokens: leave the pattern",
+        ),
+    ],
+)
+def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(config_of("none", **changes))
+
+
+def test_rows_beyond_its_length() -> None:
+    layer = Block(config_of("none"), "encoder").attn
+    long = LENGTH + 3
+    with pytest.raises(UsageError, match=r"rows of 16 tokens, but model\.attention\.length = 15: make"):
+        layer(torch.zeros(1, long, WIDTH), SequenceMetadata(torch.arange(long)[None]))
