@@ -53,7 +53,7 @@ def blocked(
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
     how = How(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
-    made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)  # type: ignore[no-untyped-call]
+    made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)
     return made[:, :, : grid.queries]
 
 
@@ -104,7 +104,7 @@ class _Blocked(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, ctx.how.size * x.shape[-1]) for x in (k, v))

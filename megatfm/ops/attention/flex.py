@@ -31,7 +31,9 @@ def flex(
     """As `attention_reference`, without biases and dropped probabilities."""
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
-    run = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
+    run: Callable[..., Any] = (
+        flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
+    )
     made, beside = run(
         q_BNTH,
         k_BKSH,
