@@ -49,7 +49,8 @@ def blocked(
     size = own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     visits = seen.once(("pieces", size), lambda: pieces(seen, grid))
-    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % size)) for x in (q_BNTH, k_BKSH, v_BKSV))
+    # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
+    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % size)).contiguous() for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
     how = How(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
@@ -157,7 +158,8 @@ def _bias(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
 def _queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
     """[B, N, T, ·] → [R, K', g·b, ·]: the rows' queries; heads that share keys lie on top of each other."""
     for x in tensors:
-        rows = x.unflatten(2, (-1, chunk.size)).transpose(1, 2).flatten(0, 1)[chunk.rows]
+        blocks = x.shape[2] // chunk.size
+        rows = x.unflatten(2, (-1, chunk.size))[chunk.rows // blocks, :, chunk.rows % blocks]
         yield rows.unflatten(1, (chunk.heads, -1)).flatten(2, 3)
 
 

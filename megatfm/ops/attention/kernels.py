@@ -106,7 +106,8 @@ def _masked(case: Case) -> bool:
 
 
 def _small_on_one_dnn(case: Case) -> bool:
-    return case.device == "cpu" and case.dtype == torch.bfloat16 and case.scores <= MATMUL_SCORES
+    small = case.device == "cpu" and case.dtype == torch.bfloat16 and case.scores <= MATMUL_SCORES
+    return small and not case.masked
 
 
 def _plain_scores(case: Case) -> bool:
@@ -117,9 +118,9 @@ def _plain_scores(case: Case) -> bool:
 
 KERNELS = (
     # name       function             what it carries  where it is the fastest
+    Kernel("products", attention_reference, _anything, _small_on_one_dnn),
     Kernel("blocks", blocked, _on_cpu_by_blocks, _masked),
     Kernel("flex", flex, _on_gpu_by_blocks, _masked),
-    Kernel("products", attention_reference, _anything, _small_on_one_dnn),
     Kernel("fused", fused, _plain_scores, _anything),
 )
 """In the order of preference."""
@@ -128,4 +129,4 @@ KERNELS = (
 def choose(case: Case) -> Kernel:
     """The first kernel that carries a case and is the fastest in it, else the first that carries it."""
     able = [kernel for kernel in KERNELS if kernel.carries(case)]
-    return next((kernel for kernel in able if kernel.fastest(case)), able[-1])
+    return next((kernel for kernel in able if kernel.fastest(case)), able[0])
