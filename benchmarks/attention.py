@@ -3,21 +3,21 @@
     python benchmarks/attention.py --out benchmarks/results
 
 One row of 2 heads of 64 channels. Each round runs every case once, in another order; medians of the ratios within a
-round are quoted, which other work on the machine disturbs little. Peak memory is of processes of their own, at two
-lengths, above that of a process that makes the inputs and no more."""
+round are quoted, which other work on the machine disturbs little. Peak memory is at two
+lengths, beside the inputs, each in a process of its own."""
 
 import argparse
 import itertools
 import json
 import platform
 import random
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -88,12 +88,23 @@ def measure(length: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str,
 
 
 def peak(name: str, length: int) -> int:
-    """Bytes of a process of its own that runs a case once, above those of one that makes the inputs alone."""
-    used = [
-        int(subprocess.check_output([sys.executable, __file__, "--peak", which, "--lengths", str(length)]))
-        for which in (name, "")
-    ]
-    return used[0] - used[1]
+    """Bytes that a case takes at most beside its inputs, by Linux' own account, whose peak is set back before."""
+    tensors, case = inputs(length, torch.float32), cases(length)[name]
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _memory("VmRSS")
+    seconds(case, tensors)
+    return _memory("VmHWM") - before
+
+
+def alone(function: Callable[[str, int], int], *arguments: object) -> int:
+    """In a process of its own, which has no memory left over from another case."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _memory(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def main() -> None:
@@ -105,16 +116,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--memory", type=int, nargs=2, default=[8192, 16384], help="lengths")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    if options.peak is not None:
-        tensors = inputs(options.lengths[0], torch.float32)
-        if options.peak:
-            seconds(cases(options.lengths[0])[options.peak], tensors)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        return
     speed: dict[str, dict[int, object]] = {dtype: {} for dtype in options.dtypes}
     for dtype, length in itertools.product(options.dtypes, options.lengths):
         speed[dtype][length] = measure(length, DTYPES[dtype], options.rounds)
@@ -125,7 +129,7 @@ def main() -> None:
         "rounds": options.rounds,
         "speed": speed,
         "peak_bytes": {
-            name: {length: peak(name, length) for length in options.memory}
+            name: {length: alone(peak, name, length) for length in options.memory}
             for name in cases(1024)
             if "mask" not in name
         },

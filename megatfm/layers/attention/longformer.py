@@ -45,8 +45,13 @@ class LongformerAttention(nn.Module):
         d, self.head_dim = config.d_model, config.head_width
         width = options.n_heads * self.head_dim
         for part in ("", "_global"):
-            for name, role in (("wq", "query"), ("wk", "key"), ("wv", "value")):
-                self.add_module(name + part, Linear(d, width, initial(role, d, width), bias=options.bias))
+            drawn = {
+                "q": initial("query", d, width),
+                "k": initial("key", d, width),
+                "v": initial("value", d, width),
+            }
+            for name, values in drawn.items():
+                self.add_module(f"w{name}{part}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
         self.core, self.tokens = Core(config, initial, pattern), pattern.tokens
 

@@ -31,9 +31,7 @@ def flex(
     """As `attention_reference`, without biases and dropped probabilities."""
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
-    run: Callable[..., Any] = (
-        flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
-    )
+    run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
     made, beside = run(
         q_BNTH,
         k_BKSH,
