@@ -1,23 +1,33 @@
 """BigBird (Zaheer et al. 2020): BigBirdForPreTraining with the sentence head, BigBirdForMaskedLM without."""
 
 from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
+from megatfm.convert import encoder
+from megatfm.convert.config_keys import Json, only, taken
 from megatfm.convert.encoder import BLOCK, POSITION_IDS, embedding, head
 from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
-from megatfm.convert.keys import Json, only
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear
+
+KEYS = encoder.KEYS | {
+    "vocab_size": taken(50358),
+    "hidden_act": taken("gelu_new"),
+    "max_position_embeddings": taken(4096),
+    "attention_type": only("block_sparse"),
+    "block_size": taken(64),
+    "num_random_blocks": taken(3),
+    "use_bias": only(True),
+    "rescale_embeddings": only(False),
+    "pad_token_id": taken(0, int, None),
+    "bos_token_id": taken(1, int, list, None),
+    "eos_token_id": taken(2, int, list, None),
+}
+MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"}
 
 
 def read(theirs: Json, **others: object) -> ModelConfig:
-    only(theirs, attention_type="block_sparse", use_bias=True, rescale_embeddings=False)
-    pattern = {
-        "name": "bigbird",
-        "block": theirs.get("block_size", 64),
-        "random": theirs.get("num_random_blocks", 3),
-    }
-    defaults = {"hidden_act": "gelu_new", "max_position_embeddings": 4096}
-    return read_encoder({**defaults, **theirs}, **{"attention.pattern": pattern}, **others)
+    pattern = {"name": "bigbird", "block": theirs["block_size"], "random": theirs["num_random_blocks"]}
+    return read_encoder(theirs, **{"attention.pattern": pattern}, **others)
 
 
 def read_pretraining(theirs: Json) -> ModelConfig:
@@ -50,15 +60,20 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 
 ARCHITECTURES.register("BigBirdForPreTraining")(
-    Architecture("big_bird", read_pretraining, write, rules, prefix="bert.", ignored=(POSITION_IDS,))
+    Architecture(
+        "big_bird", KEYS, read_pretraining, write, rules, prefix="bert.", ignored=(POSITION_IDS,), marks=MARKS
+    )
 )
 ARCHITECTURES.register("BigBirdForMaskedLM")(
     Architecture(
         "big_bird",
+        KEYS,
         read,
         write,
         rules,
         prefix="bert.",
         ignored=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
+        marks=MARKS,
     )
 )
+register_bare("BigBirdModel", ARCHITECTURES.get("BigBirdForMaskedLM"))

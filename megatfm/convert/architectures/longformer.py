@@ -6,25 +6,34 @@ is the first token, as in their classifiers, where that is missing.
 
 from megatfm.config import LongformerPatternConfig, ModelConfig, expect
 from megatfm.convert.architectures import roberta
+from megatfm.convert.config_keys import Json, idle, taken
 from megatfm.convert.encoder import AFTER_ATTENTION, POSITION_IDS, SELF_ATTENTION, embedding, head
-from megatfm.convert.keys import Json
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear
 from megatfm.errors import UsageError
 
 TOKENS = "megatfm_global_tokens"
 """The key of config.json."""
+KEYS = roberta.KEYS | {
+    "vocab_size": taken(30522),
+    "pad_token_id": taken(1),
+    "bos_token_id": taken(0, int, list, None),
+    "eos_token_id": taken(2, int, list, None),
+    "attention_window": taken(512, int, list),
+    TOKENS: taken([0], list),
+    **idle("attention_mode", "ignore_attention_mask", "onnx_export"),
+}
 
 
 def read(theirs: Json) -> ModelConfig:
-    given = theirs.get("attention_window", 512)
+    given = theirs["attention_window"]
     widths = set(given) if isinstance(given, list) else {given}
     if len(widths) > 1:
         raise UsageError(
             f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"
         )
-    pattern = {"name": "longformer", "width": widths.pop(), "tokens": theirs.get(TOKENS, [0])}
-    ours = roberta.read({"layer_norm_eps": 1e-12, "max_position_embeddings": 512, **theirs})
+    pattern = {"name": "longformer", "width": widths.pop(), "tokens": theirs[TOKENS]}
+    ours = roberta.read(theirs)
     return ours.changed({"attention.name": "longformer", "attention.pattern": pattern})
 
 
@@ -55,10 +64,13 @@ def rules(config: ModelConfig) -> list[Rule]:
 ARCHITECTURES.register("LongformerForMaskedLM")(
     Architecture(
         "longformer",
+        KEYS,
         read,
         write,
         rules,
         prefix="longformer.",
         ignored=(POSITION_IDS, r"^longformer\.pooler\."),
+        marks={"family": "encoder", "attention.name": "longformer"},
     )
 )
+register_bare("LongformerModel", ARCHITECTURES.get("LongformerForMaskedLM"))
