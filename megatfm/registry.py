@@ -2,12 +2,16 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from megatfm.errors import UsageError
 
 Part = TypeVar("Part")
+
+SHORTEST = 3
+"""Fewer letters say nothing by being the beginning of a word."""
 
 
 class Registry(Generic[Part]):
@@ -41,8 +45,25 @@ class Registry(Generic[Part]):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` when a known word is near, else an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = _nearest(word, list(known))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def _nearest(word: str, known: Sequence[str]) -> str | None:
+    """Near is what differs in signs and capitals alone, begins as the word does, begins it, or is spelled almost so."""
+    bare = {each: _letters(each) for each in known}
+    wanted = _letters(word)
+    if len(wanted) >= SHORTEST:
+        ahead = [each for each in known if bare[each].startswith(wanted)]
+        behind = [each for each in known if len(bare[each]) >= SHORTEST and wanted.startswith(bare[each])]
+        if ahead or behind:
+            return min(ahead, key=lambda each: len(bare[each])) if ahead else max(behind, key=len)
+    near = difflib.get_close_matches(word, known, n=1)
+    return near[0] if near else None
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
 def import_plugins(packages: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """Reading a config: a TOML file or a preset's name, then `key=value` overrides, then types and ranges."""
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from megatfm.config.base import Section
 from megatfm.config.edit import edit, let_vocabulary_follow, name_of, sections_of
+from megatfm.config.other_names import OTHER_NAMES
+from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
@@ -23,6 +26,9 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 """Other names of presets."""
+
+COMMANDS: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
+"""Whose config is of which kind."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -60,7 +66,21 @@ def load(
     try:
         return kind.model_validate(values, context={"base": base})
     except ValidationError as error:
+        _is_of_another_kind(path_or_preset, kind, values)
         raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
+
+
+def _is_of_another_kind(path_or_preset: str | Path, kind: type[Section], values: Mapping[str, Any]) -> None:
+    """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
+    (other,) = {Config, PrepConfig} - {kind}
+    theirs = [key for key in values if key not in kind.model_fields]
+    if theirs and all(key in other.model_fields for key in values):
+        here, there = COMMANDS[kind], COMMANDS[other]
+        raise UsageError(
+            f"{path_or_preset}: is a config of `megatfm {there}`, with {', '.join(theirs)}; `megatfm {here}` takes one "
+            f"with {', '.join(key for key, field in kind.model_fields.items() if field.is_required())}: use "
+            f"`megatfm {there} {path_or_preset}`"
+        )
 
 
 def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
@@ -79,8 +99,9 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"{path_or_preset}: a model in the Hugging Face format, no config: go on from it with `megatfm train "
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
+    word = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
     raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(str(path_or_preset), preset_names())}; "
+        f"{path_or_preset}: no such config file or preset{did_you_mean(word, [*preset_names(), *ALIASES])}; "
         f"presets: {', '.join(preset_names())}"
     )
 
@@ -113,9 +134,11 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
     key = ".".join(place) or "config"
     if first["type"] == "extra_forbidden":
         known = list(section.model_fields) if section else []
-        return f"{key}: unknown key{did_you_mean(place[-1], known)}; {_known(known)}{more}"
+        ours = OTHER_NAMES.get(place[-1].lower()) if kind is Config else None
+        hint = f" (did you mean {ours}?)" if ours else did_you_mean(place[-1], known)
+        return f"{key}: unknown key{hint}; {_known(known)}{more}"
     if first["type"] == "missing" and given is None:
-        return f"{key}: is required{_example(section, place[-1])}{more}"
+        return f"{key}: is required{_example(section, place)}{more}"
     if first["type"] == "value_error":
         return f"{key + ': ' if place else ''}{message}{more}"
     if first["type"].startswith("union_tag"):
@@ -123,7 +146,9 @@ def _one_line(error: ValidationError, kind: type[BaseModel], values: Mapping[str
         return f"{key}.name: unknown or missing; choose one of {choices}{more}"
     shown = repr(given)
     shown = f"{shown[:80]}…" if len(shown) > 100 else shown
-    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place[-1])}{more}"
+    if sections_of(section, place[-1]):
+        message = "this is a section"
+    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, place)}{more}"
 
 
 def _walk(
@@ -152,14 +177,30 @@ def _walk(
     return place, section, given
 
 
-def _example(section: type[BaseModel] | None, key: str) -> str:
+def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
+    key = place[-1]
     field = section.model_fields.get(key) if section else None
     if field is None:
         return ""
     if field.examples:
         return f"; for example {field.examples[0]!r}"
+    if parts := sections_of(section, key):
+        return f"; for example {'.'.join(place)} = {_inline(parts[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
     return "" if field.is_required() or default is None else f"; the default is {default!r}"
+
+
+def _inline(section: type[BaseModel]) -> str:
+    """What a section must hold, with examples, as a table in one line of TOML."""
+    keys = [
+        f"{key} = {_inline(parts[0]) if (parts := sections_of(section, key)) else json.dumps(field.examples[0])}"
+        for key, field in section.model_fields.items()
+        if (field.is_required() and sections_of(section, key))
+        or (field.examples and field.is_required())
+        or (field.examples and field.default is None and isinstance(field.examples[0], str))
+    ]
+    keys = keys or [f"name = {json.dumps(name)}" for name in [name_of(section)] if isinstance(name, str)]
+    return f"{{ {', '.join(keys)} }}" if keys else "{}"
 
 
 def _known(known: Sequence[str]) -> str:

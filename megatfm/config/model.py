@@ -274,3 +274,10 @@ WITHOUT_HEADS = {
 
 KNOWN_FAMILIES = ("decoder", "encoder", "encoder_decoder", "xlnet", "electra", "discriminator")
 """A plugin's family may read what it likes."""
+
+FAMILY_OF = {
+    **dict.fromkeys(("gpt", "llama", "mistral", "deepseek", "causal"), "decoder"),
+    **dict.fromkeys(("bert", "roberta", "albert", "deberta", "masked"), "encoder"),
+    **dict.fromkeys(("t5", "bart", "seq2seq", "encoder-decoder"), "encoder_decoder"),
+}
+"""What beginnings of other names mean, for a suggestion."""

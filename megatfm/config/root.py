@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section
-from megatfm.config.model import ModelConfig
+from megatfm.config.model import FAMILY_OF, KNOWN_FAMILIES, ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
 from megatfm.config.patterns import BigBirdPatternConfig
@@ -52,6 +52,13 @@ class Config(Section):
         if self.data.tokenizer is None and not isinstance(self.objective, PluginObjective):
             raise ValueError(
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
+            )
+        family = self.model.family
+        if family not in KNOWN_FAMILIES and not self.plugins:
+            meant = next((of for name, of in FAMILY_OF.items() if family.lower().startswith(name)), family)
+            raise ValueError(
+                f"model.family = {family!r}: unknown{did_you_mean(meant, KNOWN_FAMILIES)}; there are: "
+                f"{', '.join(KNOWN_FAMILIES)}; others need the package that registers them in plugins"
             )
         parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
         kinds = ("attention", "ffn", "norm", "position", "embedding", "init")

@@ -40,9 +40,22 @@ def convert(
         raise UsageError(f"{target}: is there already: give a new folder")
     if (is_hf_folder(source) or is_pair(source)) == (to == "hf"):
         other = "megatfm" if to == "hf" else "hf"
+        if to == "megatfm":
+            _check_is_ours(source)
         raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
     with _new_folder(target) as partial:
         return _to_hf(source, partial, shard_bytes) if to == "hf" else _to_megatfm(source, partial, target)
+
+
+def _check_is_ours(source: Path) -> None:
+    """Raise a UsageError for what is a model in neither format."""
+    try:
+        checkpoint.find_checkpoint(source)
+    except UsageError as error:
+        raise UsageError(
+            f"{source}: holds no model: in the Hugging Face format there would be a {CONFIG}; it is "
+            f"{str(error).removeprefix(f'{source}: ')}; text becomes a corpus by `megatfm prep`"
+        ) from None
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:

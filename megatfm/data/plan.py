@@ -103,7 +103,8 @@ class _Planner:
         if total < length:
             raise UsageError(
                 f"{self.corpus.folder}: its {self.corpus.n_samples} documents make {total} tokens, too few for one "
-                f"sequence of {length}: set data.sequence_length to at most {total} or prepare more text"
+                f"sequence of {length}: prepare more text"
+                + (f", or set data.sequence_length to at most {total}" if total else "")
             )
         return Plan(-(-built // length))
 

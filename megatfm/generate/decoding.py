@@ -58,9 +58,11 @@ class Decoding:
         self.ragged = bool(self.skipped_B1.any())
         longest = self.tokens_BT.shape[1] + max_tokens
         if config.position.limit is not None and longest - 1 > config.position.limit:
+            given, left = longest - max_tokens, config.position.limit + 1 - longest + max_tokens
+            way = f"ask for at most {left}" if left > 0 else f"shorten it by {given - config.position.limit}"
             raise UsageError(
-                f"{longest - max_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
-                f"{config.position.limit}: ask for at most {config.position.limit + 1 - longest + max_tokens}"
+                f"a prompt of {given} tokens and {max_tokens} more, but model.position.max_positions = "
+                f"{config.position.limit}: {way}"
             )
         windows = [d for d in range(config.n_layers) if config.at(d).attention.pattern.name != "full"]
         if prompts.prefix and cache and windows:

@@ -1,6 +1,7 @@
 """Starting from the weights of another run."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -88,11 +89,16 @@ def what_fits(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path)
         ]
         more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
         patterns = _fitting(wanted, stored)
-        way = (
-            f"name the weights to take over, train.init_only={json.dumps(patterns)}"
-            if patterns
-            else "take another"
-        )
+        there, here = _parts(stored), _parts(wanted)
+        if patterns:
+            way = f"name the weights to take over, {shlex.quote(f'train.init_only={json.dumps(patterns)}')}"
+        elif here - there:
+            way = (
+                f"these are the weights of another model.family ({', '.join(sorted(there))}; here "
+                f"{', '.join(sorted(here))}): choose that one, or take the weights of a run of this one"
+            )
+        else:
+            way = "take the weights of a model of these sizes, or choose its sizes"
         raise UsageError(f"train.init_from = {source}: {'; '.join(told)}{more}: {way}")
     return Takeover(
         source,
@@ -100,6 +106,10 @@ def what_fits(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path)
         {name: shape for name, shape in wanted.items() if name not in chosen},
         {name: shape for name, shape in stored.items() if name not in chosen},
     )
+
+
+def _parts(shapes: Shapes) -> set[str]:
+    return {name.partition(".")[0] for name in shapes}
 
 
 def _fitting(wanted: Shapes, stored: Shapes) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,11 @@ def run_state(
     }
 
 
-def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str]) -> list[str]:
+def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: str = "") -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
     Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
-    optimizer in any case: its state is another.
+    optimizer, or weights that don't fit (`unfit` says which), in any case: no allowance makes them go on.
     """
     try:
         tell_where_keys_went(found.state["config"]["model"])
@@ -188,6 +188,12 @@ def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str]) -> list[
             allowed.append(line)
         else:
             refused.setdefault(group, []).append(line)
+    if unfit:
+        changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
+        raise UsageError(
+            f"{found.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
+            "no resume.allow makes them: give the run another name"
+        )
     if refused:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
@@ -195,6 +201,20 @@ def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str]) -> list[
             f"change with resume.allow={','.join(sorted([*allow, *refused]))}"
         )
     return allowed
+
+
+def does_not_fit(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+    """The first tensor of a model that a checkpoint has otherwise, or that only one of them has; empty if all fit."""
+    for name in [*wanted, *stored]:
+        here, there = wanted.get(name), stored.get(name)
+        if here is None or there is None or list(here) != list(there):
+            said = [
+                f"{list(shape)} {where}"
+                for shape, where in ((there, "there"), (here, "here"))
+                if shape is not None
+            ]
+            return f"{name} is {' and '.join(said)}" + (" alone" if len(said) == 1 else "")
+    return ""
 
 
 def elsewhere(found: ResumePoint, machines: Machines) -> list[str]:

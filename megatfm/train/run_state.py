@@ -1,8 +1,10 @@
 """Where a run is: step, tokens and place in the data; saved with the engine's state, and gone back to."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatfm import checkpoint
@@ -10,7 +12,7 @@ from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines.interface import Engine
-from megatfm.parallel.agreement import run_on_rank_0
+from megatfm.parallel.agreement import gather, run_on_rank_0
 from megatfm.train import generators, resume
 from megatfm.train.corpora import Corpora
 from megatfm.train.guards.loss_guard import LossGuard
@@ -63,7 +65,9 @@ class RunState:
     def pick_up(self, found: resume.ResumePoint, *, own: bool = True) -> list[str]:
         """Go on from a checkpoint of this run, or (not `own`) of another; returns what is to be said about that."""
         with self.loader() as loader:
-            allowed = resume.check(found, self._facts(loader), list(self.config.resume.allow))
+            facts = self._facts(loader)
+        unfit = "" if facts["config"]["model"] == found.state["config"]["model"] else self._unfit(found)
+        allowed = resume.check(found, facts, list(self.config.resume.allow), unfit)
         if own:
             self.run.decisions.read()
         self.go_to(found)
@@ -74,10 +78,7 @@ class RunState:
     def go_to(self, found: resume.ResumePoint) -> None:
         """Load a checkpoint of this run. Where it was decided to skip data after it, that is skipped again."""
         self.forget_after(found.step)
-        if found.held:
-            names = found.held.content(found.path).names()
-        else:  # rank 0 sees what is there and tells the others, whose machines may see it later
-            names = run_on_rank_0(lambda: checkpoint.names(found.path))
+        names = self._names(found)
         stored = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
         drawn = generators.room(names, rank, dist.get_world_size(), device)
@@ -91,6 +92,23 @@ class RunState:
         self.step, self.tokens = found.step, int(found.state["tokens"])
         self.position = self.run.decisions.data_skips.get(self.step, int(found.state["data"]["position"]))
         self.loss_guard.load(found.state.get("trouble", {}))
+
+    def _unfit(self, found: resume.ResumePoint) -> str:
+        """What of the weights doesn't fit into a model that was changed. A collective."""
+        held = {**self.engine.layout, **self.engine.layout.state}
+        mine = {name: tuple(placement.shape) for name, placement in held.items()}
+        stored = {
+            name.removeprefix("model."): shape
+            for name, (_, shape) in self._names(found).items()
+            if name.startswith("model.")
+        }
+        return resume.does_not_fit(stored, dict(ChainMap(*gather(mine))))
+
+    def _names(self, found: resume.ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What a checkpoint holds. A collective: rank 0 tells the others, whose machines may see it later."""
+        if found.held:
+            return found.held.content(found.path).names()
+        return run_on_rank_0(lambda: checkpoint.names(found.path))
 
     def skips_data(self) -> bool:
         """Whether it was decided before that the data goes on elsewhere after this step; then it does."""

@@ -37,6 +37,10 @@ def test_a_part_is_found_by_its_name() -> None:
 
 def test_the_nearest_word() -> None:
     assert did_you_mean("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
+    assert did_you_mean("Layer-Norm", ["rms_norm", "layer_norm"]) == " (did you mean 'layer_norm'?)"
+    assert did_you_mean("llama", ["llama3-70b", "llama3-8b"]) == " (did you mean 'llama3-8b'?)"
+    assert did_you_mean("gelu_new", ["geglu", "gelu"]) == " (did you mean 'gelu'?)"
+    assert did_you_mean("lr_max", ["lr", "eps"]) == "", "two letters are no beginning"
     assert did_you_mean("zzz", ["steps", "seed"]) == did_you_mean("", []) == ""
 
 

@@ -2,13 +2,19 @@
 
 import copy
 import pickle
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from megatfm.config import Config, ModelConfig, load_config, preset_names
+from megatfm.config.edit import sections_of
 from megatfm.config.load import load as load_kind
+from megatfm.config.other_names import OTHER_NAMES
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.models import build
@@ -44,7 +50,14 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.n_layers=1000000000", "model.n_layers = 1000000000: input should be less than or equal to 16384"),
         (f"train.steps={'9' * 4000}", f"train.steps = {'9' * 80}…: input should be less than or equal to"),
         ("name=7", "name = 7: input should be a valid string; for example 'my-run'"),
-        ("model=7", "model = 7: input should be a valid dictionary"),
+        ("model=7", "model = 7: this is a section; for example model = { d_model = 256, n_layers = 4, attenti"),
+        ("objective=7", 'objective = 7: this is a section; for example objective = { name = "causal" }'),
+        ("model.attention=", "model.attention: is required; for example model.attention = { n_heads = 4 }"),
+        # what others call it
+        ("train.batch_size=3", "train.batch_size: unknown key (did you mean train.global_batch?); known here: steps, "),
+        ("optimizer.learning_rate=3", "optimizer.learning_rate: unknown key (did you mean optimizer.lr?); known"),
+        ("model.family=gpt", "model.family = 'gpt': unknown (did you mean 'decoder'?); there are: decoder, encoder, "),
+        ("model.family=BertModel", "model.family = 'BertModel': unknown (did you mean 'encoder'?); there are: "),
         ("plugins=7", "plugins = 7: input should be a valid list; the default is []"),
         ("optimizer.betas=0.9", "optimizer.betas = 0.9: input should be a valid tuple; the default is (0.9, 0.95)"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: field required; the default is (0.9, 0.95)"),
@@ -227,3 +240,50 @@ def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
     assert getattr(kept.attention.pattern, "far", 2) == 2
     assert not hasattr(kept, "far")
     assert copy.deepcopy(kept) == pickle.loads(pickle.dumps(kept)) == kept
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("gpt-2", "gpt2"),
+        ("openai-community/gpt2", "gpt2"),
+        ("bert", "bert-base"),
+        ("bert-base-uncased", "bert-base"),
+        ("meta-llama/Llama-3-8B", "llama3-8b"),
+        ("google/t5-v1_1-base", "t5-v1.1-base"),
+    ],
+)
+def test_a_model_by_the_name_it_has_elsewhere(word: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config(word)
+    assert f"(did you mean {meant!r}?)" in str(caught.value)
+    load_config(meant)
+
+
+def test_every_key_by_another_name_is_a_key() -> None:
+    for key in OTHER_NAMES.values():
+        section: Any = Config
+        for part in key.split("."):
+            assert part in section.model_fields, key
+            section = next(iter(sections_of(section, part)), None)
+
+
+def test_a_config_of_another_command_is_sent_there(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"is a config of `megatfm train`.*: use `megatfm train {file}`$"):
+        load_kind(PrepConfig, file)
+    with pytest.raises(UsageError, match=r"with out, read, .*: use `megatfm prep quickstart-data`$"):
+        load_config("quickstart-data")
+
+
+@pytest.mark.parametrize("section", ["model", "data", "optimizer", "train"])
+def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str) -> None:
+    values = tomllib.loads(file.read_text(encoding="utf-8"))
+    del values[section]
+    file.write_text(tomli_w.dumps(values), encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        load_config(file)
+    example = re.search(r"is required; for example (.*)$", str(caught.value))
+    assert example
+    key, _, value = example[1].partition(" = ")
+    assert key == section
+    load_config(file, [f"{key}={value}", "schedule.warmup_steps=0"])

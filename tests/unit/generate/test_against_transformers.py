@@ -151,9 +151,12 @@ def test_what_cannot_be_continued() -> None:
     with pytest.raises(UsageError, match="the encoder needs at least one token for each prompt"):
         generate(t5, Prompts([token, token], encoder=[token]), max_tokens=1)
     with pytest.raises(
-        UsageError, match=r"64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1"
+        UsageError,
+        match=r"of 64 tokens and 2 more, but model.position.max_positions = 64: ask for at most 1$",
     ):
         generate(gpt2, Prompts([token.repeat(64)]), max_tokens=2)
+    with pytest.raises(UsageError, match=r"a prompt of 69 tokens .* = 64: shorten it by 5$"):
+        generate(gpt2, Prompts([token.repeat(69)]), max_tokens=2)
     assert generate(gpt2, Prompts([token.repeat(64)]), max_tokens=1).shape == (1, 65)
     with pytest.raises(UsageError, match="at least one beam"):
         beam_search(gpt2, Prompts([token]), beams=0, max_tokens=1, stop_token=None)

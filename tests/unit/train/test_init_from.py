@@ -32,18 +32,29 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
     ]
 
 
+def test_another_family_is_told_apart_from_other_sizes() -> None:
+    wanted = {name.replace("decoder.", "encoder."): shape for name, shape in BODY.items()}
+    with pytest.raises(
+        UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"
+    ):
+        what_fits(wanted, STORED, [], SOURCE)
+    wider = {name: (*shape[:-1], 16) for name, shape in STORED.items()}
+    with pytest.raises(UsageError, match=r"take the weights of a model of these sizes, or choose its sizes$"):
+        what_fits(wider, STORED, [], SOURCE)
+
+
 @pytest.mark.parametrize(
     ("wanted", "only", "message"),
     [
         (
             {**BODY, "topic.weight": (5, 8)},
             [],
-            r'no topic\.weight: name the .* train\.init_only=\["decoder\.\*"\]',
+            r"""no topic\.weight: name the .* 'train\.init_only=\["decoder\.\*"\]'$""",
         ),
         ({**BODY, "head.weight": (50, 8)}, [], r"head\.weight is \[40, 8\] there and \[50, 8\] here"),
         ({**BODY, "topic.weight": (5, 8)}, ["topic.*"], r"it has no topic\.weight"),
         (BODY, ["decoder.layer.*"], r"'decoder\.layer\.\*' matches none .*such as 'decoder\.\*'"),
-        ({"other.weight": (3,)}, [], r"it has no other\.weight: take another"),
+        ({"other.weight": (3,)}, [], r"it has no other\.weight: these are the weights of another"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_way_out(wanted: dict, only: list[str], message: str) -> None:

@@ -265,3 +265,27 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"
     ):
         resume.ResumePoint(PATH, change(state(), key, value))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "said"),
+    [
+        ({"a": [2, 3]}, {"a": (2, 3)}, ""),
+        ({"a": [2, 3]}, {"a": (2, 4)}, "a is [2, 3] there and [2, 4] here"),
+        ({"a": [2]}, {"a": (2,), "b": (3,)}, "b is [3] here alone"),
+        ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
+    ],
+)
+def test_what_does_not_fit(stored: dict[str, list[int]], wanted: dict[str, list[int]], said: str) -> None:
+    assert resume.does_not_fit(stored, wanted) == said
+
+
+@pytest.mark.parametrize("allow", [[], ["model"]])
+def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
+    found, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
+    with pytest.raises(UsageError) as caught:
+        resume.check(found, now, allow, unfit="a is [2] there alone")
+    assert str(caught.value) == (
+        f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so that its weights don't fit "
+        "(a is [2] there alone), and no resume.allow makes them: give the run another name"
+    )
