@@ -26,6 +26,10 @@ COMMANDS = {
     "convert": ("megatfm.commands.convert", "to and from the Hugging Face format"),
     "evaluate": ("megatfm.commands.evaluate", "loss and bits per byte of a run, beside gzip and xz"),
     "report": ("megatfm.commands.report", "one self-contained HTML page about a run"),
+    "compare": (
+        "megatfm.commands.compare",
+        "runs side by side: what differs, what they reached, their curves",
+    ),
     "verify": ("megatfm.commands.verify", "compare a layout's gradients with one process's"),
     "describe": ("megatfm.commands.describe", "parts, parameter counts and FLOPs of a config"),
     "data": ("megatfm.commands.data", "look into a corpus, or verify it"),

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page."""
+"""The report of a run, and the comparison of several: self-contained HTML pages."""
 
 from megatfm.report.page import write_report
 

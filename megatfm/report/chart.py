@@ -24,6 +24,8 @@ class Line:
     curve: Curve
     colour: int = 1
     kind: Literal["line", "thin", "smooth", "dots"] = "line"
+    run: int = 0
+    """Which of a page's runs it is of."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Path:
     """SVG path in the box; a step whose value is not finite breaks it."""
     marks: str = ""
     """A dot on each point, for `dots`."""
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Something that happened to the run: a vertical line."""
+
+    at: float
+    """Its place in the box."""
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Chart:
     """All that the template needs to draw one chart."""
 
@@ -73,6 +87,8 @@ class Chart:
     y_range: tuple[float, float]
     """Axis limits in data units; logarithms of them if `log`."""
     log: bool
+    from_zero: bool = False
+    marks: Sequence[Mark] = ()
 
     @property
     def legend(self) -> list[Path]:
@@ -122,6 +138,7 @@ def chart(
         x_range=(first, last),
         y_range=(low, high),
         log=log,
+        from_zero=from_zero,
     )
 
 
@@ -203,7 +220,12 @@ def _draw(line: Line, place: Callable[[float, float], tuple[float, float]]) -> P
         marks.append(dot)
         pen_down = True
     return Path(
-        line.name, line.colour, line.kind, "".join(path), "".join(marks) if line.kind == "dots" else ""
+        line.name,
+        line.colour,
+        line.kind,
+        "".join(path),
+        "".join(marks) if line.kind == "dots" else "",
+        line.run,
     )
 
 

@@ -1,30 +1,25 @@
 """What the report says, and its writing."""
 
-import base64
-import hashlib
-import json
 import math
 import re
 import shlex
 import statistics
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError
-from megatfm.report.chart import Chart, Level, Line, chart, number, smooth
+from megatfm.report.chart import Chart, Level, Line, Mark, chart, number, smooth
 from megatfm.report.layers import layer_charts
 from megatfm.report.run import Curve, Run
-from megatfm.version import __version__
+from megatfm.report.settings import changed, flat, sections
+from megatfm.report.template import duration, page, size
 
-SAMPLES = 12
+SAMPLES, MARKS = 24, 200
+"""The last so many are shown."""
+MARKED = ("stopped", "resumed", "skipped", "rolled back", "spike", "failed")
 GIB = 2**30
 
 
@@ -54,35 +49,39 @@ def write_report(folder: str | Path) -> Path:
 def render(run: Run) -> str:
     """The page of a run as text."""
     prep = run.prep()
-    files = resources.files("megatfm.report")
-    script = (files / "report.js").read_text(encoding="utf-8")
-    # Autoescape: samples, names and paths are other people's text. Only our own script may run (by its hash).
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": number, "size": size, "clock": clock}
-    return environment.from_string((files / "report.html").read_text(encoding="utf-8")).render(
+    differing = changed(run.config)
+    return page(
+        "report.html",
+        [run],
         name=run.config.get("name", run.folder.name),
         subtitle=subtitle(run.config),
         status=status(run),
         headline=headline(run),
         charts=charts(run),
-        samples=run.samples[-SAMPLES:],
+        samples=by_prompt(run.samples[-SAMPLES:]),
         corpora=run.corpora(),
         prep=prep_steps(prep),
         prep_notes=[*prep.get("notes", []), *prep.get("skipped_files", [])],
         plan=run.plan,
+        differing=None if differing is None else sections(differing),
         config=sections(run.config),
         environment=list(flat(run.environment)),
         events=run.events,
         resume=resume_command(run),
         notes=run.notes,
-        version=__version__,
-        now=time.time(),
-        style=Markup((files / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Samples under their prompts, each prompt's in the order of the steps, so that one reads how it went."""
+    prompts: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        prompts.setdefault(str(sample.get("prompt", "")), []).append(sample)
+
+    def step(sample: Mapping[str, Any]) -> int:
+        return int(sample["step"]) if isinstance(sample.get("step"), int) else 0
+
+    return [(prompt, sorted(under, key=step)) for prompt, under in prompts.items()]
 
 
 def resume_command(run: Run) -> str:
@@ -185,9 +184,42 @@ def charts(run: Run) -> list[Chart]:
         ),
         chart("Waiting for data", "% of the step", smoothed("wait", waiting(run)), from_zero=True),
         chart("Memory", "GiB", [Line("memory", scaled(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
+        mixture_chart(run),
         *layer_charts(run),
     )
-    return [drawing for drawing in drawn if drawing]
+    return [replace(drawing, marks=marks(run, drawing.x_range)) for drawing in drawn if drawing]
+
+
+def marks(run: Run, x_range: tuple[float, float]) -> list[Mark]:
+    """Where the run was stopped, resumed, went back or left something out."""
+    first, last = x_range
+    found: dict[tuple[str, int], Mark] = {}
+    for event in run.events:
+        step, kind = event.get("step"), event.get("event")
+        if isinstance(step, int) and kind in MARKED and first <= step <= last:
+            at = 1000 * (step - first) / (last - first)
+            found[str(kind), step] = Mark(at, step, str(kind), str(event.get("detail", "")))
+    return list(found.values())[-MARKS:]
+
+
+def mixture_chart(run: Run) -> Chart | None:
+    """Which part of the rows each corpus of a mixture has, over the steps."""
+    data, tokens = run.config.get("data", {}), run.curve("tokens")
+    sources = data.get("mixture")
+    if not isinstance(sources, Mapping) or not tokens.steps:
+        return None
+    phases = [(0.0, {name: float(source["weight"]) for name, source in sources.items()})]
+    phases += [(float(change["tokens"]), change["weights"]) for change in data.get("mixture_changes", [])]
+
+    def share(name: str, seen: float) -> float:
+        weights = [weights for begins, weights in phases if begins <= seen][-1]
+        return 100 * float(weights.get(name, 0)) / sum(map(float, weights.values()))
+
+    def curve(name: str) -> Curve:
+        return Curve(tokens.steps, [share(name, seen) for seen in tokens.values])
+
+    lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
+    return chart("Mixture", "% of the rows", lines, from_zero=True)
 
 
 def waiting(run: Run) -> Curve:
@@ -216,48 +248,3 @@ def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
         )
         for step in prep.get("steps", [])
     ]
-
-
-def sections(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The config as titled lists of keys and values; keys outside a section come first."""
-    alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
-    tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
-    return [("run", list(flat(alone))), *((key, list(flat(table))) for key, table in tables.items())]
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and readable values of nested tables."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        elif isinstance(value, bool | str):
-            yield prefix + key, str(value).lower() if isinstance(value, bool) else value
-        elif isinstance(value, int):
-            yield prefix + key, f"{value:,}"
-        elif isinstance(value, float):
-            yield prefix + key, number(value)
-        else:
-            yield prefix + key, json.dumps(value, ensure_ascii=False, default=str)
-
-
-def size(count: float) -> str:
-    """Bytes as people write them."""
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people write them: 41 s, 3.3 min, 5.2 h, 3.2 days."""
-    for limit, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= limit:
-            return f"{seconds / limit:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def clock(seconds: Any) -> str:
-    """A moment in UTC; an empty text when it is not a time."""
-    if not isinstance(seconds, int | float):
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ def environment() -> dict[str, str]:
     packages = ("numpy", "safetensors", "sentencepiece", "tokenizers")
     return {
         "megatfm": __version__,
+        **commit(Path(__file__).parents[3]),
         "python": platform.python_version(),
         **machine.libraries(),
         **{package: metadata.version(package) for package in packages},
@@ -40,6 +42,34 @@ def environment() -> dict[str, str]:
         **machine.processor(),
         **machine.gpu(),
     }
+
+
+def commit(root: Path) -> dict[str, str]:
+    """The git commit of the code, and whether files of it were changed; nothing where it is no checkout.
+
+    A job's copy of the code brings a note of where it came from (`origin.json`).
+    """
+    origin = root / "origin.json"
+    found, changed = "", False
+    try:
+        if (root / ".git").exists():
+            found, changed = (
+                _git(root, "rev-parse", "HEAD"),
+                bool(_git(root, "status", "--porcelain", "-uno")),
+            )
+        elif origin.is_file():
+            said = json.loads(origin.read_text(encoding="utf-8"))
+            found, changed = str(said.get("commit", "")), bool(said.get("changed"))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return {"commit": found + " with changes" * changed} if found else {}
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=30
+    )
+    return done.stdout.strip()
 
 
 @dataclass

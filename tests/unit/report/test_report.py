@@ -252,3 +252,68 @@ def test_of_many_layers_some_are_drawn_in_order_and_few_named(run: Path) -> None
     assert "root mean square, 12 of 50 layers" in page.text
     thin = [a for tag, a in page.tags if tag == "path" and str(a.get("class")).startswith("thin")]
     assert len(thin) == 1 + 6 + 6 + 6, "of the loss, and of each kind"
+
+
+def test_marks_stand_where_it_happened(run: Path) -> None:
+    events = [
+        {"event": "skipped", "step": 480, "detail": "gradient norm nan"},
+        {"event": "rolled back", "step": 700, "detail": "loss 9"},
+        {"event": "failed", "step": 0, "detail": "before the first step"},
+    ]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    page = report(run)
+    marks = [a for tag, a in page.tags if tag == "path" and str(a.get("class")).startswith("mark ")]
+    kinds = ["mark stopped", "mark resumed", "mark skipped", "mark rolled-back"]
+    assert [mark["class"] for mark in marks] == kinds * len(page.charts())
+    assert marks[2]["d"] == f"M{1000 * 479 / 999:.1f},0v1000"
+    assert "rolled back at step 700: loss 9" in page.text
+
+
+def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
+    (axes,) = json.loads(next(str(a["data-axes"]) for tag, a in report(run).tags if tag == "main"))
+    steps, tokens, hours = axes
+    assert (steps[0], steps[-1], tokens[-1]) == (0, 1000, 1000 * 32 * 512)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert hours[-1] == pytest.approx(
+        sum(json.loads(line)["step_seconds"] for line in lines) / 3600, abs=1e-5
+    )
+    assert 400 <= len(steps) <= 1001
+
+
+def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None:
+    page = report(run)
+    first, _, _ = page.text.partition("All settings")
+    config = first.partition("What differs from the defaults:")[2]
+    assert "d_ff" in config
+    assert "sequence_parallel" not in config
+    assert "muon" in config, "a section that differs keeps its name"
+    whole = Path(run / "config.toml")
+    whole.write_text(whole.read_text() + "[unknown]\nkey = 3\n")
+    page = report(run)
+    assert "What differs" not in page.text, "of a config that this version can't read, all is shown"
+    assert "unknown" in page.text
+
+
+def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
+    config = (run / "config.toml").read_text()
+    train = re.search(r'train = "(.*)"', config)
+    assert train
+    sources = ", ".join(
+        f'{name} = {{ path = "{train[1]}", weight = {n} }}' for name, n in (("code", 3), ("prose", 1))
+    )
+    mixture = f"mixture = {{ {sources} }}"
+    later = f"mixture_changes = [{{ tokens = {500 * 32 * 512}, weights = {{ code = 1, prose = 1 }} }}]"
+    (run / "config.toml").write_text(config.replace(train[0], f"{mixture}\n{later}"))
+    (words,) = (chart for chart in report(run).charts() if chart.startswith("Mixture"))
+    assert words.endswith("code: 75 at step 1, 50 at step 1,000; prose: 25 at step 1, 50 at step 1,000")
+
+
+def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> None:
+    samples = [("a", 20), ("b", 20), ("a", 10)]
+    (run / "samples.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "text": f" of {n}", "step": n}) + "\n" for p, n in samples)
+    )
+    text = report(run).text
+    places = [text.index(word) for word in ("a of 10", "a of 20", "b of 20")]
+    assert places == sorted(places)

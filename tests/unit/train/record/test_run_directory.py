@@ -3,7 +3,9 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from megatfm.atomic import draft_of
 from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.train.record.console import RunLog, log
-from megatfm.train.record.run_directory import RunDirectory, run_folder
+from megatfm.train.record.run_directory import RunDirectory, commit, run_folder
 
 RECORD = {"loss": 1.5, "tokens_per_second": 2e3, "lr": 1e-3, "grad_norm": 0.5}
 
@@ -204,3 +206,15 @@ def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
     assert text.count("nobody reads the screen any more") == 1
     assert [word for word in ("INFO first", "INFO second") if word in text] == ["INFO first", "INFO second"]
     assert capsys.readouterr().err == "", "no traceback of logging's"
+
+
+def test_the_commit_is_that_of_the_checkout_or_of_what_a_job_copied(tmp_path: Path) -> None:
+    assert commit(tmp_path) == {}, "an installed package is no checkout"
+    (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": []}))
+    assert commit(tmp_path) == {"commit": "c0ffee"}
+    (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": [" M a.py"]}))
+    assert commit(tmp_path) == {"commit": "c0ffee with changes"}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", commit(tmp_path)["commit"])

@@ -1,0 +1,139 @@
+"""Several runs side by side: what differs in their configs, what they reached, and their curves in one picture."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from megatfm.atomic import write_whole
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.report.chart import Chart, Line, chart, number, smooth
+from megatfm.report.run import Curve, Run
+from megatfm.report.settings import flat
+from megatfm.report.template import duration, page
+
+OF_NO_INTEREST = ("name", "run_dir", "log.", "resume.", "checkpoint.")
+"""Settings that say where a run writes, and not what it computes."""
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What runs reached: a row for each, of as many cells as there are columns."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs under names that tell them apart."""
+
+    runs: Sequence[Run]
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, folders: Sequence[str | Path]) -> "Comparison":
+        """Read the run directories. Raises UsageError for one that is none, or fewer than two."""
+        if len(folders) < 2:
+            raise UsageError("give two runs or more, for example runs/a runs/b")
+        runs = [Run(Path(folder)) for folder in folders]
+        return cls(runs, names_of([run.folder for run in runs]))
+
+    def differences(self) -> list[tuple[str, list[str]]]:
+        """Settings that are not the same in all runs, with each run's."""
+        settings = [dict(flat(run.config)) for run in self.runs]
+        keys = list(dict.fromkeys(key for each in settings for key in each))
+        rows = [(key, [each.get(key, ABSENT) for each in settings]) for key in keys]
+        return [
+            (key, cells) for key, cells in rows if len(set(cells)) > 1 and not key.startswith(OF_NO_INTEREST)
+        ]
+
+    def results(self) -> Results:
+        """Steps, tokens, losses, bits per byte, speed and time of each run, as far as they have them."""
+        sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
+        columns = ["steps", "tokens", "training loss"]
+        columns += [f"{name} {what}" for name in sets for what in ("loss", "bits/byte")]
+        columns += ["tokens/s", "time", "commit"]
+        return Results(columns, [self._row(run, sets) for run in self.runs])
+
+    def _row(self, run: Run, sets: Sequence[str]) -> list[str]:
+        losses = run.curve("loss").finite
+        speeds, seconds = run.curve("tokens_per_second").finite, run.curve("step_seconds").finite
+        last = losses[-max(1, len(losses) // 50) :]
+        cells = [
+            f"{run.last_step:,}",
+            number(max(run.curve("tokens").finite, default=0)),
+            f"{statistics.fmean(last):.4f}" if last else ABSENT,
+        ]
+        for name in sets:
+            for key in ("loss", "bits_per_byte"):
+                values = run.curve("evaluation", name, key).finite
+                cells.append(f"{values[-1]:.4f}" if values else ABSENT)
+        cells.append(number(statistics.median(speeds)) if speeds else ABSENT)
+        cells.append(duration(sum(seconds)) if seconds else ABSENT)
+        return [*cells, str(run.environment.get("commit", ABSENT))[:12]]
+
+    def charts(self) -> list[Chart]:
+        """Each kind of curve with a line for every run."""
+        sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
+        drawn = [
+            self._chart("Training loss", "nats per token, smoothed", ["loss"], smoothed=True),
+            *(
+                self._chart(f"{title}, {name}", unit, ["evaluation", name, key])
+                for name in sets
+                for key, title, unit in (
+                    ("loss", "Held-out loss", "nats per token"),
+                    ("bits_per_byte", "Bits per byte", "held-out text"),
+                )
+            ),
+            self._chart("Gradient norm", "before clipping, smoothed", ["grad_norm"], smoothed=True),
+            self._chart("Learning rate", "", ["lr"], from_zero=True),
+            self._chart("Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True),
+        ]
+        return [drawing for drawing in drawn if drawing]
+
+    def _chart(
+        self, title: str, unit: str, path: Sequence[str], smoothed: bool = False, *, from_zero: bool = False
+    ) -> Chart | None:
+        lines = []
+        for place, run in enumerate(self.runs):
+            curve: Curve = run.curve(*path)
+            kind = "smooth" if smoothed else "dots" if path[0] == "evaluation" else "line"
+            shown = smooth(curve) if smoothed else curve
+            lines.append(Line(self.names[place], shown, 1 + place % 6, kind, place))  # type: ignore[arg-type]
+        return chart(title, unit, lines, from_zero=from_zero)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    whole = [folder.absolute().parts for folder in folders]
+    for length in count(1):
+        names = ["/".join(parts[-length:]) for parts in whole]
+        if len(set(names)) == len(set(whole)) or length > max(map(len, whole)):
+            return names
+    raise AssertionError("some length is enough")
+
+
+def write_comparison(comparison: Comparison, path: str | Path) -> Path:
+    """Write the page, one file without any outside reference. Raises MegatfmError if it can't be written."""
+    path = Path(path)
+    text = page(
+        "compare.html",
+        comparison.runs,
+        names=comparison.names,
+        results=comparison.results(),
+        differences=comparison.differences(),
+        charts=comparison.charts(),
+        notes=[
+            f"{name}: {note}"
+            for name, run in zip(comparison.names, comparison.runs, strict=True)
+            for note in run.notes
+        ],
+    )
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise MegatfmError(f"can't write {path}: {error.strerror}; choose another with --out") from error
+    return path

@@ -1,0 +1,56 @@
+"""The settings of a run: as sections for people, those that differ from the defaults apart."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatfm.config import Config
+from megatfm.report.chart import number
+
+Settings = list[tuple[str, list[tuple[str, str]]]]
+
+
+def sections(config: Mapping[str, Any]) -> Settings:
+    """The config as titled lists of keys and values; keys outside a section come first."""
+    alone = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
+    return [("run", list(flat(alone))), *((key, list(flat(table))) for key, table in tables.items())]
+
+
+def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of a resolved config differs from the defaults; None where this version can't read it.
+
+    A section that differs keeps its `name`, without which its keys say little.
+    """
+    try:
+        read = Config.model_validate(config)
+    except ValidationError:
+        return None
+    kept = read.model_dump(mode="json", exclude_defaults=True)
+    _put_names_back(kept, read.model_dump(mode="json"))
+    return kept
+
+
+def _put_names_back(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
+    for key, value in kept.items():
+        if isinstance(value, dict) and isinstance(whole[key], Mapping):
+            _put_names_back(value, whole[key])
+            if value and "name" in whole[key] and "name" not in value:
+                kept[key] = {"name": whole[key]["name"], **value}
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and readable values of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | str):
+            yield prefix + key, str(value).lower() if isinstance(value, bool) else value
+        elif isinstance(value, int):
+            yield prefix + key, f"{value:,}"
+        elif isinstance(value, float):
+            yield prefix + key, number(value)
+        else:
+            yield prefix + key, json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,104 @@
+"""`megatfm compare`: what differs, what was reached, and the curves of several runs on one page."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatfm.cli import main
+from megatfm.errors import UsageError
+from megatfm.report.compare import Comparison, names_of, write_comparison
+from tests.unit.report.conftest import write_run
+from tests.unit.report.test_browser import CHROMIUM
+from tests.unit.report.test_report import Page
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs of one corpus, the second with another rate and shorter."""
+    one = write_run(tmp_path, 200)
+    other = tmp_path / "runs" / "slower"
+    write_run(tmp_path / "b", 100).rename(other)
+    config = (
+        (one / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
+    )
+    (other / "config.toml").write_text(config)
+    return [one, other]
+
+
+def test_the_table_tells_what_differs_and_what_was_reached(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
+    assert left.value.code == 0
+    lines = {
+        line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()
+    }
+    assert lines["optimizer.lr"] == ["0.003", "0.001"]
+    assert lines["steps"] == ["200", "100"]
+    assert not any(key.startswith(("name", "model.")) for key in lines)
+    assert (tmp_path / "c.html").is_file()
+
+
+def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    page = Page(write_comparison(Comparison.of(runs), tmp_path / "c.html"))
+    titles = [chart.split(",")[0] for chart in page.charts()]
+    assert titles == [
+        "Training loss",
+        "Held-out loss",
+        "Bits per byte",
+        "Gradient norm",
+        "Learning rate",
+        "Speed",
+    ]
+    for words in page.charts():
+        assert "synthetic: " in words
+        assert "slower: " in words
+    names = [a["data-name"] for tag, a in page.tags if tag == "path" and "data-name" in a]
+    assert names == ["synthetic", "slower"] * 6
+    assert not [a for _, a in page.tags if str(a.get("src") or a.get("href") or "#")[0] not in "#d"]
+
+
+def test_runs_are_told_apart_by_as_little_as_does() -> None:
+    assert names_of([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
+    assert names_of([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert names_of([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
+
+
+def test_one_run_is_no_comparison(runs: list[Path]) -> None:
+    with pytest.raises(UsageError, match="give two runs or more"):
+        Comparison.of(runs[:1])
+    with pytest.raises(UsageError, match="not a run directory"):
+        Comparison.of([runs[0], runs[0].parent])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: Path) -> None:
+    page = write_comparison(Comparison.of(runs), tmp_path / "c.html")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+    ]
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            *flags,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            f"{page.as_uri()}#axes=tokens,log",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert ">tokens 1M<" in done.stdout
+    shutil.rmtree(tmp_path / "profile", ignore_errors=True)
