@@ -1,21 +1,125 @@
 """What `import megatfm` offers to users; loaded at first use, since it imports torch."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from megatfm import checkpoint
+from megatfm.config import Config, load_config
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import load_model as load_hf
 from megatfm.convert.pair import is_pair
-from megatfm.generate.load import load_model
+from megatfm.errors import DONE, MegatfmError, UsageError
+from megatfm.evaluate.evaluate import evaluate_run
+from megatfm.generate.continuation import sample, search
+from megatfm.generate.load import Loaded, load_model, with_tokenizer
+from megatfm.generate.sampling import Sampling
+from megatfm.tokenizers import Tokenizer
+from megatfm.train.loop import train
+from megatfm.train.record.run_directory import run_folder
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> torch.nn.Module:
+def fit(config: Config | str | Path, *overrides: str) -> Path:
+    """Train or resume a run in this process, as `megatfm train` does; returns its run directory.
+
+    config: a config, or a file or preset with `key=value` overrides. Under torchrun or srun every rank calls it.
+    Raises UsageError, MegatfmError; also where a signal stopped the run, which has saved: the same call goes on.
+    """
+    if isinstance(config, Config):
+        if overrides:
+            raise UsageError("fit: overrides belong to a file or preset; a config has config.changed({...})")
+    else:
+        config = load_config(config, overrides)
+    folder = run_folder(config)
+    if train(config) != DONE:
+        raise MegatfmError(
+            f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
+        )
+    return folder
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
     """The model of a run, a checkpoint or a folder in the Hugging Face format, in float32 and evaluation mode.
 
-    Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises UsageError where nothing can be
-    opened, MegatfmError where something is damaged or does not fit.
+    Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
     if is_hf_folder(path) or is_pair(path):
-        return load_hf(path, device)
-    return load_model(path, device)
+        return Model(load_hf(path, device), Path(path))
+    return Model(load_model(path, device), Path(path))
+
+
+class Model:
+    """A trained model, and what is done with it.
+
+    Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. `module` is the `nn.Module`, whose
+    attributes and methods (`config`, `parameters()`, …) can be had here as well.
+    """
+
+    def __init__(self, module: nn.Module, path: Path) -> None:
+        self.module, self.path = module, path
+        self._loaded: Loaded | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.module(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not set yet: while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that it was trained with. Raises as `generate` does."""
+        return self._with_tokenizer().tokenizer
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        beams: int = 0,
+        length_penalty: float = 0.6,
+        seed: int = 0,
+    ) -> str:
+        """What follows a prompt, without it: as `megatfm generate` does, whose options these are.
+
+        Raises UsageError for a model that makes no text, and a folder in the Hugging Face format.
+        """
+        loaded = self._with_tokenizer()
+        if beams:
+            return search(loaded, prompt, max_tokens, beams, length_penalty)
+        sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
+        (text,) = sample(loaded, prompt, sampling, max_tokens, 1)
+        return text
+
+    def evaluate(
+        self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False
+    ) -> dict[str, Any]:
+        """By validation set `loss` and, where it is the text's likelihood, `bits_per_byte`; as `megatfm evaluate` does.
+
+        sets: corpora besides the run's own. compressors: under each set also what gzip and xz need. It reads the run's
+        newest checkpoint. Raises UsageError for what is no run directory.
+        """
+        folders = {name: str(Path(folder).resolve()) for name, folder in (sets or {}).items()}
+        found = evaluate_run(self.path, folders, compressors)
+        if found is None:
+            return {}
+        results, baselines = found
+        return {
+            name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
+            for name, result in results["sets"].items()
+        }
+
+    def _with_tokenizer(self) -> Loaded:
+        if self._loaded is None:
+            self._loaded = with_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
+        return self._loaded
+
+
+__all__: Sequence[str] = ["Model", "fit", "load"]

@@ -2,15 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatfm.generate.decoding import Prompts
     from megatfm.generate.load import Loaded
-    from megatfm.generate.sampling import Sampling
 
 SAMPLES = "samples.jsonl"
 
@@ -66,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--max-tokens and --samples: choose 1 or more")
     if args.beams < 0 or (args.beams and args.samples > 1):
         raise UsageError("--beams: choose 1 or more, and no --samples: beam search finds one text")
+    from megatfm.generate.continuation import sample, search
     from megatfm.generate.load import load
     from megatfm.generate.sampling import Sampling
 
@@ -87,79 +85,6 @@ def main(args: argparse.Namespace) -> int:
         print()
     _keep(loaded, args.prompt, texts)
     return 0
-
-
-def sample(
-    loaded: "Loaded",
-    prompt: str,
-    sampling: "Sampling",
-    max_tokens: int,
-    samples: int,
-    show: Callable[[str], None],
-    begin: str = "auto",
-) -> list[str]:
-    """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
-
-    The prompt stands where texts stood in training (see `prompt.py`); `eos` ends a text.
-    """
-    from megatfm.generate.generate import stream
-    from megatfm.generate.text import TextStream
-
-    tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin)
-    decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
-    texts = [""] * samples
-    show(prompt)
-    for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.stop):
-        for row, token in enumerate(tokens.tolist()):
-            piece = decoders[row].add([token])
-            texts[row] += piece
-            if row == 0:
-                show(piece)
-    rests = [decoder.end() for decoder in decoders]
-    show(rests[0])
-    return [text + rest for text, rest in zip(texts, rests, strict=True)]
-
-
-def search(
-    loaded: "Loaded", prompt: str, max_tokens: int, beams: int, length_penalty: float, begin: str = "auto"
-) -> str:
-    """The continuation of a prompt that beam search finds."""
-    from megatfm.generate.beam import beam_search, gnmt_penalty
-    from megatfm.generate.text import TextStream
-
-    tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1, begin)
-    (found,) = beam_search(
-        loaded.model,
-        prompts,
-        beams=beams,
-        max_tokens=max_tokens,
-        stop_token=loaded.stop,
-        penalty=gnmt_penalty(length_penalty),
-        vocab_size=tokenizer.vocab_size,
-    )
-    decoder = TextStream(tokenizer, before=prompts.tokens[0].tolist())
-    return decoder.add(found.tokens.tolist()) + decoder.end()
-
-
-def _prepare(
-    loaded: "Loaded", prompt: str, max_tokens: int, samples: int, begin: str
-) -> tuple["Prompts", int]:
-    """The prompts on the model's device, and how many tokens there is room for."""
-    from megatfm.generate.prompt import prompts_of
-
-    prompts = prompts_of(loaded, prompt, samples, begin).to(next(loaded.model.parameters()).device)
-    length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
-    trained = (
-        data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length
-    )
-    if length + max_tokens > trained:
-        _note(f"up to {length + max_tokens} tokens, while this model was trained on {trained} at a time")
-    if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
-        max_tokens = model.position.limit + 1 - length
-        _note(f"at most {max_tokens} tokens are made: model.position.max_positions = {model.position.limit}")
-    return prompts, max_tokens
 
 
 def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:

@@ -42,6 +42,11 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
     where something is damaged or does not fit.
     """
     source = checkpoint.find_checkpoint(path)
+    return with_tokenizer(load_model(source, device), source)
+
+
+def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
+    """The model of a checkpoint and what belongs to it. Raises as `load` does."""
     state, config = _state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
@@ -55,7 +60,6 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
         raise UsageError(
             f"{where}: not the tokenizer that {source.name} was trained with: put that one into {run}"
         )
-    model = load_model(source, device)
     rows = config.model.vocab_size or 0
     if tokenizer.vocab_size > rows:
         raise MegatfmError(

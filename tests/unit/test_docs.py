@@ -29,6 +29,7 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
+PYTHON_PAGE = "python.md"
 
 
 def fences(language: str) -> Iterator[tuple[Path, str, str]]:
@@ -128,7 +129,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         path = (page.parent / target).resolve() if target else page
-        if path.parent.name == "reference" and path.name in (*GENERATED, COMMANDS_PAGE):
+        if path.parent.name == "reference" and path.name in (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE):
             continue
         assert path.is_file(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
@@ -186,12 +187,26 @@ def test_every_command_and_flag_is_explained() -> None:
     assert not re.search(r"\| \|$|None|SUPPRESS", text, re.MULTILINE), "an argument says nothing"
 
 
+def test_every_offer_of_the_package_is_in_the_reference() -> None:
+    import megatfm
+
+    text = module(ROOT / "docs" / "gen_python.py").page()
+    for name in megatfm.__all__:
+        assert name == "__version__" or f"## `megatfm.{name}`\n\n" in text
+    for line in (
+        "### `Model.generate`",
+        "fit(config: megatfm.config.root.Config | str | pathlib.Path, *overrides: str)",
+        "Train or resume a run in this process, as `megatfm train` does; returns its run directory.",
+    ):
+        assert line in text
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(
         re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     )
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    generated = {f"reference/{name}" for name in (*GENERATED, COMMANDS_PAGE)}
+    generated = {f"reference/{name}" for name in (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE)}
     assert listed == written | generated
 
 

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
-from megatfm.commands.generate import search
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import ARCHITECTURES, architecture_for
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.generate.continuation import search
 from megatfm.generate.load import load
 from megatfm.generate.prompt import prompts_of
 from megatfm.models import build

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatfm.commands.generate import sample, search
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
+from megatfm.generate.continuation import sample, search
 from megatfm.generate.decoding import Prompts
 from megatfm.generate.load import Loaded, load
 from megatfm.generate.prompt import prompts_of

@@ -1,0 +1,47 @@
+"""MkDocs hook: the Python reference, made from what `import megatfm` offers whenever the docs are built."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import megatfm
+
+INTRODUCTION = (
+    "What `import megatfm` offers; everything else may change between versions. Importing it loads no torch: "
+    "that comes with the first use. [Use it from Python](../how-to/python.md) shows it at work."
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated page."""
+    files.append(File.generated(config, "reference/python.md", content=page()))
+    return files
+
+
+def page() -> str:
+    """A section for each offer, with its signature and what its docstring says."""
+    return "\n\n".join(["# Python", INTRODUCTION, *sections()]) + "\n"
+
+
+def sections() -> Iterator[str]:
+    for name in sorted(megatfm.__all__):
+        offer = getattr(megatfm, name)
+        if callable(offer):
+            yield f"## `megatfm.{name}`\n\n{told(name, offer)}"
+            for method, value in vars(offer).items() if name == "Model" else ():
+                if not method.startswith("_"):
+                    shown = value.fget if isinstance(value, property) else value
+                    yield f"### `Model.{method}`\n\n{told(method, shown, isinstance(value, property))}"
+
+
+def told(name: str, offer: Any, is_property: bool = False) -> str:
+    """A signature, and the docstring as paragraphs."""
+    text = inspect.getdoc(offer) or ""
+    if name == "Config" or is_property:
+        return text + (" Its keys are in [the training config](config.md)." if name == "Config" else "")
+    parameters = inspect.signature(offer).parameters.values()
+    shown = inspect.Signature([each for each in parameters if each.name != "self"])
+    return f"```{{.python}}\n{name}{shown}\n```\n\n{text}"

@@ -1,0 +1,79 @@
+"""A prompt and what a model makes of it, as texts."""
+
+import sys
+from collections.abc import Callable
+
+from megatfm.generate.beam import beam_search, gnmt_penalty
+from megatfm.generate.decoding import Prompts
+from megatfm.generate.generate import stream
+from megatfm.generate.load import Loaded
+from megatfm.generate.prompt import prompts_of
+from megatfm.generate.sampling import Sampling
+from megatfm.generate.text import TextStream
+
+
+def sample(
+    loaded: Loaded,
+    prompt: str,
+    sampling: Sampling,
+    max_tokens: int,
+    samples: int,
+    show: Callable[[str], None] = lambda _: None,
+    begin: str = "auto",
+) -> list[str]:
+    """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
+
+    The prompt stands where texts stood in training (see `prompt.py`); `eos` ends a text.
+    """
+    tokenizer = loaded.tokenizer
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin)
+    decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
+    texts = [""] * samples
+    show(prompt)
+    for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.stop):
+        for row, token in enumerate(tokens.tolist()):
+            piece = decoders[row].add([token])
+            texts[row] += piece
+            if row == 0:
+                show(piece)
+    rests = [decoder.end() for decoder in decoders]
+    show(rests[0])
+    return [text + rest for text, rest in zip(texts, rests, strict=True)]
+
+
+def search(
+    loaded: Loaded, prompt: str, max_tokens: int, beams: int, length_penalty: float, begin: str = "auto"
+) -> str:
+    """The continuation of a prompt that beam search finds."""
+    tokenizer = loaded.tokenizer
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1, begin)
+    (found,) = beam_search(
+        loaded.model,
+        prompts,
+        beams=beams,
+        max_tokens=max_tokens,
+        stop_token=loaded.stop,
+        penalty=gnmt_penalty(length_penalty),
+        vocab_size=tokenizer.vocab_size,
+    )
+    decoder = TextStream(tokenizer, before=prompts.tokens[0].tolist())
+    return decoder.add(found.tokens.tolist()) + decoder.end()
+
+
+def _prepare(loaded: Loaded, prompt: str, max_tokens: int, samples: int, begin: str) -> tuple[Prompts, int]:
+    """The prompts on the model's device, and how many tokens there is room for."""
+    prompts = prompts_of(loaded, prompt, samples, begin).to(next(loaded.model.parameters()).device)
+    length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
+    trained = (
+        data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length
+    )
+    if length + max_tokens > trained:
+        _note(f"up to {length + max_tokens} tokens, while this model was trained on {trained} at a time")
+    if model.position.limit is not None and length + max_tokens - 1 > model.position.limit >= length:
+        max_tokens = model.position.limit + 1 - length
+        _note(f"at most {max_tokens} tokens are made: model.position.max_positions = {model.position.limit}")
+    return prompts, max_tokens
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -1,0 +1,132 @@
+"""What `import megatfm` offers: training, text, evaluation; called again in one process, as notebooks do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatfm
+from megatfm.commands.generate import add_arguments
+from megatfm.commands.generate import main as generate_command
+from megatfm.config import Config
+from megatfm.errors import UsageError
+from tests.e2e.conftest import SMALL, corpus, texts
+
+__all__ = ["corpus", "texts"]  # fixtures
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = """
+import asyncio, io, os, signal, socket, sys, threading
+
+def refuse():
+    raise AssertionError("a fork in a process with threads and, in a notebook, open sockets")
+
+os.fork = refuse
+before = {{name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}}
+
+class Cells(io.StringIO):  # as a kernel's: no file, no terminal
+    def fileno(self):
+        raise io.UnsupportedOperation("fileno")
+
+async def cells():
+    import megatfm
+    handler = sys.stdout
+    sys.stdout = Cells()
+    one = megatfm.fit({file!r}, "name=one", "train.steps=2", "run_dir={folder}/one")
+    two = megatfm.fit(megatfm.load_config({file!r}, ["name=two", "train.steps=2", "run_dir={folder}/two"]))
+    one = megatfm.fit({file!r}, "name=one", "train.steps=3", "run_dir={folder}/one", "resume.allow=schedule")
+    model = megatfm.load(one)
+    text = model.generate("import ", max_tokens=4, seed=3)
+    found = model.evaluate()
+    sys.stdout, shown = handler, sys.stdout.getvalue()
+    assert (str(one), str(two)) == ("{folder}/one", "{folder}/two")
+    assert isinstance(text, str) and found["held-out"]["bits_per_byte"] > 0, found
+    assert shown.count("finished: step") == 3, shown
+
+asyncio.run(cells())
+assert before == {{name: signal.getsignal(name) for name in before}}
+assert [thread.name for thread in threading.enumerate() if thread.name.startswith("megatfm")] == []
+import torch.distributed as dist
+assert not dist.is_initialized()
+"""
+
+
+@pytest.fixture(scope="module")
+def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("api") / "small.toml"
+    path.write_text(SMALL.format(corpus=corpus))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(file: Path) -> Path:
+    return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")
+
+
+def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None:
+    program = NOTEBOOK.format(file=str(file), folder=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    model = megatfm.load(run)
+    capsys.readouterr()
+    for words, options in ((["--seed", "3"], {"seed": 3}), (["--beams", "2"], {"beams": 2})):
+        generate_command(parser.parse_args([str(run), "--prompt", "def ", "--max-tokens", "6", *words]))
+        assert capsys.readouterr().out == f"def {model.generate('def ', max_tokens=6, **options)}\n"
+
+
+def test_the_model_is_a_module_that_can_be_called(run: Path) -> None:
+    model, tokens = megatfm.load(run), torch.tensor([[1, 5, 6]])
+    assert torch.equal(model(tokens).logits, model.module(tokens).logits)
+    assert isinstance(model.module, torch.nn.Module)
+    assert model.config.d_model == 32
+    assert len(list(model.parameters())) == len(list(model.module.parameters()))
+    assert model.tokenizer.vocab_size == 512
+
+
+def test_evaluation_is_what_the_command_leaves(run: Path, corpus: Path) -> None:
+    found = megatfm.load(run).evaluate({"more": corpus / "validation"}, compressors=True)
+    assert set(found) == {"held-out", "again", "more"}
+    assert found["more"]["loss"] == found["held-out"]["loss"]
+    assert found["more"]["compressors"]["gzip -9, per document"] > 1
+
+
+def test_what_can_not_be_done_is_one_line(run: Path, tmp_path: Path) -> None:
+    config = megatfm.load_config(run)
+    assert isinstance(config, Config)
+    with pytest.raises(UsageError, match=r"config\.changed"):
+        megatfm.fit(config, "train.steps=3")
+    with pytest.raises(UsageError, match="neither a checkpoint nor a run"):
+        megatfm.load(tmp_path)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = megatfm.nothing
+
+
+@pytest.mark.parametrize("code", ["import megatfm", "import megatfm; megatfm.load_config; megatfm.Config"])
+def test_importing_and_configs_need_no_torch(code: str) -> None:
+    code += "; import sys; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_every_offer_is_explained() -> None:
+    offers: list[Callable[..., object]] = [megatfm.fit, megatfm.load, megatfm.load_config, megatfm.Model]
+    for offer in [*offers, megatfm.Model.generate, megatfm.Model.evaluate]:
+        assert len(str(offer.__doc__)) > 60
