@@ -12,6 +12,7 @@ from megatfm.config import Config, load_config
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import load_model as load_hf
 from megatfm.convert.pair import is_pair
+from megatfm.describe.description import flops_per_token
 from megatfm.errors import DONE, MegatfmError, UsageError
 from megatfm.evaluate.evaluate import evaluate_run
 from megatfm.generate.continuation import sample, search
@@ -34,7 +35,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     else:
         config = load_config(config, overrides)
     folder = run_folder(config)
-    if train(config) != DONE:
+    if train(config, flops_per_token) != DONE:
         raise MegatfmError(
             f"{folder}: was stopped by a signal, and has saved: the same call goes on from there"
         )

@@ -37,6 +37,8 @@ def main(args: argparse.Namespace) -> int:
         config, said = config_from(args.source, given, overrides)
         for line in said:
             logging.getLogger("megatfm").info("%s", line)
-    from megatfm.train.loop import train  # after the config: its mistakes shouldn't wait for torch
+    # After the config: its mistakes shouldn't wait for torch.
+    from megatfm.describe.description import flops_per_token
+    from megatfm.train.loop import train
 
-    return train(config)
+    return train(config, flops_per_token)

@@ -102,6 +102,12 @@ def describe(config: Config) -> Description:
     )
 
 
+def flops_per_token(config: Config) -> tuple[float, float]:
+    """FLOPs of training on a token: in full, and without the half of attention that a causal model masks."""
+    found = describe(config)
+    return found.flops_full, found.flops_causal
+
+
 def _with_vocabulary(config: Config) -> Config:
     if config.model.vocab_size is not None or config.data.tokenizer is None:
         return config

@@ -55,7 +55,7 @@ class Comparison:
         sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
         columns = ["steps", "tokens", "training loss"]
         columns += [f"{name} {what}" for name in sets for what in ("loss", "bits/byte")]
-        columns += ["tokens/s", "time", "commit"]
+        columns += ["tokens/s", "MFU", "time", "commit"]
         return Results(columns, [self._row(run, sets) for run in self.runs])
 
     def _row(self, run: Run, sets: Sequence[str]) -> list[str]:
@@ -72,6 +72,8 @@ class Comparison:
                 values = run.curve("evaluation", name, key).finite
                 cells.append(f"{values[-1]:.4f}" if values else ABSENT)
         cells.append(number(statistics.median(speeds)) if speeds else ABSENT)
+        used = run.curve("mfu").finite
+        cells.append(f"{100 * statistics.median(used):.3g} %" if used else ABSENT)
         cells.append(duration(sum(seconds)) if seconds else ABSENT)
         return [*cells, str(run.environment.get("commit", ABSENT))[:12]]
 

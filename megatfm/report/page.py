@@ -143,6 +143,11 @@ def headline(run: Run) -> list[Fact]:
     speed = run.curve("tokens_per_second").finite
     if speed:
         facts.append(Fact("Speed", number(statistics.median(speed)), "tokens per second"))
+    used, causal = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
+    if used and causal:
+        note = f"{100 * statistics.median(causal):.3g} % without the masked half of attention"
+        note += f"; {run.environment['peak']}" if "peak" in run.environment else ""
+        facts.append(Fact("MFU", f"{100 * statistics.median(used):.3g} %", note))
     seconds = run.curve("step_seconds").finite
     if seconds:
         facts.append(Fact("Training time", duration(sum(seconds)), "in steps"))
@@ -180,6 +185,15 @@ def charts(run: Run) -> list[Chart]:
             "Speed",
             "tokens per second",
             smoothed("speed", run.curve("tokens_per_second")),
+            from_zero=True,
+        ),
+        chart(
+            "Utilization (MFU)",
+            "% of what the devices could do",
+            [
+                Line("with all of attention", smooth(scaled(run.curve("mfu"), 100)), kind="smooth"),
+                Line("without its masked half", smooth(scaled(run.curve("mfu_causal"), 100)), 2, "smooth"),
+            ],
             from_zero=True,
         ),
         chart("Waiting for data", "% of the step", smoothed("wait", waiting(run)), from_zero=True),

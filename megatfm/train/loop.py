@@ -10,7 +10,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
-from megatfm.engines.interface import Engine
+from megatfm.engines.interface import PRECISIONS, Engine
 from megatfm.errors import DONE, REQUEUE
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
@@ -27,6 +27,7 @@ from megatfm.train.init_from import load_weights
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.metrics import MetricsLog, RunFacts
 from megatfm.train.record.run_directory import RunDirectory, run_folder
+from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
 from megatfm.train.run_state import RunState
 from megatfm.train.schedules import factor
 from megatfm.train.signals import StopSignals
@@ -38,8 +39,11 @@ from megatfm.train.watching.watch import Watch
 log = logging.getLogger("megatfm")
 
 
-def train(config: Config) -> int:
-    """Train or resume the run of a config; called on every rank. Returns the exit code."""
+def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
+    """Train or resume the run of a config; called on every rank. Returns the exit code.
+
+    flops_per_token: tells what a token costs, so that the utilization of the devices is in the record.
+    """
     import_plugins(config.plugins)
     config, tokenizer = open_tokenizer(config)
     start_flight_recorder(run_folder(config), config.train.device)
@@ -72,6 +76,9 @@ def train(config: Config) -> int:
             with explained(run.folder, rank.rank):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
+            if flops_per_token and run.is_main:
+                possible = peak(rank.device, PRECISIONS[precision].computed)
+                trainer.utilization = Utilization(*flops_per_token(config), possible, rank.world_size)
             watch.tick(0, "start")
             trainer.restore(found, branch)
             with explained(run.folder, rank.rank):
@@ -94,6 +101,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
+        self.utilization: Utilization | None = None
         self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
 
@@ -124,7 +132,8 @@ class Trainer:
                     log.info("%s", line)
             self._event("started", begins)
         if self.run.is_main:
-            self.run.describe(config, self.engine.layout.table)
+            used = {"peak": str(self.utilization.peak)} if self.utilization else {}
+            self.run.describe(config, self.engine.layout.table, used)
             checkpoint.clean(self.run.checkpoints)
         log.info(
             "%s: %s parameters, %s, %s, step %d of %d",
@@ -135,6 +144,8 @@ class Trainer:
             self.state.step,
             config.train.steps,
         )
+        if self.utilization:
+            log.info("utilization (MFU) is of %s", self.utilization.peak)
         for note in self.corpora.notes:
             log.info("%s", note)
 
@@ -213,6 +224,7 @@ class Trainer:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": loader.step_tokens / seconds,
+            **(self.utilization.of(loader.step_tokens / seconds) if self.utilization else {}),
             "data_wait_seconds": loader.waited - waited,
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),

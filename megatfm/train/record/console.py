@@ -4,8 +4,10 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -44,6 +46,7 @@ class RunLog:
         self._shows, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._began, self._steps_here = time.monotonic(), 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -76,20 +79,31 @@ class RunLog:
         self._stack.close()
 
     def step(self, record: Mapping[str, Any], due: bool) -> None:
-        """Show a step: on a terminal by the bar, else in a line when one is due."""
-        facts = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        """Show a step: in a line when one is due, on a terminal above the bar, which tells every step."""
+        facts = (
+            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_utilization(record)}"
+        )
+        self._steps_here += 1
         if self._shows and self._console.is_terminal:
             if self._progress is None:
                 self._progress = self._stack.enter_context(self._bar(record["step"] - 1))
             self._progress.update(self._progress.task_ids[0], completed=record["step"], facts=facts)
-        elif due:
+        if due:
             log.info(
-                "step %d  %s  lr %.2e  grad norm %.2f",
+                "step %d  %s  lr %.2e  grad norm %.2f%s",
                 record["step"],
                 facts,
                 record["lr"],
                 record["grad_norm"],
+                self._left(record["step"]),
             )
+
+    def _left(self, step: int) -> str:
+        """The time that the steps to come will take if they go as those since the start went; nothing at the end."""
+        if step >= self._steps:
+            return ""
+        seconds = (time.monotonic() - self._began) / self._steps_here * (self._steps - step)
+        return f"  {timedelta(seconds=round(seconds))} left"
 
     def _bar(self, completed: int) -> Progress:
         progress = Progress(
@@ -107,3 +121,10 @@ class RunLog:
         log.addHandler(handler)
         self._stack.callback(handler.close)
         self._stack.callback(log.removeHandler, handler)
+
+
+def _utilization(record: Mapping[str, Any]) -> str:
+    """By both conventions; a CPU's is often below a percent."""
+    if "mfu" not in record:
+        return ""
+    return f"  MFU {100 * record['mfu']:.3g} % ({100 * record['mfu_causal']:.3g} % causal)"

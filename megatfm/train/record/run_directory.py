@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -143,11 +144,14 @@ class RunDirectory:
         except OSError as error:
             raise MegatfmError(f"{path}: can't write it: {error.strerror}") from error
 
-    def describe(self, config: Config, plan: str) -> None:
-        """Leave the resolved config, the plan, the versions and any tokenizer beside the checkpoints (rank 0)."""
+    def describe(self, config: Config, plan: str, facts: Mapping[str, str] | None = None) -> None:
+        """Leave the resolved config, the plan, the versions and any tokenizer beside the checkpoints (rank 0).
+
+        facts: what else is to be known of the machine.
+        """
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
-        self.write("environment.json", json.dumps(environment(), indent=2) + "\n")
+        self.write("environment.json", json.dumps({**environment(), **(facts or {})}, indent=2) + "\n")
         if config.data.tokenizer is not None and tokenizers.find(self.folder) is None:
             for name, content in tokenizers.files(config.data.tokenizer).items():
                 self.write(name, content)

@@ -317,3 +317,13 @@ def test_samples_of_a_prompt_stand_together_in_the_order_of_steps(run: Path) -> 
     text = report(run).text
     places = [text.index(word) for word in ("a of 10", "a of 20", "b of 20")]
     assert places == sorted(places)
+
+
+def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_against(run: Path) -> None:
+    (run / "environment.json").write_text(json.dumps({"peak": "989 TFLOP/s a device (H200: data sheet)"}))
+    replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
+    page = report(run)
+    assert "42 %" in page.text
+    assert "40 % without the masked half of attention; 989 TFLOP/s a device (H200: data sheet)" in page.text
+    (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
+    assert "with all of attention: 42 at step 1" in chart

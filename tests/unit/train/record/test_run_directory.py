@@ -184,6 +184,36 @@ def test_the_log_file_gets_the_traceback_and_the_screen_does_not(
     assert "Traceback" not in shown.out + shown.err
 
 
+def test_on_a_terminal_lines_scroll_above_the_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
+    monkeypatch.setenv("COLUMNS", "160")
+    with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=10) as screen:
+        for step in (1, 2, 3, 4):
+            screen.step(RECORD | {"step": step, "loss": float(step)}, due=step % 2 == 0)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    lines = re.findall(r"step (\d)  loss ([\d.]+)  2,000 tokens/s  lr", shown)
+    assert lines == [("2", "2.0000"), ("4", "4.0000")]
+    assert "4/10" in shown, "the bar is there"
+
+
+def test_a_line_tells_the_utilization_and_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([100.0, 104.0, 106.0])
+    monkeypatch.setattr("megatfm.train.record.console.time.monotonic", lambda: next(now))
+    with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1003) as screen:
+        screen.step(RECORD | {"step": 501, "mfu": 0.4123, "mfu_causal": 0.38}, due=True)
+        screen.step(RECORD | {"step": 502}, due=True)
+        screen.step(RECORD | {"step": 1003}, due=True)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert "tokens/s  MFU 41.2 % (38 % causal)  lr" in lines[0]
+    assert lines[0].endswith("grad norm 0.50  0:33:28 left"), "502 steps of 4 seconds"
+    assert lines[1].endswith("grad norm 0.50  0:25:03 left"), "501 steps of 3 seconds"
+    assert lines[2].endswith("grad norm 0.50")
+
+
 def test_a_log_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     for message in ("first", "second"):
         with RunDirectory(tmp_path, 0) as run, RunLog(run, steps=1):
