@@ -17,6 +17,7 @@ INTRODUCTION = (
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated page."""
+    files.remove(files.src_uris["reference/commands.md"])  # what stands there in the repository
     files.append(File.generated(config, "reference/commands.md", content=page(build_parser())))
     return files
 

@@ -17,6 +17,7 @@ INTRODUCTION = (
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated page."""
+    files.remove(files.src_uris["reference/python.md"])  # what stands there in the repository
     files.append(File.generated(config, "reference/python.md", content=page()))
     return files
 

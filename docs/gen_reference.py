@@ -28,6 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         ("reference/config.md", "Training config", Config),
         ("reference/prep.md", "Prep config", PrepConfig),
     ):
+        files.remove(files.src_uris[uri])  # what stands there in the repository
         files.append(File.generated(config, uri, content=page(title, kind)))
     return files
 

@@ -1,6 +1,5 @@
 """Where a run is: step, tokens and place in the data; saved with the engine's state, and gone back to."""
 
-from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +101,9 @@ class RunState:
             for name, (_, shape) in self._names(found).items()
             if name.startswith("model.")
         }
-        return resume.does_not_fit(stored, dict(ChainMap(*gather(mine))))
+        return resume.does_not_fit(
+            stored, {name: shape for each in gather(mine) for name, shape in each.items()}
+        )
 
     def _names(self, found: resume.ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """What a checkpoint holds. A collective: rank 0 tells the others, whose machines may see it later."""

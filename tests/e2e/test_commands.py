@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_training import curve
+
+ROOT = Path(__file__).parents[2]
 
 
 def megatfm(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -98,6 +101,22 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     assert again.returncode == 0, again.stderr
     assert "nothing to do" in again.stdout + again.stderr
     assert len(curve(run)) == 60
+
+
+def test_the_commands_of_the_readme_run_as_they_stand(texts, tmp_path):
+    """All of the block after "Step by step", on less text and for fewer steps than they say."""
+    block = re.search(r"Step by step.*?```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    lines = [line for line in block.splitlines() if line.startswith("megatfm ")]
+    assert [line.split()[1] for line in lines] == ["prep", "launch", "generate", "evaluate", "report"]
+    tiny = "model.d_model=32 model.ffn.d_ff=64 model.n_layers=1 train.steps=4 schedule.warmup_steps=1"
+    less = f'case $1 in prep) set -- "$@" read.folder=\'{texts}\';; launch) set -- "$@" {tiny};; esac'
+    shell = f'megatfm() {{ {less}; "{sys.executable}" -m megatfm "$@"; }}; set -e\n' + "\n".join(lines)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs/quickstart/report.html").is_file()
 
 
 def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):

@@ -19,6 +19,8 @@ import tomli_w
 import torch
 
 from megatfm.config import Config, find_config, load, preset_names
+from megatfm.config.edit import sections_of
+from megatfm.config.other_names import OTHER_NAMES
 from megatfm.config.prep import PrepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +31,9 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
-PYTHON_PAGE = "python.md"
+PYTHON_PAGE, PARTS_PAGE = "python.md", "parts.md"
+MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
+"""Of the reference: in the repository these say where to look, and the manual has them whole."""
 
 
 def fences(language: str) -> Iterator[tuple[Path, str, str]]:
@@ -129,10 +133,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         path = (page.parent / target).resolve() if target else page
-        if path.parent.name == "reference" and path.name in (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE):
-            continue
-        assert path.is_file(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
+        assert path.exists(), f"{page.name} links to {target}"
+        made = path.parent.name == "reference" and path.name in MADE
+        assert made or not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}"
 
 
 def module(path: Path) -> ModuleType:
@@ -201,13 +204,72 @@ def test_every_offer_of_the_package_is_in_the_reference() -> None:
         assert line in text
 
 
+def test_every_registered_part_is_in_the_reference() -> None:
+    made = module(ROOT / "docs" / "gen_parts.py")
+    text = made.page()
+    for key, registry in made.PARTS.items():
+        rows = text.partition(f"## `{key}`")[2].partition("\n## ")[0]
+        for name in registry.names():
+            assert f"| `{name}` |" in rows, (key, name)
+        section: Any = Config
+        for part in key.removesuffix(".NAME").split("."):
+            assert part in section.model_fields, key
+            section = next(iter(sections_of(section, part)), None)
+
+
+WORDS = {
+    "gradient accumulation": ("faq.md", "train.global_batch"),
+    "batch size": ("faq.md", "train.micro_batch"),
+    "mixed precision": ("parallel.md", "train.precision"),
+    "activation checkpointing": ("parallel.md", "train.recompute"),
+    "gradient checkpointing": ("parallel.md", "train.recompute"),
+    "flash attention": ("faq.md", "scaled_dot_product_attention"),
+    "ddp": ("how-to/several-processes.md", "parallel.zero=0"),
+    "fsdp": ("faq.md", "parallel.dp_shard"),
+    "perplexity": ("how-to/evaluate.md", "exp"),
+    "mfu": ("how-to/watch-a-run.md", "mfu_causal"),
+    "fine-tuning": ("how-to/convert.md", "train.init_from"),
+    "sweep": ("how-to/sweep.md", "megatfm compare"),
+    "hyperparameter": ("how-to/sweep.md", "optimizer.lr"),
+    "tensorboard": ("faq.md", "pip install tensorboard"),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_that_people_search_for_stand_where_they_are_answered(word: str) -> None:
+    page, answer = WORDS[word]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    paragraph = r"[^\n]*(?:\n[^\n]+)*\n*[^\n]*(?:\n[^\n]+)*"  # the word's, and the one after
+    found = [match[0] for match in re.finditer(rf"(?i){re.escape(word)}{paragraph}", text)]
+    assert any(answer in each for each in found) or (found and answer in text), (word, page)
+
+
+def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    ours = {key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", row[-1])}
+    assert ours >= set(OTHER_NAMES.values())
+    words = (word for row in rows for cell in row[:-1] for word in re.findall(r"`([^`]+)`", cell))
+    told = {word.removeprefix("--").replace("-", "_") for word in words}
+    assert set(OTHER_NAMES) <= told, set(OTHER_NAMES) - told
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    table = text.partition("## Extras")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(extras)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(
         re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     )
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    generated = {f"reference/{name}" for name in (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE)}
-    assert listed == written | generated
+    assert {f"reference/{name}" for name in MADE} <= written
+    assert listed == written
 
 
 def plan_rows() -> str:

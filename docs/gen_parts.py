@@ -1,0 +1,94 @@
+"""MkDocs hook: every part of a model and of its training, by its key and the names it takes, from the registries."""
+
+import inspect
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from megatfm.config import Config
+from megatfm.config.edit import name_of, sections_of
+from megatfm.engines.registry import ENGINES
+from megatfm.layers.activation import ACTIVATIONS
+from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.layers.attention.registry import ATTENTIONS
+from megatfm.layers.embedding import EMBEDDINGS
+from megatfm.layers.ffn.registry import FFNS
+from megatfm.layers.head import HEADS
+from megatfm.layers.initialisation.registry import INITIALISATIONS
+from megatfm.layers.norm import NORMS
+from megatfm.layers.position.registry import POSITIONS
+from megatfm.layers.residual.registry import RESIDUALS
+from megatfm.models import MODELS
+from megatfm.objectives import OBJECTIVES
+from megatfm.registry import Registry
+from megatfm.train.optimizers import OPTIMIZERS
+from megatfm.train.record.metrics import SINKS
+from megatfm.train.schedules import SCHEDULES
+
+PARTS: dict[str, Registry[Any]] = {
+    "model.family": MODELS,
+    "model.attention.name": ATTENTIONS,
+    "model.attention.pattern.name": PATTERNS,
+    "model.ffn.name": FFNS,
+    "model.ffn.activation": ACTIVATIONS,
+    "model.norm.name": NORMS,
+    "model.norm.placement": RESIDUALS,
+    "model.position.name": POSITIONS,
+    "model.embedding.name": EMBEDDINGS,
+    "model.heads.NAME": HEADS,
+    "model.init.name": INITIALISATIONS,
+    "objective.name": OBJECTIVES,
+    "optimizer.name": OPTIMIZERS,
+    "schedule.name": SCHEDULES,
+    "parallel.engine": ENGINES,
+    "log.sinks": SINKS,
+}
+"""Key → what there is under it."""
+
+INTRODUCTION = (
+    "What each key takes, from the code's own tables. `megatfm config show CONFIG` prints what a config has; options "
+    "of a part are in [the training config](config.md), and a plugin adds names of its own."
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated page."""
+    files.remove(files.src_uris["reference/parts.md"])  # what stands there in the repository
+    files.append(File.generated(config, "reference/parts.md", content=page()))
+    return files
+
+
+def page() -> str:
+    """A table for each key: the names, and what the config says of them."""
+    parts = ["# Parts", INTRODUCTION]
+    for key, registry in PARTS.items():
+        told = _told(key)
+        rows = [
+            f"| `{name}` | {told.get(name) or _docstring(registry.get(name))} |" for name in registry.names()
+        ]
+        parts.append("\n".join([f"## `{key}`", "", "| Name | What it is |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _told(key: str) -> dict[object, str]:
+    """By name, the docstring of the section that the name chooses; nothing for keys that choose none."""
+    *sections, last = key.split(".")
+    options: list[Any] = [Config]
+    for part in sections:
+        options = sections_of(options[0], part) if options else []
+    if last != "name":
+        return {}
+    return {name_of(option): _first_line(option) for option in options if len(options) > 1}
+
+
+def _docstring(part: Any) -> str:
+    return "" if isinstance(part, (str, int, tuple, dict)) or _is_plain_instance(part) else _first_line(part)
+
+
+def _is_plain_instance(part: Any) -> bool:
+    return not (inspect.isclass(part) or inspect.isroutine(part))
+
+
+def _first_line(part: Any) -> str:
+    return (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
