@@ -2,8 +2,11 @@
 
 import difflib
 import importlib
+import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from megatfm.errors import UsageError
@@ -67,14 +70,30 @@ def _letters(word: str) -> str:
 
 
 def import_plugins(packages: Iterable[str]) -> None:
-    """Import each package of a config's `plugins`, so that its parts are registered.
+    """Import each package of a config's `plugins`, so that its parts are registered; the current directory's, too.
 
     Raises UsageError that names the package when it can't be imported.
     """
     for package in packages:
+        look_for_plugins([package], [Path.cwd()])
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise UsageError(
-                f"plugins: can't import {package!r} ({error}): install it or put its folder on PYTHONPATH"
+                f"plugins: can't import {package!r} ({error}): put it beside the config or into the current directory, "
+                "install it, or put its folder on PYTHONPATH"
             ) from error
+
+
+def look_for_plugins(packages: Iterable[str], folders: Sequence[Path]) -> None:
+    """Make packages importable that are in one of these folders, the first that has it, and nowhere else.
+
+    What is installed, or on PYTHONPATH, is found before. A folder comes last on the path, so that it hides nothing.
+    """
+    for name in {package.partition(".")[0] for package in packages}:
+        if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
+            continue
+        there = (each for each in folders if (each / f"{name}.py").is_file() or (each / name).is_dir())
+        if (folder := next(there, None)) is not None:
+            sys.path.append(str(folder.resolve()))
+            importlib.invalidate_caches()

@@ -16,7 +16,7 @@ from megatfm.config.other_names import OTHER_NAMES
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.errors import UsageError
-from megatfm.registry import did_you_mean
+from megatfm.registry import did_you_mean, look_for_plugins
 
 ALIASES = {
     "gpt2": "gpt2-124m",
@@ -64,15 +64,18 @@ def load(
     edit(kind, values, overrides)
     base = Path.cwd() if is_preset else path.resolve().parent
     try:
-        return kind.model_validate(values, context={"base": base})
+        config = kind.model_validate(values, context={"base": base})
     except ValidationError as error:
         _is_of_another_kind(path_or_preset, kind, values)
         raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
+    if isinstance(config, Config):
+        look_for_plugins(config.plugins, [path.resolve().parent, Path.cwd()])
+    return config
 
 
 def _is_of_another_kind(path_or_preset: str | Path, kind: type[Section], values: Mapping[str, Any]) -> None:
     """Raise a UsageError that names the command to use, where a config's sections are all the other kind's."""
-    (other,) = {Config, PrepConfig} - {kind}
+    other = next(each for each in COMMANDS if each is not kind)
     theirs = [key for key in values if key not in kind.model_fields]
     if theirs and all(key in other.model_fields for key in values):
         here, there = COMMANDS[kind], COMMANDS[other]
@@ -192,13 +195,15 @@ def _example(section: type[BaseModel] | None, place: Sequence[str]) -> str:
 
 def _inline(section: type[BaseModel]) -> str:
     """What a section must hold, with examples, as a table in one line of TOML."""
-    keys = [
-        f"{key} = {_inline(parts[0]) if (parts := sections_of(section, key)) else json.dumps(field.examples[0])}"
-        for key, field in section.model_fields.items()
-        if (field.is_required() and sections_of(section, key))
-        or (field.examples and field.is_required())
-        or (field.examples and field.default is None and isinstance(field.examples[0], str))
-    ]
+    keys = []
+    for key, field in section.model_fields.items():
+        example = next(iter(field.examples or ()), None)
+        if field.is_required() and (parts := sections_of(section, key)):
+            keys.append(f"{key} = {_inline(parts[0])}")
+        elif example is not None and (
+            field.is_required() or (field.default is None and isinstance(example, str))
+        ):
+            keys.append(f"{key} = {json.dumps(example)}")
     keys = keys or [f"name = {json.dumps(name)}" for name in [name_of(section)] if isinstance(name, str)]
     return f"{{ {', '.join(keys)} }}" if keys else "{}"
 

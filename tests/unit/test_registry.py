@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatfm.config import ModelConfig, load_config
+from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
@@ -89,8 +89,51 @@ def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest
     del sys.modules["my_parts_of_a_test"]
 
 
+@pytest.mark.parametrize("place", ["beside the config", "current directory"])
+@pytest.mark.parametrize("kind", ["file", "package"])
+def test_a_plugin_is_found_without_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
+) -> None:
+    name = f"found_{kind}_{place.replace(' ', '_')}"
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    configs, elsewhere = tmp_path / "configs", tmp_path / "elsewhere"
+    for folder in (configs, elsewhere):
+        folder.mkdir()
+    home = configs if place == "beside the config" else elsewhere
+    monkeypatch.chdir(elsewhere)
+    text = PLUGIN.replace("plain_layer_norm", name)
+    if kind == "package":
+        (home / name).mkdir()
+        (home / name / "__init__.py").write_text(text)
+    else:
+        (home / f"{name}.py").write_text(text)
+    (configs / "mine.toml").write_text(find_config("quickstart")[0].read_text())
+    before = list(sys.path)
+    config = load_config(configs / "mine.toml", [f"plugins={name}", f"model.norm.name={name}"])
+    import_plugins(config.plugins)
+    assert name in NORMS.names()
+    assert sys.path == [*before, str(home)], "it comes last, and hides nothing"
+    del sys.modules[name]
+
+
+def test_a_plugin_of_the_current_directory_is_found_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's config is read from its state: there is no file of it beside which to look."""
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "found_for_a_run.py").write_text(PLUGIN.replace("plain_layer_norm", "found_for_a_run"))
+    import_plugins(["found_for_a_run"])
+    assert "found_for_a_run" in NORMS.names()
+    del sys.modules["found_for_a_run"]
+
+
 def test_a_plugin_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"^plugins: can't import 'no_such_parts' .*PYTHONPATH$"):
+    with pytest.raises(
+        UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"
+    ):
         import_plugins(["no_such_parts"])
 
 
