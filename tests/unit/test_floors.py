@@ -67,14 +67,25 @@ BESIDE = {
     "launchers": {"megatfm.config"},
     "slurm": set[str](),
 }
-API = {"megatfm.api": {"megatfm.generate", "megatfm.convert"}}
+API = {
+    "megatfm.api": {
+        *("megatfm.generate", "megatfm.convert", "megatfm.evaluate", "megatfm.describe"),
+        *(
+            "megatfm.train",
+            "megatfm.train.record",
+            "megatfm.checkpoint",
+            "megatfm.tokenizers",
+            "megatfm.config",
+        ),
+    },
+}
 COMMANDS = {
     "megatfm.commands": {*CORE, *TRAIN, *USES, *BESIDE, "megatfm.cli"},
     "megatfm.cli": set[str](),
     "megatfm.__main__": {"megatfm.cli"},
 }
-ROOT_PACKAGE = {"megatfm": set(API)}
-"""The root offers what `megatfm.api` has. It imports no room, and no room imports it."""
+ROOT_PACKAGE = {"megatfm": {*API, "megatfm.config"}}
+"""The root offers what `megatfm.api` has, and configs. It imports no other room, and no room imports it."""
 ROOMS = {
     **CORE,
     **ENGINES,
