@@ -252,12 +252,12 @@ def test_needless_traffic_is_found_though_gradients_are_right(
     [("frozen_weights_are_gathered", "all_gather"), ("frozen_gradients_travel", "reduce_scatter")],
 )
 def test_traffic_of_frozen_weights_is_found(
-    tmp_path: Path, plant, verdicts, fault: str, collective: str
+    tmp_path: Path, plant, comparisons, fault: str, collective: str
 ) -> None:
     sharing = ["parallel.dp_shard=2", "parallel.zero=1", 'train.freeze=["decoder.layers.0.*"]']
     assert run_command(tmp_path, plant(fault), *sharing) == 1
-    [verdict] = verdicts
-    assert any(f"rank 0, {collective} over dp_shard" in line for line in verdict.misses)
+    [comparison] = comparisons
+    assert any(f"rank 0, {collective} over dp_shard" in line for line in comparison.misses)
 
 
 def test_a_hanging_rank_is_named_within_seconds(tmp_path: Path, plant, monkeypatch) -> None:
