@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatfm import checkpoint
+from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, load_config
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import load_model as load_hf
+from megatfm.convert.load import padding_of, sentence_options
 from megatfm.convert.pair import is_pair
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import DONE, MegatfmError, UsageError
 from megatfm.evaluate.evaluate import evaluate_run
 from megatfm.generate.continuation import sample, search
+from megatfm.generate.encode import Pooling, TextEncoder, warn_of_padding
 from megatfm.generate.load import Loaded, load_model, with_tokenizer
 from megatfm.generate.sampling import Sampling
 from megatfm.tokenizers import Tokenizer
@@ -48,7 +50,10 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
     Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
     if is_hf_folder(path) or is_pair(path):
-        return Model(load_hf(path, device), Path(path))
+        module = load_hf(path, device)
+        if (pad := padding_of(path)) is not None:
+            warn_of_padding(module, pad)
+        return Model(module, Path(path))
     return Model(load_model(path, device), Path(path))
 
 
@@ -62,6 +67,7 @@ class Model:
     def __init__(self, module: nn.Module, path: Path) -> None:
         self.module, self.path = module, path
         self._loaded: Loaded | None = None
+        self._encoder: TextEncoder | None = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.module(*args, **named)
@@ -87,6 +93,7 @@ class Model:
         beams: int = 0,
         length_penalty: float = 0.6,
         seed: int = 0,
+        begin: str = "auto",
     ) -> str:
         """What follows a prompt, without it: as `megatfm generate` does, whose options these are.
 
@@ -94,10 +101,28 @@ class Model:
         """
         loaded = self._with_tokenizer()
         if beams:
-            return search(loaded, prompt, max_tokens, beams, length_penalty)
+            return search(loaded, prompt, max_tokens, beams, length_penalty, begin)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = sample(loaded, prompt, sampling, max_tokens, 1)
+        (text,) = sample(loaded, prompt, sampling, max_tokens, 1, begin=begin)
         return text
+
+    def encode(
+        self,
+        sentences: str | Sequence[str],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        batch: int = 32,
+    ) -> Tensor:
+        """A vector for each sentence, float32 [sentences, d_model], on the CPU; padding never counts.
+
+        pooling: "mean" of all tokens, the "first" one's, or "masked", the mean of the text's own tokens without those
+        reserved for its ends. normalize: to length 1. Left out, both are what a folder of Sentence Transformers names,
+        else the mean, as it is. batch: sentences at a time. Raises UsageError.
+        """
+        if self._encoder is None:
+            self._encoder = self._text_encoder()
+        return self._encoder.encode(sentences, pooling=pooling, normalize=normalize, batch=batch)
 
     def evaluate(
         self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False
@@ -116,6 +141,14 @@ class Model:
             name: {**result, **({"compressors": baselines[name]} if name in baselines else {})}
             for name, result in results["sets"].items()
         }
+
+    def _text_encoder(self) -> TextEncoder:
+        if is_hf_folder(self.path):
+            options = sentence_options(self.path, self.module)
+            return TextEncoder(self.module, tokenizers.load(self.path), **options)
+        loaded = self._with_tokenizer()
+        longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
+        return TextEncoder(self.module, loaded.tokenizer, max_tokens=longest)
 
     def _with_tokenizer(self) -> Loaded:
         if self._loaded is None:

@@ -60,7 +60,7 @@ def by_hand(theirs: Any, given: Any, pooling: str) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 2, 32])
 def test_vectors_are_transformers(bert: Any, pooling: Any, batch: int) -> None:
     folder, theirs, tokenizer = bert
-    encoder = megatfm.load_encoder(folder)
+    encoder = megatfm.load(folder)
     vectors = encoder.encode(SENTENCES, pooling=pooling, batch=batch)
     wanted = by_hand(theirs, tokenizer(SENTENCES, padding=True, return_tensors="pt"), pooling)
     torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
@@ -77,14 +77,14 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
-    vectors = megatfm.load_encoder(folder).encode(SENTENCES)
+    vectors = megatfm.load(folder).encode(SENTENCES)
     given = tokenizer(SENTENCES, padding=True, truncation=True, max_length=8, return_tensors="pt")
     wanted = torch.nn.functional.normalize(by_hand(theirs, given, "first"))
     torch.testing.assert_close(vectors, wanted, rtol=1e-5, atol=1e-5)
     assert "2 of 5 texts are cut at 8 tokens" in caplog.text
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     with pytest.raises(UsageError, match="pooling_mode_max_tokens: megatfm has pooling_mode_mean_tokens"):
-        megatfm.load_encoder(folder)
+        megatfm.load(folder).encode(SENTENCES)
 
 
 def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_positions_that_begin_after_the_padding_s_id(tmp_path: Path) -> None:
     given = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     given.pop("token_type_ids", None)
     wanted = by_hand(theirs, given, "mean")
-    torch.testing.assert_close(megatfm.load_encoder(folder).encode(SENTENCES), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(megatfm.load(folder).encode(SENTENCES), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +113,7 @@ def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCap
 
 
 def test_what_can_t_be_pooled(bert: Any) -> None:
-    encoder = megatfm.load_encoder(bert[0])
+    encoder = megatfm.load(bert[0])
     with pytest.raises(UsageError, match="pooling = 'max': choose one of mean, first, masked"):
         encoder.encode("a", pooling="max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no sentences"):
