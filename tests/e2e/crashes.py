@@ -25,6 +25,7 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint.folder import step_of
+from megatfm.train.record.metrics import MEASURED
 from tests.e2e.doomed import Kill, fork, free_port, live, wait
 
 PHASES = ("step", "staging", "write", "metadata", "commit", "retention")
@@ -36,7 +37,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "stages and zero 3 on 4": (4, ("parallel.pp=2", "parallel.dp_shard=2")),
 }
 """Name → ranks, and the words that ask for it. The last three phases are rank 0's alone."""
-CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 STEPS, EVERY = 24, 2
 PATIENCE_SECONDS = 120.0
 TRIES = 4
@@ -173,7 +173,7 @@ class Series:
 
 def curve(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def draw_kills(

@@ -16,9 +16,8 @@ from megatfm.config import Config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
+from megatfm.train.record.metrics import MEASURED
 from tests.workers import THREADS
-
-CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 
 
 def run_training(config: Config) -> int:
@@ -47,7 +46,7 @@ def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) 
 def curve(folder: Path) -> list[dict[str, object]]:
     """The metrics that don't depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def final_state(folder: Path) -> dict[str, torch.Tensor]:

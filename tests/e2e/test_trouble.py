@@ -20,9 +20,9 @@ from megatfm.engines.interface import Sums
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, MegatfmError
 from megatfm.train.loop import train
+from megatfm.train.record.metrics import MEASURED
 from tests.workers import Workers
 
-CLOCK = {"time", "tokens_per_second", "step_seconds", "data_wait_seconds", "memory_bytes"}
 HOST = socket.gethostname()
 MakeConfig = Callable[..., Config]
 
@@ -62,7 +62,7 @@ def watched(config: Config, faults: Mapping[str, str] = {}) -> tuple[int | str, 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
