@@ -93,7 +93,7 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     foreign, corpus, config_file, tmp_path, monkeypatch
 ):
     taken = []
-    monkeypatch.setattr("megatfm.train.loop.train", lambda config: taken.append(config) or 0)
+    monkeypatch.setattr("megatfm.train.loop.train", lambda config, _: taken.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):
