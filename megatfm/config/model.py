@@ -7,11 +7,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 
 from megatfm.config.attention import AttentionConfig
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
+from megatfm.config.experts import FFNConfig, MoEConfig
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
     WIDTHS,
     EmbeddingConfig,
-    FFNConfig,
     GeneratorConfig,
     GPT2InitConfig,
     HeadConfig,
@@ -144,6 +144,11 @@ class ModelConfig(Section):
             raise ValueError(
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
+            )
+        if isinstance(self.ffn, MoEConfig) and self.family in ("xlnet", "electra", "discriminator"):
+            raise ValueError(
+                f"ffn.name = 'moe' does not go with family = {self.family!r}: choose family = 'decoder', 'encoder' or "
+                "'encoder_decoder', or ffn.name = 'dense'"
             )
         if self.mup and (self.embedding.dim or self.family == "electra"):
             raise ValueError(

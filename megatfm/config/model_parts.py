@@ -50,9 +50,6 @@ class PluginFFNConfig(DenseFFNConfig):
         return {}
 
 
-FFNConfig = Annotated[DenseFFNConfig | PluginFFNConfig, by_name(DenseFFNConfig, other=PluginFFNConfig)]
-
-
 class NormSection(Section):
     """What every normalisation layer has."""
 

@@ -208,6 +208,17 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.register_forward_hook(whole_logits)
 
 
+def _experts(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    genuine: Callable[..., tuple[Tensor, Tensor]] = module.forward
+    module.first = own["w_up"].region[0][0]  # type: ignore[assignment]
+
+    def forward(x: Tensor, weights: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
+        y, taken = genuine(ranks.enter(x), ranks.enter(weights), ranks.whole(choices))
+        return ranks.leave(y), ranks.own(taken)
+
+    replace_forward(module, forward)
+
+
 def _own_tokens_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
     all_keys: Callable[..., Tensor] = module.token_rng_keys  # type: ignore[assignment]
     module.token_rng_keys = lambda layout: ranks.own(all_keys(layout))  # type: ignore[assignment]
@@ -258,6 +269,9 @@ SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True, sends=(
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
+EXPERTS = Style("experts", dim=0, install=_experts)
+"""Matrices of experts, cut by experts. Every rank sees all tokens, and makes a partial output with its own experts."""
+
 WHOLE = Style("whole", sends=())
 """Whole weights that every rank uses alike."""
 
@@ -307,5 +321,6 @@ for _style in (
     PART_DROPOUT,
     SEQUENCE_SUM,
     TOKEN_SUM,
+    EXPERTS,
 ):
     STYLES.register(_style.name)(_style)

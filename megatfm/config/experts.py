@@ -1,0 +1,138 @@
+"""A feed-forward network of experts, and the router that chooses among them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from megatfm.config.base import WIDEST, Rate, Section, by_name
+from megatfm.config.model_parts import DenseFFNConfig, PluginFFNConfig
+
+
+class RouterSection(Section):
+    """What every router has."""
+
+    name: str
+    balance: NonNegativeFloat = 0.0
+    """Weight of the loss that evens experts out over the global batch, by the shares that they had a step before."""
+    sequence_balance: NonNegativeFloat = 0.0
+    """Weight of the loss that evens experts out within each row."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the loss that keeps logits small (Zoph et al. 2022)."""
+
+
+class TopKRouterConfig(RouterSection):
+    """The experts with the highest softmax (Mixtral, Qwen3, OLMoE)."""
+
+    name: Literal["top_k"] = "top_k"
+    normalise: bool = True
+    """Have the weights of the chosen add up to 1."""
+
+
+class SwitchRouterConfig(RouterSection):
+    """The one most probable expert (Fedus et al. 2022)."""
+
+    name: Literal["switch"] = "switch"
+    jitter: Rate = 0.0
+    """In training, the router's input is multiplied by numbers that differ by up to this much from 1."""
+
+
+class DeepSeekV3RouterConfig(RouterSection):
+    """Sigmoid scores, from the best groups, evened out by a bias without a loss (DeepSeek-AI 2024)."""
+
+    name: Literal["deepseek_v3"] = "deepseek_v3"
+    n_groups: PositiveInt = 1
+    """Groups of neighbouring experts."""
+    top_groups: PositiveInt = 1
+    """Groups from which a token's experts are chosen."""
+    normalise: bool = True
+    """Have the weights of the chosen add up to `scale`."""
+    scale: PositiveFloat = 1.0
+    """Factor on the weights."""
+    bias_rate: NonNegativeFloat = 0.001
+    """How far the bias of an expert moves after each step."""
+
+
+class PluginRouterConfig(RouterSection):
+    """A router that a package in `plugins` registers, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["my_router"])
+    """The name under which it is registered."""
+
+
+RouterConfig = Annotated[
+    TopKRouterConfig | SwitchRouterConfig | DeepSeekV3RouterConfig | PluginRouterConfig,
+    by_name(TopKRouterConfig, SwitchRouterConfig, DeepSeekV3RouterConfig, other=PluginRouterConfig),
+]
+
+
+class MoEConfig(DenseFFNConfig):
+    """Experts, of which a router chooses some for each token; `d_ff` is the inner width of one."""
+
+    name: Literal["moe"] = "moe"  # type: ignore[assignment]
+    n_experts: PositiveInt = Field(examples=[8], le=WIDEST)
+    """Experts to choose from."""
+    top_k: PositiveInt = Field(examples=[2], le=WIDEST)
+    """Experts that a token goes through."""
+    n_shared_experts: NonNegativeInt = Field(default=0, le=WIDEST)
+    """Experts that all tokens go through besides: one network so many times as wide."""
+    capacity: PositiveFloat | None = None
+    """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it."""
+    router: RouterConfig = TopKRouterConfig()
+    """What chooses."""
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """The section of the shared experts."""
+        return {"name": "dense", "d_ff": self.n_shared_experts * self.d_ff, "activation": self.activation}
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> Self:
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than n_experts = {self.n_experts}: choose {self.n_experts} or less"
+            )
+        for key in ("bias", "dropout"):
+            if getattr(self, key):
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is for dense networks, experts have none: leave it out"
+                )
+        router = self.router
+        if isinstance(router, SwitchRouterConfig) and self.top_k != 1:
+            raise ValueError(
+                f"top_k = {self.top_k}, but router.name = 'switch' chooses one: set top_k = 1, or router.name = 'top_k'"
+            )
+        if isinstance(router, DeepSeekV3RouterConfig):
+            _check_groups(self, router)
+        return self
+
+
+FFNConfig = Annotated[
+    DenseFFNConfig | MoEConfig | PluginFFNConfig, by_name(DenseFFNConfig, MoEConfig, other=PluginFFNConfig)
+]
+
+
+def _check_groups(experts: MoEConfig, router: DeepSeekV3RouterConfig) -> None:
+    n, groups, best = experts.n_experts, router.n_groups, router.top_groups
+    if n % groups:
+        nearest = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - groups), d))
+        raise ValueError(
+            f"router.n_groups = {groups} does not divide n_experts = {n}: the nearest that does is {nearest}"
+        )
+    if best > groups:
+        raise ValueError(
+            f"router.top_groups = {best} is more than router.n_groups = {groups}: choose {groups} or less"
+        )
+    if experts.top_k > best * (n // groups):
+        raise ValueError(
+            f"top_k = {experts.top_k}, but router.top_groups = {best} groups have {best * (n // groups)} experts: "
+            f"choose router.top_groups = {-(-experts.top_k * groups // n)} or more"
+        )

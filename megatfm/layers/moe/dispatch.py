@@ -1,0 +1,37 @@
+"""Which rows go to which experts: sorted by expert, and with a capacity the first of them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# B batch, T tokens, K chosen experts, M = B · T · K choices
+
+
+def within_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> Tensor:
+    """Boolean [B, T, K]: the choices of each row that its experts still take, ⌈factor · T · K / experts⌉ each.
+
+    First all first choices in the order of the tokens, then all second ones, … (Lepikhin et al. 2021, algorithm 1). A
+    row's choices depend on no other row's. Choices of `n_experts`, that is of none, are taken.
+    """
+    B, T, K = choices_BTK.shape
+    capacity = math.ceil(factor * T * K / n_experts)
+    in_turn_BM = choices_BTK.transpose(1, 2).reshape(B, K * T)
+    order_BM = in_turn_BM.argsort(dim=1, stable=True)
+    sorted_BM = in_turn_BM.gather(1, order_BM)
+    first_BM = torch.searchsorted(sorted_BM, sorted_BM)  # where the expert's choices begin
+    places_BM = torch.arange(K * T, device=choices_BTK.device) - first_BM
+    taken_BM = torch.zeros_like(in_turn_BM, dtype=torch.bool)
+    taken_BM.scatter_(1, order_BM, (places_BM < capacity) | (sorted_BM == n_experts))
+    return taken_BM.view(B, K, T).transpose(1, 2)
+
+
+def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """The order [M] of choices by expert, and where in it each expert's end, int32 [n_experts].
+
+    Other choices than 0 to n_experts − 1 come last. Choices of one expert stay in their order.
+    """
+    known_M = choices_M.where((choices_M >= 0) & (choices_M < n_experts), n_experts)
+    sorted_M, order_M = known_M.sort(stable=True)
+    experts_E = torch.arange(n_experts, device=choices_M.device)
+    return order_M, torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)

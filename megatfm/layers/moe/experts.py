@@ -1,0 +1,64 @@
+"""Experts: feed-forward networks side by side, their matrices stacked."""
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import MoEConfig
+from megatfm.layers.activation import ACTIVATIONS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.moe.dispatch import by_expert, within_capacity
+from megatfm.ops.grouped import grouped_linear
+
+# B batch, T tokens, K chosen experts, M = B · T · K choices, D model width
+
+
+class Experts(nn.Module):
+    """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are here. first: of these, the number among all."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = expect(config.ffn, MoEConfig, "model.ffn")
+        activation, n, d, d_ff = (
+            ACTIVATIONS.get(options.activation),
+            options.n_experts,
+            config.d_model,
+            options.d_ff,
+        )
+        self.activation, self.n_experts, self.capacity, self.first = (
+            activation.function,
+            n,
+            options.capacity,
+            0,
+        )
+        self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
+        self.w_gate = None
+        if activation.gated:
+            self.w_gate = nn.Parameter(torch.empty(n, d_ff, d))
+            self.initial |= {"w_gate": initial("ffn_gate", d, d_ff)}
+        self.w_up = nn.Parameter(torch.empty(n, d_ff, d))
+        self.w_down = nn.Parameter(torch.empty(n, d, d_ff))
+
+    def forward(self, x_BTD: Tensor, weights_BTK: Tensor, choices_BTK: Tensor) -> tuple[Tensor, Tensor]:
+        """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none."""
+        taken_BTK = choices_BTK < self.n_experts
+        if self.capacity is not None:
+            taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, self.capacity)
+        local_M = choices_BTK.where(taken_BTK, self.n_experts).flatten() - self.first
+        order_M, ends_E = by_expert(local_M, len(self.w_up))
+        is_beyond_M1 = (torch.arange(len(order_M), device=x_BTD.device) >= ends_E[-1])[:, None]
+        tokens_M = order_M // choices_BTK.shape[-1]
+        # What lies beyond is undefined, forward and backward.
+        rows_MD = x_BTD.flatten(0, 1)[tokens_M].masked_fill(is_beyond_M1, 0)
+        made_MD = self._each(rows_MD, ends_E).masked_fill(is_beyond_M1, 0)
+        made_MD = made_MD * weights_BTK.flatten()[order_M][:, None]
+        y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_M, made_MD).view_as(x_BTD)
+        return y_BTD, taken_BTK
+
+    def _each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        inner_MF = grouped_linear(rows_MD, self.w_up, ends_E)
+        if self.w_gate is None:
+            inner_MF = self.activation(inner_MF)
+        else:
+            inner_MF = self.activation(grouped_linear(rows_MD, self.w_gate, ends_E)) * inner_MF
+        return grouped_linear(inner_MF, self.w_down, ends_E)

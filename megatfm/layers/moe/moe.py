@@ -1,0 +1,122 @@
+"""A mixture of experts in the place of a feed-forward network."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import MoEConfig
+from megatfm.layers.extra import Extra, Term
+from megatfm.layers.ffn.dense import FFN
+from megatfm.layers.ffn.registry import FFNS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.moe import balance
+from megatfm.layers.moe.experts import Experts
+from megatfm.layers.moe.router import ROUTERS, Routing
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.initial import Constant
+
+# B batch, T tokens, D model width, E experts, K chosen experts
+
+
+class RealTokens(nn.Module):
+    """Boolean [B, T]: which tokens are no padding."""
+
+    def forward(self, sequence: SequenceMetadata) -> Tensor:
+        if sequence.documents is None:
+            return torch.ones_like(sequence.positions, dtype=torch.bool)
+        return sequence.documents >= 0
+
+
+@FFNS.register("moe")
+class MoE(nn.Module):
+    """Each token goes through the experts that the router chooses, and all go through shared ones, if there are any.
+
+    Padding goes through no expert that is chosen, and counts nowhere. What a capacity leaves out is 0: the residual
+    stream carries it on.
+    """
+
+    plan = (
+        ("", "sequence"),
+        ("router", "sequence"),
+        ("real", "sequence output"),
+        ("experts", "experts"),
+        ("counted", "sequence sum"),
+        ("total", "sequence sum"),
+    )
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = expect(config.ffn, MoEConfig, "model.ffn")
+        self.options, self.router = options.router, ROUTERS.get(options.router.name)(config, initial)
+        self.real, self.experts = RealTokens(), Experts(config, initial)
+        self.shared = None
+        if options.n_shared_experts:
+            self.shared = FFN(config.changed({"ffn": options.shared}), initial)
+        # Where sums over a part of the row become those over all of it.
+        self.counted, self.total = nn.Identity(), nn.Identity()
+        self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.balance > 0)
+        self.shares: Tensor
+        self.initial = {"shares": Constant(1 / options.n_experts)}
+        self.observed: dict[str, Tensor] = {}
+
+    @staticmethod
+    def terms(config: ModelConfig) -> dict[str, Term]:
+        """Those that weigh something."""
+        router = expect(config.ffn, MoEConfig, "model.ffn").router
+        every = {
+            "balance": Term(router.balance, "tokens"),
+            "sequence_balance": Term(router.sequence_balance, "rows"),
+            "router_z": Term(router.z_loss, "tokens"),
+        }
+        return {name: term for name, term in every.items() if term.weight}
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Extra:
+        routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)
+        choices_BTK = routing.choices.where(real_BT[..., None], len(self.shares))
+        y_BTD, taken_BTK = self.experts(x_BTD, routing.weights, choices_BTK)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD, sequence)
+        return Extra(
+            y_BTD, self._losses(routing, real_BT), self._counts(routing, real_BT, choices_BTK, taken_BTK)
+        )
+
+    def _losses(self, routing: Routing, real_BT: Tensor) -> dict[str, Tensor]:
+        losses: dict[str, Tensor] = {}
+        if self.options.balance:
+            losses["balance"] = balance.over_batch(routing, real_BT, self.shares)
+        if self.options.sequence_balance:
+            counts_BX = self.counted(balance.counts_of_rows(routing, real_BT))
+            losses["sequence_balance"] = balance.over_sequences(routing, real_BT, counts_BX)
+        if self.options.z_loss:
+            losses["router_z"] = balance.of_logits(routing, real_BT)
+        if losses:
+            sums = self.total(torch.stack(list(losses.values())))
+            losses = {name: sums[i].clone() for i, name in enumerate(losses)}  # FSDP2 warns of views
+        return losses
+
+    @torch.no_grad()
+    def _counts(
+        self, routing: Routing, real_BT: Tensor, choices_BTK: Tensor, taken_BTK: Tensor
+    ) -> dict[str, Tensor]:
+        """load [E]: choices by expert, before a capacity; dropped: of these; entropy: summed over tokens, in nats."""
+        load_E = torch.zeros(len(self.shares) + 1, dtype=torch.int64, device=choices_BTK.device)
+        load_E = load_E.scatter_add(0, choices_BTK.flatten(), torch.ones_like(choices_BTK).flatten())[:-1]
+        entropy_BT = torch.special.entr(routing.probabilities).sum(-1).masked_fill(~real_BT, 0)
+        dropped = (real_BT[..., None] & ~taken_BTK).sum()
+        return {"load": load_E, "dropped": dropped, "entropy": entropy_BT.double().sum()}
+
+    def observe(self, counts: Mapping[str, Tensor]) -> None:
+        """Add the counts of a micro-batch."""
+        self.observed = {name: self.observed.get(name, 0) + value for name, value in counts.items()}
+
+    def update(self, observed: Mapping[str, Tensor]) -> None:
+        """The shares of this step are those that the next one is balanced by."""
+        load_E = observed["load"]
+        self.shares.copy_(load_E / load_E.sum().clamp(min=1))
+        self.router.update(load_E)
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.observed = {}

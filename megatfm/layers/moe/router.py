@@ -1,0 +1,63 @@
+"""What a router is, and how experts are chosen from scores."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.registry import Registry
+
+# B batch, T tokens, D model width, E experts, K chosen experts
+
+
+class Routing(NamedTuple):
+    """What a router says of each token.
+
+    choices [B, T, K]: experts, the best first; weights [B, T, K]: of what they make. logits [B, T, E], probabilities
+    [B, T, E]: of which terms of the loss are made; the latter add up to 1.
+    """
+
+    choices: Tensor
+    weights: Tensor
+    logits: Tensor
+    probabilities: Tensor
+
+
+class Router(nn.Module):
+    """Logits for each expert, in float32 at least; subclasses choose by them."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        n_experts, d = config.ffn.n_experts, config.d_model  # type: ignore[union-attr]
+        self.top_k: int = config.ffn.top_k  # type: ignore[union-attr]
+        self.weight = nn.Parameter(torch.empty(n_experts, d))
+        self.initial = {"weight": initial("dense", d, n_experts)}
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, E]: bfloat16 would decide near ties by rounding (Fedus et al. 2022, section 2.4)."""
+        precise = torch.promote_types(x_BTD.dtype, torch.float32)
+        return F.linear(x_BTD.to(precise), self.weight.to(precise))
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
+        """Choose. Raises NotImplementedError: subclasses say how."""
+        raise NotImplementedError
+
+    def update(self, load_E: Tensor) -> None:
+        """Told after each step how often each expert was chosen in it, over the global batch."""
+
+
+ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Router]] = Registry("router (model.ffn.router)")
+"""Called with x [B, T, D] and sequence."""
+
+
+def highest(scores: Tensor, k: int) -> Tensor:
+    """The places [..., k] of the k highest scores, the highest first; of equal ones the first.
+
+    torch.topk leaves open which of equal scores it takes, and takes others in tensors of another size.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]

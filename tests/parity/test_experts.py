@@ -1,0 +1,216 @@
+"""Experts on every layout: gradients of one device, and the same state of routers, over two steps.
+
+State follows from the counts of a whole global batch, so the second step's choices and balance depend on the first's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines import NativeEngine
+from megatfm.engines.native import engine as native
+from megatfm.layers.initialisation import initialise
+from megatfm.layers.moe import Experts, MoE, balance, moe
+from megatfm.layers.terms import block_terms
+from megatfm.models import build
+from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
+from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.styles import Ranks
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_families import SMALL, PassOn, batch_for
+from tests.workers import Workers
+
+Patch = pytest.MonkeyPatch
+
+SPARSE = {**SMALL, "dropout": 0.2, "n_layers": 4, "blocks": ["plain", "sparse"], "block.plain": {}}
+ALL = {"balance": 0.3, "sequence_balance": 0.2, "z_loss": 0.1}
+MOE = {"name": "moe", "d_ff": 24, "n_experts": 6, "top_k": 2}
+V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
+MODELS = {
+    "top-k": ModelConfig.of(**SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}),
+    "deepseek-v3": ModelConfig.of(
+        **SPARSE,
+        **{"block.sparse.ffn": {**MOE, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
+        future_tokens=1,
+    ),
+    "switch": ModelConfig.of(
+        **SPARSE,
+        **{
+            "block.sparse.ffn": {
+                **MOE,
+                "top_k": 1,
+                "capacity": 0.8,
+                "activation": "relu",
+                "router": {"name": "switch", "jitter": 0.1, **ALL},
+            }
+        },
+        family="encoder_decoder",
+    ),
+}
+TP2 = ParallelConfig(tp=2)
+LAYOUTS = {
+    1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(accumulate="shards")},
+    2: {
+        "tp2": TP2,
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2),
+        "pp2, zero bubble": ParallelConfig(pp=2, schedule="zbv"),
+        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in range(4)},
+        "replicas": ParallelConfig(dp_replicate=2, dp_shard=1),
+    },
+    4: {
+        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
+        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
+        "pp2 × tp2": ParallelConfig(pp=2, tp=2),
+    },
+}
+
+
+def objective_of(config: ModelConfig, terms: list[str]) -> Any:
+    """Of a model's terms, with those of its blocks."""
+    added = block_terms(config)
+    objective = PassOn([term for term in terms if term not in added])
+    objective.sides = TWO_SIDES if config.family == "encoder_decoder" else ONE_SIDE
+    return WithBlockTerms(objective, added)
+
+
+def loss_of(objective: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    terms, counts = PassOn([])(model, batch), objective.counts(batch)
+    return torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+
+
+def one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
+    """The model with the second step's gradients, the objective, and the loss of both steps."""
+    model = build(config).double().train()
+    initialise(model, 7)
+    objective, losses = objective_of(config, list(PassOn([])(model.eval(), batch))), []
+    model.train()
+    for _ in range(2):
+        for module in mixtures(model).values():
+            if module.observed:
+                with torch.no_grad():
+                    module.update(module.observed)
+            module.forget()
+        model.zero_grad()
+        loss = loss_of(objective, model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    return model, objective, losses
+
+
+def mixtures(model: nn.Module) -> dict[str, MoE]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def second_step(
+    name: str, parallel: ParallelConfig
+) -> tuple[NativeEngine, nn.Module, list[float], list[float]]:
+    """An engine after its second forward and backward passes, one device's model, and the losses of both."""
+    config = MODELS[name]
+    batch = batch_for(config)
+    model, objective, wanted = one_device(config, batch)
+    make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
+    engine = make(config, parallel, *(() if parallel.pp > 1 else (test_layouts.ADAMW,)))
+    losses = []
+    for step in range(2):
+        if step:
+            engine.step(0.0, clip=0.0)
+            engine.zero_grad()
+        losses.append(engine.forward_backward(test_layouts.microbatches(engine, batch), objective).loss)
+    return engine, model, losses, wanted
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    for layout, parallel in LAYOUTS[ranks].items():
+        engine, model, losses, wanted = second_step(name, parallel)
+        assert losses == pytest.approx(wanted, rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+        held = mixtures(engine.model)
+        assert held or parallel.pp > 1
+        for path, module in held.items():
+            buffers = dict(mixtures(model)[path].named_buffers())
+            for key, buffer in module.named_buffers():
+                assert torch.equal(buffer, buffers[key]), (layout, path, key)
+                assert not torch.equal(buffer, buffer[:1].expand_as(buffer)), "nothing to compare"
+    return list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(LAYOUTS[ranks])
+
+
+def count_one_rank_s_choices(patch: Patch) -> None:
+    """The shares that the next step is balanced by are those of one rank alone."""
+    patch.setattr(Mesh, "sum", lambda self, tensor, axes: None, raising=True)
+
+
+def balance_each_part_of_a_row(patch: Patch) -> None:
+    real = balance.over_sequences
+
+    def own(routing: Any, real_BT: Tensor, counts_BX: Tensor) -> Tensor:
+        return real(routing, real_BT, balance.counts_of_rows(routing, real_BT))
+
+    patch.setattr(moe.balance, "over_sequences", own)
+
+
+def give_each_rank_the_first_experts(patch: Patch) -> None:
+    genuine = Experts.forward
+
+    def forward(self: Experts, *inputs: Tensor) -> Any:
+        self.first = 0
+        return genuine(self, *inputs)
+
+    patch.setattr(Experts, "forward", forward)
+
+
+def forget_the_weights_other_shares(patch: Patch) -> None:
+    """The gradient of what experts are weighted by is that of the own experts alone."""
+    genuine = Ranks.enter
+
+    def enter(self: Ranks, x: Tensor) -> Tensor:
+        return self.whole(x) if x.shape[-1] == MOE["top_k"] else genuine(self, x)
+
+    patch.setattr(Ranks, "enter", enter)
+
+
+FAULTS: dict[Callable[[Patch], None], ParallelConfig] = {
+    count_one_rank_s_choices: ParallelConfig(dp_shard=2, zero=3),
+    balance_each_part_of_a_row: TP2,
+    give_each_rank_the_first_experts: TP2,
+    forget_the_weights_other_shares: TP2,
+}
+
+
+def wrong(fault: str | None, parallel: ParallelConfig) -> set[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == count_one_rank_s_choices.__name__:
+            patch.setattr(native.ModuleState, "update", of_one_rank(native.ModuleState.update))
+        elif fault:
+            globals()[fault](patch)
+        engine, model, *_ = second_step("top-k", parallel)
+        return set(test_pipelines.errors(engine, model))
+
+
+def of_one_rank(update: Any) -> Any:
+    def alone(self: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            count_one_rank_s_choices(patch)
+            update(self)
+
+    return alone
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    found = set[str]().union(*workers.run(wrong, 2, fault.__name__, FAULTS[fault], timeout=120.0))
+    assert "decoder.layers.1.ffn.router.weight" in found
+
+
+def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
+    assert workers.run(wrong, 2, None, TP2, timeout=120.0) == [set(), set()]

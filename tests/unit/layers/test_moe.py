@@ -1,0 +1,369 @@
+"""Mixtures of experts against transformers' layers, and against each token's formula."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.switch_transformers import modeling_switch_transformers
+
+from megatfm.config import ModelConfig
+from megatfm.layers.extra import Extra
+from megatfm.layers.initialisation import initialise, initialiser
+from megatfm.layers.moe import MoE
+from megatfm.layers.moe.dispatch import by_expert, within_capacity
+from megatfm.layers.moe.router import highest
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.grouped import grouped_linear, has_grouped_product, looped_linear
+from tests.parity.oracle import TOLERANCE, doubled
+
+B, T, D, F_, E = 3, 11, 16, 8, 8
+ROUTER = {"balance": 0.1, "sequence_balance": 0.1, "z_loss": 0.1}
+MODULES = (
+    modeling_deepseek_v3,
+    modeling_mixtral,
+    modeling_olmoe,
+    modeling_qwen3_moe,
+    modeling_switch_transformers,
+)
+SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
+
+
+def config_of(**ffn: Any) -> ModelConfig:
+    ffn = {"name": "moe", "d_ff": F_, "n_experts": E, "top_k": 3, "router": {"name": "top_k", **ROUTER}} | ffn
+    return ModelConfig.of({"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn})
+
+
+def make(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:
+    """With weights and state that are nowhere where they start."""
+    config = config_of(**ffn)
+    module = MoE(config, initialiser(config)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.copy_(0.7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    module.shares.abs_().div_(module.shares.sum())
+    return module
+
+
+def sequence(documents: Tensor | None = None, rows: int = B) -> SequenceMetadata:
+    return SequenceMetadata(torch.arange(T).expand(rows, T), documents, rng_keys=torch.arange(rows))
+
+
+def inputs(dtype: torch.dtype = torch.float64, rows: int = B) -> Tensor:
+    x = torch.randn(rows, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    with doubled(request.param, *MODULES):
+        yield request.param
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    options = {**SIZES, "intermediate_size": F_, "num_local_experts": E}
+    theirs = modeling_mixtral.MixtralSparseMoeBlock(transformers.MixtralConfig(**options))
+    return theirs, {"router": {"name": "top_k", **ROUTER}}
+
+
+def qwen3(normalise: bool) -> tuple[nn.Module, dict[str, Any]]:
+    options = {**SIZES, "num_experts": E, "norm_topk_prob": normalise}
+    theirs = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**options))
+    return theirs, {"router": {"name": "top_k", "normalise": normalise, **ROUTER}}
+
+
+def olmoe() -> tuple[nn.Module, dict[str, Any]]:
+    options = {**SIZES, "intermediate_size": F_, "num_experts": E}
+    theirs = modeling_olmoe.OlmoeSparseMoeBlock(transformers.OlmoeConfig(**options))
+    return theirs, {"router": {"name": "top_k", "normalise": False, **ROUTER}}
+
+
+def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+    options = {
+        **SIZES, "n_routed_experts": E, "n_shared_experts": shared, "n_group": groups, "topk_group": groups // 2 or 1,
+        "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    theirs = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
+    router = {"n_groups": groups, "top_groups": groups // 2 or 1, "normalise": normalise, "scale": 2.5}
+    return theirs, {"n_shared_experts": shared, "router": {"name": "deepseek_v3", **router, **ROUTER}}
+
+
+LAYERS = {
+    "mixtral": mixtral,
+    "qwen3": lambda: qwen3(True),
+    "qwen3, not normalised": lambda: qwen3(False),
+    "olmoe": olmoe,
+    "deepseek-v3": lambda: deepseek_v3(True, 4),
+    "deepseek-v3, two groups, not normalised": lambda: deepseek_v3(False, 2),
+    "deepseek-v3, one group": lambda: deepseek_v3(True, 1),
+}
+
+
+def to_theirs(ours: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors, or gradients, by the names of transformers' layers."""
+    named = {
+        "gate.weight": tensors["router.weight"],
+        "experts.gate_up_proj": torch.cat([tensors["experts.w_gate"], tensors["experts.w_up"]], 1),
+        "experts.down_proj": tensors["experts.w_down"],
+    }
+    for part in ("gate", "up", "down") if ours.shared else ():
+        named[f"shared_experts.{part}_proj.weight"] = tensors[f"shared.w_{part}.weight"]
+    return named
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
+    theirs, options = LAYERS[layer]()
+    theirs, ours = theirs.to(dtype), make(dtype, **options)
+    if isinstance(theirs, modeling_deepseek_v3.DeepseekV3MoE):
+        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
+    for name, tensor in to_theirs(ours, dict(ours.named_parameters())).items():
+        theirs.get_parameter(name).data.copy_(tensor.data)
+    x, other = inputs(dtype), inputs(dtype)
+    y, wanted = ours(x, sequence()).y, theirs(other)
+    assert (y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
+        dtype
+    )
+    y.backward(direction)
+    wanted.backward(direction)
+    gradients = to_theirs(ours, {name: p.grad for name, p in ours.named_parameters()})
+    gradients["x"] = x.grad
+    reference = {name: p.grad for name, p in theirs.named_parameters()} | {"x": other.grad}
+    assert gradients.keys() == reference.keys()
+    for name, gradient in reference.items():
+        assert gradient.norm() > 0
+        assert (gradients[name] - gradient).norm() <= TOLERANCE[dtype] * gradient.norm(), name
+
+
+@pytest.mark.parametrize("capacity", [T, 2, 1])
+def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
+    options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
+    given = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
+    theirs = modeling_switch_transformers.SwitchTransformersSparseMLP(given).to(dtype)
+    if dtype == torch.float64:
+        theirs.router.dtype = dtype
+    ours = make(
+        dtype, top_k=1, capacity=capacity * E / T, activation="relu", router={"name": "switch", **ROUTER}
+    )
+    theirs.router.classifier.weight.data.copy_(ours.router.weight.data)
+    for e in range(E):
+        expert = theirs.experts[f"expert_{e}"]
+        expert.wi.weight.data.copy_(ours.experts.w_up.data[e])
+        expert.wo.weight.data.copy_(ours.experts.w_down.data[e])
+    x, other = inputs(dtype), inputs(dtype)
+    made, wanted = ours(x, sequence()), theirs(other)
+    assert (made.y - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+    assert (int(made.counts["dropped"]) > 0) == (capacity < T)
+    made.y.square().sum().backward()
+    wanted.square().sum().backward()
+    pairs = [(x.grad, other.grad), (ours.router.weight.grad, theirs.router.classifier.weight.grad)]
+    for e in range(E):
+        of_theirs = theirs.experts[f"expert_{e}"]
+        for grad, layer in ((ours.experts.w_up.grad, of_theirs.wi), (ours.experts.w_down.grad, of_theirs.wo)):
+            there = layer.weight.grad
+            pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
+    for ours_, theirs_ in pairs:
+        assert (ours_ - theirs_).norm() <= TOLERANCE[dtype] * max(float(theirs_.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
+    """Of one layer: transformers adds the shares of all layers up before it multiplies."""
+    with doubled(torch.float64, *MODULES):
+        ours, x = make(top_k=top_k, router={"name": "top_k", **ROUTER}), inputs()
+        logits = F.linear(x, ours.router.weight)
+        made = ours(x, sequence())
+        shares = made.counts["load"] / made.counts["load"].sum()
+        ours.shares.copy_(shares)
+        losses = ours(x, sequence()).losses
+        theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
+        rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
+        z = modeling_switch_transformers.router_z_loss_func(logits)
+        wanted = {
+            "balance": theirs * B * T / top_k,
+            "sequence_balance": torch.stack(rows).sum() / top_k,
+            "router_z": z * B * T,
+        }
+    if top_k == 1:
+        probabilities = logits.softmax(-1)
+        switch = modeling_switch_transformers.load_balancing_loss_func(
+            probabilities, probabilities.argmax(-1)
+        )
+        torch.testing.assert_close(switch * B, wanted["sequence_balance"])
+    assert losses.keys() == wanted.keys()
+    for name, term in wanted.items():
+        torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
+        found = torch.autograd.grad(losses[name], [x, ours.router.weight], retain_graph=True)
+        theirs_ = torch.autograd.grad(term, [x, ours.router.weight], retain_graph=True)
+        for one, other in zip(found, theirs_, strict=True):
+            assert other.norm() > 0
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def by_hand(module: MoE, x: Tensor, real: Tensor, taken: Tensor) -> Tensor:
+    """Token by token, for a normalised softmax."""
+    y = torch.zeros_like(x)
+    for b, t in real.nonzero().tolist():
+        p = (module.router.weight @ x[b, t]).softmax(-1)
+        best = sorted(range(E), key=lambda e: (-p[e].item(), e))[: taken.shape[-1]]
+        total = sum(p[e] for e in best)
+        for k, e in enumerate(best):
+            if taken[b, t, k]:
+                inner = F.silu(module.experts.w_gate[e] @ x[b, t]) * (module.experts.w_up[e] @ x[b, t])
+                y[b, t] = y[b, t] + p[e] / total * (module.experts.w_down[e] @ inner)
+    return y
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | None) -> None:
+    documents = torch.zeros(B, T, dtype=torch.int64)
+    documents[0, 4:], documents[2, 0:] = -1, -1  # a row without any token, too
+    real, x, module = documents >= 0, inputs(), make(capacity=capacity)
+    choices = highest((x @ module.router.weight.T), 3).where(real[..., None], E)
+    taken = torch.ones_like(choices, dtype=torch.bool)
+    if capacity:
+        most, seen = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
+        for k in range(3):
+            for b, t in real.nonzero().tolist():
+                e = choices[b, t, k]
+                taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
+    made = module(x, sequence(documents))
+    torch.testing.assert_close(made.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
+    assert not made.y[~real].any()
+    assert made.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
+    assert int(made.counts["dropped"]) == int((~taken[real]).sum())
+    assert (int(made.counts["dropped"]) > 0) == (capacity is not None)
+    p = (x @ module.router.weight.T).softmax(-1)[real]
+    torch.testing.assert_close(made.counts["entropy"], -(p * p.log()).sum())
+    alone = module(x[1:2], sequence(rows=1))
+    for name in ("sequence_balance", "router_z", "balance"):  # of the rows, one is whole and one cut short
+        rest = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
+        torch.testing.assert_close(made.losses[name], alone.losses[name] + rest.losses[name])
+    gradient = torch.autograd.grad(made.y.sum() + sum(made.losses.values()), x)[0]
+    assert gradient.isfinite().all()
+    assert not gradient[~real].any()
+
+
+def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
+    scores = torch.zeros(400, 64)
+    scores[:, 5] = 1
+    for n in (1, 3, 400):
+        assert highest(scores[:n], 4).tolist() == [[5, 0, 1, 2]] * n
+
+
+def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_choose_is_right() -> None:
+    for d_ff in (F_, 5):  # in float32 by the grouped product, and by the loop
+        module, x = make(torch.float32, top_k=1, d_ff=d_ff), inputs(torch.float32).detach().abs()
+        module.router.weight.data.fill_(-1.0)
+        module.router.weight.data[3] = 1.0
+        made = module(x, sequence())
+        assert made.counts["load"].tolist() == [0, 0, 0, B * T, 0, 0, 0, 0]
+        made.y.sum().backward()
+        for parameter in module.experts.parameters():
+            assert parameter.grad.isfinite().all()
+            assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
+
+
+@pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_is_the_loop(dtype_: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
+    weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
+    ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
+    assert has_grouped_product(x, weight)
+    direction = torch.randn(11, 24, generator=generator).to(dtype_)
+    made = []
+    for product in (grouped_linear, looped_linear):
+        y = product(x, weight, ends)[:11]
+        made.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
+    for one, other in zip(*made, strict=True):
+        rows = slice(0, 11) if len(one) == 13 else slice(None)
+        torch.testing.assert_close(one[rows], other[rows])
+    assert not has_grouped_product(x.double(), weight.double())
+    assert not has_grouped_product(x, weight[:, :7])
+
+
+def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
+    order, ends = by_expert(torch.tensor([2, -1, 0, 2, 7, 0]), 3)
+    assert order.tolist() == [2, 5, 0, 3, 1, 4]
+    assert ends.tolist() == [2, 2, 4]
+
+
+def test_first_choices_take_room_before_second_ones() -> None:
+    choices = torch.tensor([[[0, 1], [1, 0], [0, 1], [2, 2]]])
+    assert within_capacity(choices, 2, 0.5).tolist() == [
+        [[True, True], [True, False], [True, False], [True, True]]
+    ]
+
+
+def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
+    module, x = make(top_k=1, router={"name": "switch", "jitter": 0.1}), inputs().detach()
+    jittered = module.router.jitter(x, sequence())
+    factor = jittered / x
+    assert 0.9 <= float(factor.min()) < 0.91
+    assert 1.09 < float(factor.max()) <= 1.1
+    assert torch.equal(module.router.jitter(x[1:], SequenceMetadata(
+        torch.arange(T).expand(2, T), None, rng_keys=torch.arange(1, 3))), jittered[1:])  # fmt: skip
+    assert torch.equal(module.eval().router.jitter(x, sequence()), x)
+
+
+def test_state_follows_the_counts_of_a_step() -> None:
+    module = make(router={"name": "deepseek_v3", "bias_rate": 0.25, "balance": 1.0})
+    before, x = module.router.bias.clone(), inputs()
+    made = [module(x, sequence()), module(-x, sequence())]
+    for one in made:
+        assert isinstance(one, Extra)
+        module.observe(one.counts)
+    load = sum(one.counts["load"] for one in made)
+    with torch.no_grad():
+        module.update(module.observed)
+    torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
+    torch.testing.assert_close(module.shares, load / (2 * B * T * 3).__float__())
+    module.forget()
+    assert not module.observed
+
+
+def test_a_balanced_start() -> None:
+    """Shares begin even, where the term is 1 a token and has no gradient."""
+    config = config_of()
+    module = MoE(config, initialiser(config)).double()
+    initialise(module, 1)
+    x = inputs()
+    loss = module(x, sequence()).losses["balance"]
+    torch.testing.assert_close(loss, torch.tensor(float(B * T), dtype=torch.float64))
+    assert torch.autograd.grad(loss, module.router.weight)[0].norm() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
+        ({"capacity": 0.0}, "greater than 0"),
+        ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),
+        ({"router": {"name": "switch"}}, "chooses one: set top_k = 1"),
+        ({"router": {"name": "deepseek_v3", "n_groups": 3}}, "the nearest that does is 2"),
+        ({"router": {"name": "deepseek_v3", "top_groups": 2}}, "choose 1 or less"),
+        ({"router": {"name": "deepseek_v3", "n_groups": 4}}, "choose router.top_groups = 2 or more"),
+        ({"bias": True}, "bias = True is for dense networks"),
+        ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config_of(**keys)
+
+
+def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
+    config = config_of()
+    with pytest.raises(ValidationError, match=r"ffn\.name = 'moe' does not go with family = 'discriminator'"):
+        config.changed({"family": "discriminator"})
