@@ -19,7 +19,7 @@ class Key:
 
     default: transformers' own, not ours. kinds: Python types; none: any. allowed: the values with which we compute the
     same; None: all. idle: changes nothing of what a model computes, so that `settled` leaves it out. means: the key
-    that this is another name of; it may be there if it says the same.
+    that this is another name of; both may be there if they say the same.
     """
 
     default: Any = None
@@ -75,9 +75,11 @@ def settled(theirs: Mapping[str, Any], keys: Mapping[str, Key], name: str) -> Js
                 f"{did_you_mean(key, keys)}: if the model computes the same without it, take it out of the file"
             )
     known = {key: declared for key, declared in keys.items() if not declared.means}
-    values = {key: theirs.get(key, declared.default) for key, declared in known.items()}
+    aliased = {d.means: theirs[key] for key, d in keys.items() if d.means and key in theirs}
+    given = aliased | {key: theirs[key] for key in known if key in theirs}
+    values = {key: given.get(key, declared.default) for key, declared in known.items()}
     for key, declared in known.items():
-        declared.check(key, values[key], given=key in theirs)
+        declared.check(key, values[key], given=key in given)
     for key, declared in keys.items():
         if declared.means and key in theirs and not _same(theirs[key], values[declared.means]):
             raise UsageError(

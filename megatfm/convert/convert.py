@@ -18,6 +18,7 @@ from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
 from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
 from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.initialisation import stored_tensors
 from megatfm.models import build
 from megatfm.registry import import_plugins
 from megatfm.version import __version__
@@ -131,10 +132,10 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
 
 
 def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters."""
+    """Names and shapes of what is stored of a model: parameters, and the state of modules."""
     with torch.device("meta"):
         model = build(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
 
 
 def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:

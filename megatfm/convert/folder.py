@@ -66,7 +66,7 @@ class HfFolder:
         """Find its tensors in the files; returns those that are missing."""
         self.files = _named(stored, self.architecture)
         self.config = self.architecture.fit(self.config, self.files)
-        self.rules = list(self.architecture.rules(self.config))
+        self.rules = list(self.architecture.rules_for(self.config, self.files))
         return sorted({name for rule in self.rules for name in rule.theirs} - self.files.keys())
 
     def _left_there(self) -> list[str]:

@@ -13,7 +13,7 @@ from megatfm.convert.convert import meta_shapes, ours_of
 from megatfm.convert.folder import CONFIG, read_json
 from megatfm.convert.pair import open_folder
 from megatfm.errors import UsageError
-from megatfm.layers.initialisation import set_buffers
+from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
 
@@ -27,9 +27,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
         log.warning("%s: %s", path, note)
     model = build(opened.config)
     set_buffers(model)
+    stored = stored_tensors(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
-        model.get_parameter(name).data = aligned(tensor.float())
+        stored[name].data = aligned(tensor.float())
     return model.eval().to(device)
 
 

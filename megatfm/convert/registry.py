@@ -2,18 +2,22 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, ScaledAttention
+from megatfm.config.model import OF_BLOCKS
 from megatfm.config.model_parts import HeadConfig
 from megatfm.convert.config_keys import COMMON, Json, Key, only, settled
 from megatfm.convert.table import Rule
 from megatfm.errors import UsageError
 from megatfm.registry import Registry
+
+Rules = Callable[[ModelConfig], Sequence[Rule]]
+"""The table for a config."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Architecture:
     not declared is refused. read: their config.json, settled by `keys`, as our config; raises UsageError for what we
     lack.
     write: our config as their config.json, without `architectures` and `model_type`; it need not look at what they
-    lack, see `architecture_for`. rules: the table for a config. prefix: files of the bare model lack it before every
+    lack, see `architecture_for`. rules: the table for a config; fused_rules: that for files with all experts of a block
+    in one tensor, where these are another. prefix: files of the bare model lack it before every
     name. ignored: regular expressions of tensors in their files that are no parameters. spellings: older names, as
     regular expressions and what stands in their place. length_key: the key of config.json for the longest sequence,
     where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
@@ -36,7 +41,7 @@ class Architecture:
     keys: Mapping[str, Key]
     read: Callable[[Json], ModelConfig]
     write: Callable[[ModelConfig], Json]
-    rules: Callable[[ModelConfig], Sequence[Rule]]
+    rules: Rules
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
@@ -44,6 +49,7 @@ class Architecture:
     marks: Mapping[str, Any] = field(default_factory=dict)
     fit: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
     is_bare: bool = False
+    fused_rules: Rules | None = None
 
     def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
@@ -53,12 +59,19 @@ class Architecture:
         """The declaration of every key that config.json may have."""
         return {**COMMON, "model_type": only(self.model_type), **self.keys}
 
+    def rules_for(self, config: ModelConfig, names: Iterable[str]) -> Sequence[Rule]:
+        """The table for files with tensors of these names: one for each expert, or one for all experts of a block."""
+        if self.fused_rules and any(name.endswith(".experts.down_proj") for name in names):
+            return self.fused_rules(config)
+        return self.rules(config)
+
 
 ARCHITECTURES: Registry[Architecture] = Registry("Hugging Face architecture")
 
 TRAINING_ONLY = {
     "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "head.label_smoothing",
-    "heads.boundary.name",
+    "heads.boundary.name", "ffn.router.balance", "ffn.router.sequence_balance", "ffn.router.z_loss",
+    "ffn.router.jitter", "ffn.router.bias_rate",
 }  # fmt: skip
 """Keys of ModelConfig that don't change what a trained model computes; heads among them are left out, and that said."""
 
@@ -82,15 +95,15 @@ def register_bare(name: str, architecture: Architecture) -> None:
             update={**bare, "head": HeadConfig(name="none"), "heads": {}, "embedding": embedding}
         )
 
-    def rules(config: ModelConfig) -> Sequence[Rule]:
-        return [
-            replace(rule, copies=())
-            for rule in architecture.rules(config)
-            if not rule.ours[0].startswith(HEADS)
+    def without_head(rules: Rules) -> Rules:
+        return lambda config: [
+            replace(rule, copies=()) for rule in rules(config) if not rule.ours[0].startswith(HEADS)
         ]
 
     said = tuple(pattern for pattern in architecture.ignored if "pooler" not in pattern)
-    ARCHITECTURES.register(name)(replace(architecture, read=read, rules=rules, ignored=said, is_bare=True))
+    fused = architecture.fused_rules and without_head(architecture.fused_rules)
+    bare = replace(architecture, read=read, rules=without_head(architecture.rules), fused_rules=fused)
+    ARCHITECTURES.register(name)(replace(bare, ignored=said, is_bare=True))
 
 
 def architectures_of(config_json: Json) -> list[str]:
@@ -160,15 +173,23 @@ def reason(error: Exception) -> str:
 
 def differences(ours: ModelConfig, back: ModelConfig) -> list[str]:
     """What of our config did not come back, as `key = value`."""
-    wanted, found = essence(ours), essence(back)
+    by_layer = bool(ours.blocks or back.blocks)
+    wanted, found = essence(ours, by_layer=by_layer), essence(back, by_layer=by_layer)
     keys = [*wanted, *(key for key in found if key.startswith("heads.") and key not in wanted)]
     return [
         f"model.{key} = {wanted.get(key)!r}" for key in keys if not _alike(wanted.get(key), found.get(key))
     ]
 
 
-def essence(config: ModelConfig) -> dict[str, Any]:
-    """What a trained model computes depends on these, defaults filled in."""
+def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
+    """What a trained model computes depends on these, defaults filled in. by_layer: what kinds of blocks are called
+    doesn't matter, but which layer is what."""
+    if by_layer:
+        return {
+            key: value
+            for depth in range(config.n_layers)
+            for key, value in _named_by_layer(depth, essence(config.at(depth)))
+        }
     values = {key: value for key, value in _flat(config.model_dump()) if key not in TRAINING_ONLY}
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,
@@ -186,6 +207,11 @@ def essence(config: ModelConfig) -> dict[str, Any]:
     elif isinstance(config.attention, ScaledAttention):
         values["attention.scale"] = config.attention.scale or config.head_width**-0.5
     return values
+
+
+def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        yield (f"block at {depth}.{key}" if key.startswith(OF_BLOCKS) else key), value
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

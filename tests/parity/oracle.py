@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.convert import Rule, architecture_for, to_ours, to_theirs
+from megatfm.layers.initialisation import stored_tensors
 from megatfm.models import build
 
 ZOO = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
@@ -78,24 +79,33 @@ def pair(config: ModelConfig, dtype: torch.dtype, seed: int = 0, among: Sequence
     """
     ours = build(config).to(dtype)
     perturb(ours, seed)
+    state = {name: t for name, t in stored_tensors(ours).items() if not isinstance(t, nn.Parameter)}
+    for i, tensor in enumerate(state.values()):
+        draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        tensor.copy_(0.2 * draws)
     name, architecture, their_config = architecture_for(config, among)
     kind = getattr(transformers, name)
     options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
-    theirs = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
-    rules = list(architecture.rules(config))
-    converted = to_theirs(rules, dict(ours.named_parameters()))
+    theirs = (
+        kind(kind.config_class(**options, attn_implementation="eager", experts_implementation="eager"))
+        .to(dtype)
+        .eval()
+    )
+    rules = list((architecture.fused_rules or architecture.rules)(config))
+    converted = to_theirs(rules, stored_tensors(ours))
     if (
         "lm_head.weight" in converted
     ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     named = dict(theirs.named_parameters())
+    named |= {name: tensor for name, tensor in theirs.named_buffers() if name in converted}
     assert converted.keys() == named.keys()
     with torch.no_grad():
         for key, parameter in named.items():
             assert parameter.shape == converted[key].shape, key
             parameter.copy_(converted[key])
     back = to_ours(rules, named)
-    own = dict(ours.named_parameters())
+    own = stored_tensors(ours)
     assert back.keys() == own.keys()
     assert all(torch.equal(back[key], own[key]) for key in own)
     return Pair(ours, theirs, rules)
@@ -121,8 +131,11 @@ class Figures:
         """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance."""
         gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
         assert gradients.keys() == dict(both.ours.named_parameters()).keys()
-        converted = to_theirs(both.rules, gradients)
+        own = [rule for rule in both.rules if gradients.keys() >= set(rule.ours)]  # all but those of state
+        assert {name for rule in own for name in rule.ours} == gradients.keys()
+        converted = to_theirs(own, gradients)
         reference = {name: p.grad for name, p in both.theirs.named_parameters()}
+        assert reference.keys() == converted.keys()
         whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
         for name, theirs in reference.items():
             error, norm = float((converted[name] - theirs).norm()), float(theirs.norm())

@@ -10,6 +10,8 @@ from transformers import modeling_rope_utils
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
@@ -20,6 +22,8 @@ MODULES = (
     modeling_deepseek_v3,
     modeling_llama,
     modeling_mistral,
+    modeling_mixtral,
+    modeling_qwen3_moe,
     modeling_rope_utils,
     modeling_t5,
 )
@@ -41,6 +45,13 @@ MLA = {
     "attention.name": "latent",
     "position.theta": 500.0,
     "embedding.tied": False,
+}
+EXPERTS = {"name": "moe", "d_ff": 20, "n_experts": 6, "top_k": 2}
+NOT_NORMALISED = {**EXPERTS, "router": {"name": "top_k", "normalise": False}}
+V3_EXPERTS = {
+    **EXPERTS,
+    "n_shared_experts": 2,
+    "router": {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5},
 }
 T5 = {
     **SMALL,
@@ -91,6 +102,23 @@ MODELS = {
         },
     ),
     "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "attention.kv_rank": 7, "attention.rope_dim": 2}),
+    "mixtral": ("MixtralForCausalLM", {**LLAMA, "ffn": EXPERTS}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, "ffn": EXPERTS, "attention.qk_norm": True}),
+    "qwen3-moe-not-normalised": (
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, "ffn": NOT_NORMALISED, "attention.qk_norm": True, "attention.head_dim": 6},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **MLA,
+            "attention.kv_rank": 7,
+            "attention.rope_dim": 2,
+            "blocks": ["first", "rest", "rest"],
+            "block.first": {},
+            "block.rest": {"ffn": V3_EXPERTS},
+        },
+    ),
     "t5": ("T5ForConditionalGeneration", {**T5, "head.scale": 24**-0.5}),
     "t5-v1.1": (
         "T5ForConditionalGeneration",
@@ -106,6 +134,9 @@ DOCUMENTED = {
     "mistral": ["mistral-7b"],
     "mistral-window": ["mistral-7b-v0.1"],
     "mla": ["mla-1b"],
+    "mixtral": ["mixtral-8x7b"],
+    "qwen3-moe": ["qwen3-30b-a3b"],
+    "deepseek-v3": ["deepseek-v3"],
     "t5": ["t5-base"],
     "t5-v1.1": ["t5-v1.1-base"],
 }

@@ -1,4 +1,4 @@
-"""Latent attention: DeepseekV3ForCausalLM, all of whose blocks are dense.
+"""Latent attention: DeepseekV3ForCausalLM, whose first blocks are dense, the others having experts.
 
 Its keys and values are made head by head by one matrix, and rotary channels are pairs of neighbours, not halves.
 """
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, expect
-from megatfm.convert.architectures.llama import rules_around
-from megatfm.convert.config_keys import Json, idle, only, taken
+from megatfm.config.experts import DeepSeekV3RouterConfig, MoEConfig
+from megatfm.convert.architectures.llama import dense_rules, rules_around
+from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.experts import ExpertNames, dropless, expert_rules
 from megatfm.convert.keys import ROPE, activation, derived, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, linear, same
@@ -42,12 +44,21 @@ KEYS = ROPE | {
     "sliding_window": only(None),
     "bos_token_id": taken(0, int, list, None),
     "eos_token_id": taken(1, int, list, None),
-    # Of experts and of heads for later tokens, which a model of dense blocks has not.
+    "moe_intermediate_size": taken(2048),
+    "n_routed_experts": taken(256),
+    "num_local_experts": alias("n_routed_experts"),
+    "num_experts_per_tok": taken(8),
+    "n_shared_experts": taken(1),
+    "n_group": taken(8),
+    "topk_group": taken(4),
+    "norm_topk_prob": taken(True),
+    "routed_scaling_factor": taken(2.5),
+    "moe_layer_freq": only(1),
+    "scoring_func": only("sigmoid"),
+    "topk_method": only("noaux_tc"),
+    # How to train and to run, and heads for later tokens.
     **idle(
-        "moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_local_experts", "output_router_logits",
-        "routed_scaling_factor", "n_group", "topk_group", "num_experts_per_tok", "norm_topk_prob", "moe_layer_freq",
-        "scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers",
-        "num_mtp_layers",
+        "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
 }  # fmt: skip
 
@@ -56,11 +67,6 @@ def read(theirs: Json) -> ModelConfig:
     derived(theirs, head_dim=theirs["qk_rope_head_dim"])
     derived(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
     n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
-    if theirs["first_k_dense_replace"] < n_layers:
-        raise UsageError(
-            f"config.json: first_k_dense_replace = {theirs['first_k_dense_replace']} of {n_layers} blocks: the "
-            "others have experts, which megatfm has not"
-        )
     if theirs["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope(theirs)
@@ -86,8 +92,41 @@ def read(theirs: Json) -> ModelConfig:
             "init.name": "normal",
             "init.std": theirs["initializer_range"],
             **rotary,
+            **_blocks(theirs, n_layers),
         }
     )
+
+
+def _blocks(theirs: Json, n_layers: int) -> Json:
+    """Which blocks have experts, and these."""
+    n_dense = max(theirs["first_k_dense_replace"], 0)
+    if n_dense >= n_layers:
+        return {}
+    if theirs["n_routed_experts"] < 2 * theirs["n_group"]:
+        raise UsageError(
+            f"config.json: n_group = {theirs['n_group']} of n_routed_experts = {theirs['n_routed_experts']}: "
+            "transformers ranks groups by their two best experts, and a group has fewer"
+        )
+    experts = {
+        "name": "moe",
+        "d_ff": theirs["moe_intermediate_size"],
+        "activation": activation(theirs["hidden_act"], gated=True),
+        "n_experts": theirs["n_routed_experts"],
+        "top_k": theirs["num_experts_per_tok"],
+        "n_shared_experts": theirs["n_shared_experts"],
+        "router": {
+            "name": "deepseek_v3",
+            "n_groups": theirs["n_group"],
+            "top_groups": theirs["topk_group"],
+            "normalise": theirs["norm_topk_prob"],
+            "scale": theirs["routed_scaling_factor"],
+        },
+    }
+    return {
+        "blocks": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense),
+        **({"block.dense": {}} if n_dense else {}),
+        "block.sparse": {"ffn": experts},
+    }
 
 
 def write(ours: ModelConfig) -> Json:
@@ -98,7 +137,7 @@ def write(ours: ModelConfig) -> Json:
         "vocab_size": ours.vocab_size,
         "hidden_size": ours.d_model,
         "num_hidden_layers": ours.n_layers,
-        "first_k_dense_replace": ours.n_layers,
+        **_their_experts(ours),
         "num_attention_heads": ours.attention.n_heads,
         "num_key_value_heads": ours.attention.n_heads,
         "qk_nope_head_dim": ours.head_width,
@@ -106,7 +145,7 @@ def write(ours: ModelConfig) -> Json:
         "v_head_dim": latent.v_dim or ours.head_width,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
-        "intermediate_size": ours.ffn.d_ff,
+        "intermediate_size": ours.at(0).ffn.d_ff,
         "rms_norm_eps": ours.norm.eps,
         "hidden_act": their_activation(ours.ffn.activation, gated=True),
         "tie_word_embeddings": ours.embedding.tied,
@@ -116,7 +155,33 @@ def write(ours: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[Rule]:
+def _their_experts(ours: ModelConfig) -> Json:
+    ffns = [ours.at(depth).ffn for depth in range(ours.n_layers)]
+    sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
+    theirs: Json = {
+        "first_k_dense_replace": sparse[0] if sparse else ours.n_layers,
+        "num_nextn_predict_layers": 0,
+    }
+    if not sparse:
+        return theirs
+    experts = dropless(ours.at(sparse[0]))
+    router = expect(experts.router, DeepSeekV3RouterConfig, "model.ffn.router")
+    if not experts.n_shared_experts:
+        raise UsageError("model.ffn.n_shared_experts = 0: DeepSeek's blocks have at least one")
+    return {
+        **theirs,
+        "moe_intermediate_size": experts.d_ff,
+        "n_routed_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "n_shared_experts": experts.n_shared_experts,
+        "n_group": router.n_groups,
+        "topk_group": router.top_groups,
+        "norm_topk_prob": router.normalise,
+        "routed_scaling_factor": router.scale,
+    }
+
+
+def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
     latent = _latent(config)
     n, h, r, v = (
         config.attention.n_heads,
@@ -158,7 +223,18 @@ def rules(config: ModelConfig) -> list[Rule]:
         Rule(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join, part),
         same("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
-    return rules_around(config, attention)
+    ffns = [_ffn_rules(config.at(depth), fused=fused) for depth in range(config.n_layers)]
+    return rules_around(config, attention, *ffns)
+
+
+def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[Rule]:
+    if not isinstance(config.ffn, MoEConfig):
+        return dense_rules("ffn", "mlp")
+    return [
+        same("ffn.router.bias", "mlp.gate.e_score_correction_bias"),
+        *dense_rules("ffn.shared", "mlp.shared_experts"),
+        *expert_rules(config, ExpertNames(), fused=fused),
+    ]
 
 
 def _halves(width: int) -> list[int]:
@@ -182,6 +258,7 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         read,
         write,
         rules,
+        fused_rules=lambda config: rules(config, fused=True),
         prefix="model.",
         length_key="max_position_embeddings",
         marks={"family": "decoder", "attention.name": "latent"},

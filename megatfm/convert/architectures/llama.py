@@ -6,7 +6,7 @@ from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.convert.config_keys import Json, Key, idle, only, taken
 from megatfm.convert.keys import ROPE, activation, rope, std, their_activation, their_rope
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.convert.table import Rule, linear, same, under
 from megatfm.errors import UsageError
 
 KEYS: dict[str, Key] = ROPE | {
@@ -30,6 +30,7 @@ KEYS: dict[str, Key] = ROPE | {
     "eos_token_id": taken(2, int, list, None),
     **idle("max_sequence_length"),
 }
+MARKS = {"family": "decoder", "position.name": "rope", "attention.name": "heads", "ffn.name": "dense"}
 
 
 def read(theirs: Json) -> ModelConfig:
@@ -89,25 +90,38 @@ def rules(config: ModelConfig) -> list[Rule]:
     return rules_around(config, attention)
 
 
-def rules_around(config: ModelConfig, attention: Sequence[Rule]) -> list[Rule]:
-    """Of all that is not attention: Mistral's and DeepSeek's are named alike."""
-    block = [
-        *linear("attn_residual.norm", "input_layernorm"),
-        *attention,
-        *linear("ffn_residual.norm", "post_attention_layernorm"),
-        *(
-            rule
-            for part in ("gate", "up", "down")
-            for rule in linear(f"ffn.w_{part}", f"mlp.{part}_proj", bias=config.ffn.bias)
-        ),
+def rules_around(config: ModelConfig, attention: Sequence[Rule], *ffns: Sequence[Rule]) -> list[Rule]:
+    """Of all that is not attention: Mistral's and DeepSeek's are named alike.
+
+    ffns: the feed-forward network, where it is another; of each layer, where there are several.
+    """
+    ffns = ffns or (dense_rules("ffn", "mlp", bias=config.ffn.bias),)
+    blocks = [
+        [
+            *linear("attn_residual.norm", "input_layernorm"),
+            *attention,
+            *linear("ffn_residual.norm", "post_attention_layernorm"),
+            *ffn,
+        ]
+        for ffn in ffns
     ]
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
         same("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
-        *layers(config.n_layers, "decoder.layers.", "model.layers.", block),
+        *(
+            rule
+            for i in range(config.n_layers)
+            for rule in under(f"decoder.layers.{i}.", f"model.layers.{i}.", blocks[i % len(blocks)])
+        ),
         *linear("decoder.norm", "model.norm"),
         *([] if config.embedding.tied else [same("head.weight", "lm_head.weight")]),
     ]
+
+
+def dense_rules(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+    """Of a gated feed-forward network."""
+    parts = ("gate", "up", "down")
+    return [rule for part in parts for rule in linear(f"{ours}.w_{part}", f"{theirs}.{part}_proj", bias=bias)]
 
 
 ARCHITECTURES.register("LlamaForCausalLM")(
@@ -120,7 +134,7 @@ ARCHITECTURES.register("LlamaForCausalLM")(
         prefix="model.",
         ignored=(r"rotary_emb\.inv_freq$",),
         length_key="max_position_embeddings",
-        marks={"family": "decoder", "position.name": "rope", "attention.name": "heads"},
+        marks=MARKS,
     )
 )
 register_bare("LlamaModel", ARCHITECTURES.get("LlamaForCausalLM"))

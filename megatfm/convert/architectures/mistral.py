@@ -41,7 +41,7 @@ ARCHITECTURES.register("MistralForCausalLM")(
         prefix="model.",
         ignored=(r"rotary_emb\.inv_freq$",),
         length_key="max_position_embeddings",
-        marks={"family": "decoder", "position.name": "rope", "attention.name": "heads"},
+        marks=llama.MARKS,
     )
 )
 register_bare("MistralModel", ARCHITECTURES.get("MistralForCausalLM"))

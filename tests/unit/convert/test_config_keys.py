@@ -23,6 +23,7 @@ ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in encoders.CASES},
     **{name: decoders.MODELS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
+    **{name: decoders.MODELS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
     "gpt2": ("GPT2LMHeadModel", {**decoders.GPT, "tie_word_embeddings": False}),
     "llama": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),

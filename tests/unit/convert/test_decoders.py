@@ -45,6 +45,11 @@ MLA = {
     **LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
     "v_head_dim": 3, "kv_lora_rank": 5,
 }  # fmt: skip
+MOE = {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}
+V3 = {
+    **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "q_lora_rank": 7,
+}  # fmt: skip
 T5 = {**SMALL, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt1": ("OpenAIGPTLMHeadModel", GPT),
@@ -52,6 +57,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
     "mla": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 7}),
     "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": None}),
+    "mixtral": ("MixtralForCausalLM", MOE),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**MOE, "head_dim": 6, "moe_intermediate_size": 12}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", V3),
     "t5": ("T5ForConditionalGeneration", T5),
     "t5-v1.1": (
         "T5ForConditionalGeneration",
@@ -67,6 +75,9 @@ def theirs_of(name: str) -> Any:
     if name == "t5-v1.1":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     perturb(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
     return model.eval()
 
 
@@ -101,6 +112,30 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(original[key], back[key]) for key in original)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Path) -> None:
+    theirs = theirs_of(name)
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        wanted = logits(theirs, ours=False)
+        got = logits(megatfm.load(tmp_path), ours=True)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("qwen3-moe", "num_experts"), ("deepseek-v3", "num_local_experts")]
+)
+def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_path: Path) -> None:
+    """Qwen's published files have `num_experts` alone."""
+    theirs_of(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    number = config.pop("n_routed_experts" if name == "deepseek-v3" else "num_local_experts")
+    path.write_text(json.dumps(config | {other: number}))
+    assert HfFolder(tmp_path).config.at(-1).ffn.n_experts == number  # type: ignore[union-attr]
+
+
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -122,11 +157,8 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "mla",
-            {"first_k_dense_replace": 1},
-            "first_k_dense_replace = 1 of 2 blocks: the others have experts",
-        ),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
         ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
         ("gpt1", {"afn": "mish"}, "afn = 'mish' is not one of gelu"),
         (

@@ -39,6 +39,9 @@ COUNTS = {
     "mistral-7b": 7_241_732_096,
     "mistral-7b-v0.1": 7_241_732_096,
     "mla-1b": 1_725_427_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_404_352,
     "prefix-lm-base": 109_628_544,
     "quickstart": 5_507_328,
     "t5-small": 60_506_624,
@@ -110,7 +113,29 @@ def test_every_parameter_says_how_it_starts(preset: str) -> None:
     _, model = loaded(preset)
     named = {id(parameter) for parameter in model.parameters()}
     initial = {id(getattr(m, key)) for m in model.modules() for key in getattr(m, "initial", {})}
-    assert initial == named
+    assert initial == named | {id(buffer) for buffer in stateful(model)}
+
+
+def stateful(model: nn.Module) -> list[torch.Tensor]:
+    """What routers keep."""
+    return [buffer for m in model.modules() if hasattr(m, "observed") for buffer in m.buffers()]
+
+
+ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704, "deepseek-v3": 37_552_282_624}
+
+
+@pytest.mark.parametrize("preset", ACTIVE)
+def test_parameters_that_a_token_meets(preset: str) -> None:
+    """All but those of experts that it does not choose, as the headers and docs/zoo.md say."""
+    config, model = loaded(preset)
+    unchosen = 0
+    for depth in range(config.model.n_layers):
+        ffn = config.model.at(depth).ffn
+        if ffn.name == "moe":
+            unchosen += 3 * (ffn.n_experts - ffn.top_k) * ffn.d_ff * config.model.d_model
+    assert sum(p.numel() for p in model.parameters()) - unchosen == ACTIVE[preset]
+    assert f"{ACTIVE[preset]:,} for each token" in header(preset)
+    assert f"{ACTIVE[preset]:,} parameters a token" in row_of(preset)[1]
 
 
 @pytest.mark.parametrize(("alias", "preset"), ALIASES.items())

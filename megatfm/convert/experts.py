@@ -1,0 +1,90 @@
+"""Rules for mixtures of experts, in both layouts of transformers: a tensor an expert, or all of a block in one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import MoEConfig, TopKRouterConfig
+from megatfm.convert.config_keys import Json
+from megatfm.convert.table import Rule, same
+from megatfm.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Of what transformers stores of a mixture, in files with a tensor for each expert. parts: by ours."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> list[Rule]:
+    """Of one block's router and experts. fused: with all experts of a block in one tensor, the gate above the rest."""
+    experts = expect(config.ffn, MoEConfig, "model.ffn")
+    if fused:
+        return [
+            same("ffn.router.weight", "mlp.gate.weight"),
+            Rule(("ffn.experts.w_gate", "ffn.experts.w_up"), ("mlp.experts.gate_up_proj",), _below, _halves),
+            same("ffn.experts.w_down", "mlp.experts.down_proj"),
+        ]
+    parts = [("gate", names.gate), ("up", names.up), ("down", names.down)]
+    return [
+        same("ffn.router.weight", f"{names.block}.gate.weight"),
+        *(
+            Rule(
+                (f"ffn.experts.w_{ours}",),
+                tuple(f"{names.block}.experts.{e}.{theirs}.weight" for e in range(experts.n_experts)),
+                _apart,
+                _stacked,
+            )
+            for ours, theirs in parts
+        ),
+    ]
+
+
+def dropless(config: ModelConfig) -> MoEConfig:
+    """The section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
+    experts = expect(config.ffn, MoEConfig, "model.ffn")
+    if experts.capacity is not None:
+        raise UsageError(
+            f"model.ffn.capacity = {experts.capacity}: transformers has no capacity here, and would compute otherwise"
+        )
+    return experts
+
+
+def top_k_router(config: ModelConfig) -> TopKRouterConfig:
+    """Raises UsageError for another router."""
+    return expect(dropless(config).router, TopKRouterConfig, "model.ffn.router")
+
+
+def top_k_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
+    """Our section, without the weights of terms of the loss: transformers' factor means another sum."""
+    return {
+        "name": "moe",
+        "d_ff": d_ff,
+        "activation": activation,
+        "n_experts": n_experts,
+        "top_k": theirs["num_experts_per_tok"],
+        "router": {"name": "top_k", "normalise": normalise},
+    }
+
+
+def _apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[0].unbind()
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [torch.stack(list(tensors))]
+
+
+def _below(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [torch.cat(list(tensors), dim=1)]
+
+
+def _halves(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors[0].chunk(2, dim=1)
