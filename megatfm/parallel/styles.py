@@ -209,14 +209,11 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 
 def _experts(module: nn.Module, ranks: Ranks, own: Own) -> None:
-    genuine: Callable[..., tuple[Tensor, Tensor]] = module.forward
     module.first = own["w_up"].region[0][0]  # type: ignore[assignment]
 
-    def forward(x: Tensor, weights: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
-        y, taken = genuine(ranks.enter(x), ranks.enter(weights), ranks.whole(choices))
-        return ranks.leave(y), ranks.own(taken)
 
-    replace_forward(module, forward)
+def _partial_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.register_forward_hook(lambda _, __, output: ranks.leave(output))
 
 
 def _own_tokens_dropout(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -269,8 +266,11 @@ SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True, sends=(
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
-EXPERTS = Style("experts", dim=0, install=_experts)
-"""Matrices of experts, cut by experts. Every rank sees all tokens, and makes a partial output with its own experts."""
+EXPERTS = Style("experts", dim=0, install=_experts, sends=())
+"""Matrices of experts, cut by experts, in a module that has seams for what travels."""
+
+PARTIAL_OUTPUT = Style("partial output", install=_partial_output, shown=True, sends=("output summed",))
+"""A module whose output is partial and goes back to the residual stream."""
 
 WHOLE = Style("whole", sends=())
 """Whole weights that every rank uses alike."""
@@ -322,5 +322,6 @@ for _style in (
     SEQUENCE_SUM,
     TOKEN_SUM,
     EXPERTS,
+    PARTIAL_OUTPUT,
 ):
     STYLES.register(_style.name)(_style)

@@ -4,15 +4,17 @@ State follows from the counts of a whole global batch, so the second step's choi
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines import NativeEngine
+from megatfm import checkpoint
+from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.engines.native import engine as native
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe import Experts, MoE, balance, moe
 from megatfm.layers.terms import block_terms
@@ -20,6 +22,7 @@ from megatfm.models import build
 from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
 from megatfm.parallel.mesh import Mesh
 from megatfm.parallel.styles import Ranks
+from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_families import SMALL, PassOn, batch_for
 from tests.workers import Workers
@@ -145,6 +148,49 @@ def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks
     assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(LAYOUTS[ranks])
 
 
+def resume(folder: Path, parallel: ParallelConfig, between: ParallelConfig) -> list[str]:
+    """Two steps, a checkpoint (which another layout opens and saves), a third step: the bits of three steps."""
+    state = []
+    for name in ("top-k", "deepseek-v3"):
+        config = MODELS[name]
+        batch = batch_for(config)
+        objective = objective_of(config, list(one_device(config, batch)[0].eval()(**batch).losses))
+
+        def train(engine: NativeEngine, batch: Any = batch, objective: Any = objective) -> None:
+            engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+            engine.step(1e-2, clip=0.3)
+
+        engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
+        for _ in range(2):
+            train(engine)
+        kept = engine
+        for step, layout in enumerate((between, parallel), 1):
+            path = checkpoint.save(folder / name, step, kept.state_dict(), {}, keep=3)
+            kept = test_layouts.make_engine(config, layout, test_layouts.ADAMW)
+            room = kept.empty_state_dict(checkpoint.names(path))
+            checkpoint.load(path, room)
+            kept.load_state_dict(room)
+        train(engine)
+        train(kept)
+        after = kept.weights()
+        assert after.keys() == engine.weights().keys()
+        for key, box in engine.weights().items():
+            assert torch.equal(box.tensor, after[key].tensor), key
+        found = checkpoint.names(folder / name / "step-00000001")
+        state += [key for key in found if key.endswith((".shares", ".router.bias"))]
+    return state
+
+
+@pytest.mark.parametrize("parallel", [TP2, ParallelConfig(dp_shard=2)], ids=["tp2", "zero3"])
+def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, parallel: ParallelConfig) -> None:
+    """Through a checkpoint that another layout has opened and saved as it was."""
+    between = ParallelConfig(dp_shard=2, zero=1) if parallel is TP2 else TP2
+    stored = workers.run(resume, 2, tmp_path, parallel, between, timeout=180.0)[0]
+    assert stored == [
+        f"model.decoder.layers.{i}.ffn.{key}" for key in ("shares", "router.bias") for i in (1, 3)
+    ]
+
+
 def count_one_rank_s_choices(patch: Patch) -> None:
     """The shares that the next step is balanced by are those of one rank alone."""
     patch.setattr(Mesh, "sum", lambda self, tensor, axes: None, raising=True)
@@ -214,3 +260,19 @@ def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], Non
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
     assert workers.run(wrong, 2, None, TP2, timeout=120.0) == [set(), set()]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}])
+def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]) -> None:
+    values = {
+        "name": "experts",
+        "model": MODELS["deepseek-v3"].model_dump(exclude_none=True),
+        "data": {"train": "x", "tokenizer": "x", "sequence_length": 32},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "train": {"steps": 10, "global_batch": 4, "micro_batch": 2, "recompute": "full"},
+        "parallel": {"dp_shard": 1, **layout},
+    }
+    found = verify(Config.model_validate(values))
+    assert not found.wrong
+    assert not found.misses
+    assert not found.unpredicted

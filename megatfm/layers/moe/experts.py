@@ -16,6 +16,13 @@ from megatfm.ops.grouped import grouped_linear
 class Experts(nn.Module):
     """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are here. first: of these, the number among all."""
 
+    plan = (
+        ("", "experts"),
+        ("gathered", "enter"),
+        ("taken", "sequence output"),
+        ("summed", "partial output"),
+    )
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = expect(config.ffn, MoEConfig, "model.ffn")
@@ -38,9 +45,12 @@ class Experts(nn.Module):
             self.initial |= {"w_gate": initial("ffn_gate", d, d_ff)}
         self.w_up = nn.Parameter(torch.empty(n, d_ff, d))
         self.w_down = nn.Parameter(torch.empty(n, d, d_ff))
+        # Where ranks that share the experts get each other's tokens, and their parts of the sums.
+        self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
 
     def forward(self, x_BTD: Tensor, weights_BTK: Tensor, choices_BTK: Tensor) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none."""
+        x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
         if self.capacity is not None:
             taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, self.capacity)
@@ -53,7 +63,7 @@ class Experts(nn.Module):
         made_MD = self._each(rows_MD, ends_E).masked_fill(is_beyond_M1, 0)
         made_MD = made_MD * weights_BTK.flatten()[order_M][:, None]
         y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_M, made_MD).view_as(x_BTD)
-        return y_BTD, taken_BTK
+        return self.summed(y_BTD), self.taken(taken_BTK)
 
     def _each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
         inner_MF = grouped_linear(rows_MD, self.w_up, ends_E)

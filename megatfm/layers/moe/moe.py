@@ -41,7 +41,6 @@ class MoE(nn.Module):
         ("", "sequence"),
         ("router", "sequence"),
         ("real", "sequence output"),
-        ("experts", "experts"),
         ("counted", "sequence sum"),
         ("total", "sequence sum"),
     )
