@@ -217,7 +217,8 @@ class Engine(Protocol):
         """Forget what `forward_backward` has left: gradients, and what stateful modules observed."""
 
     def layer_statistics(self) -> dict[str, dict[str, float]]:
-        """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x²."""
+        """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x², and what else the layer's
+        stateful modules tell, if they have a method `statistics(observed)`."""
 
     def weights(self) -> Mapping[str, Box]:
         """This rank's blocks of the weights, as the optimizer moves them, and of the state of modules: to be filled in

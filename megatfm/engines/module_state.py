@@ -9,7 +9,7 @@ from megatfm.checkpoint import Box
 from megatfm.engines.interface import Stateful
 from megatfm.engines.ties import Ties
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import Mesh, in_order
+from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 
 
 class ModuleState:
@@ -43,27 +43,46 @@ class ModuleState:
     @torch.no_grad()
     def update(self) -> None:
         """Let each module take what all ranks observed into its state. A collective, where there is such a module."""
-        for key, own in self._by_group():
+        for _, module, total in self._totals():
+            module.update(total)
+
+    @torch.no_grad()
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """By path, what modules that have a method `statistics` tell of what all ranks observed. A collective."""
+        told: dict[str, dict[str, float]] = {}
+        for path, module, total in self._totals():
+            if tell := getattr(module, "statistics", None):
+                told[path] = tell(total)
+        if self._mesh.size(PIPELINE) == 1:
+            return told
+        return {
+            path: one for each in self._mesh.gather_objects(told, (PIPELINE,)) for path, one in each.items()
+        }
+
+    def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
+        """Each module with the sums of what was observed. A collective."""
+        for (axes, holders), own in self._by_group():
             sums = [
-                (module, name, value) for module in own for name, value in sorted(module.observed.items())
+                (path, name, value)
+                for path in own
+                for name, value in sorted(self._modules[path][0].observed.items())
             ]
             # In float64 whole numbers add up to the same in any order.
             flat = torch.cat([value.double().reshape(-1) for _, _, value in sums])
-            axes, holders = key
             self._mesh.sum(flat, axes)
             self._ties.sum_over(holders, flat)
-            totals: dict[Stateful, dict[str, Tensor]] = {module: {} for module in own}
+            totals: dict[str, dict[str, Tensor]] = {path: {} for path in own}
             pieces = flat.split([value.numel() for _, _, value in sums])
-            for (module, name, value), total in zip(sums, pieces, strict=True):
-                totals[module][name] = total.view_as(value).to(value.dtype)
-            for module, total in totals.items():
-                module.update(total)
+            for (path, name, value), total in zip(sums, pieces, strict=True):
+                totals[path][name] = total.view_as(value).to(value.dtype)
+            for path, total in totals.items():
+                yield path, self._modules[path][0], total
 
-    def _by_group(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[Stateful]]]:
+    def _by_group(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
         """(axes, pipeline ranks) → the modules that are summed over these, in the same order on all ranks."""
-        groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Stateful]] = {}
-        for path, (module, axes) in self._modules.items():
-            groups.setdefault((axes, self._ties.holders_of_module(path)), []).append(module)
+        groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
+        for path, (_, axes) in self._modules.items():
+            groups.setdefault((axes, self._ties.holders_of_module(path)), []).append(path)
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 

@@ -1,4 +1,4 @@
-"""Charts of what happens inside the model: root mean squares of weights, gradients and activations, layer by layer."""
+"""Charts of what happens inside the model, layer by layer: root mean squares, and what routers do."""
 
 import re
 from collections.abc import Sequence
@@ -9,15 +9,23 @@ from megatfm.report.run import Run
 DRAWN, NAMED = 12, 6
 """Layers that are drawn, evenly spread, and those among them that get a colour and a place in the legend; the others
 are thin lines."""
-KINDS = {"gradient": "Gradients", "activation": "Activations", "weight": "Weights"}
+RMS = "root mean square"
+KINDS = {
+    "gradient": ("Gradients", RMS),
+    "activation": ("Activations", RMS),
+    "weight": ("Weights", RMS),
+    "load_max": ("Busiest expert", "tokens, as a multiple of the mean"),
+    "dropped": ("Choices dropped by capacity", "share of all"),
+    "entropy": ("Router's entropy", "nats a token"),
+}
 
 
 def layer_charts(run: Run) -> list[Chart | None]:
     """One chart for each kind; None where the run has recorded none (see `log.norms_every`)."""
-    return [_chart(run, kind, title) for kind, title in KINDS.items()]
+    return [_chart(run, kind, *said) for kind, said in KINDS.items()]
 
 
-def _chart(run: Run, kind: str, title: str) -> Chart | None:
+def _chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
     paths.sort(key=lambda path: _in_order(path[1]))
     drawn = _spread(paths, DRAWN)
@@ -27,7 +35,7 @@ def _chart(run: Run, kind: str, title: str) -> Chart | None:
         colour = colours.get(path, colour)
         lines.append(Line(_short(path[1]), run.curve(*path), colour, "line" if path in colours else "thin"))
     some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
-    return chart(f"{title} by layer", f"root mean square{some}", lines)
+    return chart(f"{title} by layer", f"{unit}{some}", lines)
 
 
 def _spread(paths: Sequence[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:

@@ -132,6 +132,14 @@ def compare(name: str, ranks: int) -> list[str]:
         engine, model, losses, wanted = second_step(name, parallel)
         assert losses == pytest.approx(wanted, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
+        told = engine.layer_statistics()
+        for path, module in mixtures(model).items():
+            wanted_here = module.statistics(module.observed)
+            assert {key: told[path.removesuffix(".ffn")][key] for key in wanted_here} == pytest.approx(
+                wanted_here
+            )
+            assert 1 < wanted_here["load_max"] < 6
+            assert (wanted_here["dropped"] > 0) == (name == "switch")
         held = mixtures(engine.model)
         assert held or parallel.pp > 1
         for path, module in held.items():

@@ -3,7 +3,7 @@
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.convert.architectures import llama, mistral
 from megatfm.convert.config_keys import Json, alias, idle, taken
-from megatfm.convert.experts import ExpertNames, expert_rules, top_k_router, top_k_section
+from megatfm.convert.experts import ExpertNames, dropless, expert_rules, top_k_router, top_k_section
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, linear
 from megatfm.errors import UsageError
@@ -34,13 +34,13 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    router, experts = top_k_router(ours), ours.ffn
+    router, experts = top_k_router(ours), dropless(ours)
     if not router.normalise:
         raise UsageError("model.ffn.router.normalise = false: Mixtral's weights add up to 1")
     return {
         **mistral.write(ours),
-        "num_local_experts": experts.n_experts,  # type: ignore[union-attr]
-        "num_experts_per_tok": experts.top_k,  # type: ignore[union-attr]
+        "num_local_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
     }
 
 

@@ -3,7 +3,7 @@
 from megatfm.config import ModelConfig
 from megatfm.convert.architectures import llama
 from megatfm.convert.config_keys import COMMON, Json, alias, idle, only, taken
-from megatfm.convert.experts import ExpertNames, expert_rules, top_k_router, top_k_section
+from megatfm.convert.experts import ExpertNames, dropless, expert_rules, top_k_router, top_k_section
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, linear
 
@@ -50,13 +50,13 @@ def read(theirs: Json) -> ModelConfig:
 
 
 def write(ours: ModelConfig) -> Json:
-    router, experts = top_k_router(ours), ours.ffn
+    router, experts = top_k_router(ours), dropless(ours)
     theirs = {key: value for key, value in llama.write(ours).items() if key != "mlp_bias"}
     return {
         **theirs,
         "moe_intermediate_size": experts.d_ff,
-        "num_experts": experts.n_experts,  # type: ignore[union-attr]
-        "num_experts_per_tok": experts.top_k,  # type: ignore[union-attr]
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
         "norm_topk_prob": router.normalise,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

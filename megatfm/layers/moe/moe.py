@@ -116,6 +116,20 @@ class MoE(nn.Module):
         self.shares.copy_(load_E / load_E.sum().clamp(min=1))
         self.router.update(load_E)
 
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float]:
+        """Of a step. load_max, load_min: of the busiest and the idlest expert, as multiples of the mean; dropped: share
+        of the choices that a capacity left out; entropy: of a token's probabilities, in nats."""
+        load_E = observed["load"].double()
+        chosen = load_E.sum().clamp(min=1)
+        most, least = (each / chosen * len(load_E) for each in (load_E.max(), load_E.min()))
+        told = {
+            "load_max": most,
+            "load_min": least,
+            "dropped": observed["dropped"] / chosen,
+            "entropy": observed["entropy"] * self.router.top_k / chosen,
+        }
+        return {name: float(value) for name, value in told.items()}
+
     def forget(self) -> None:
         """Begin to count anew."""
         self.observed = {}

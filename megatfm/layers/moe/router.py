@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import MoEConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
@@ -33,8 +34,8 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        n_experts, d = config.ffn.n_experts, config.d_model  # type: ignore[union-attr]
-        self.top_k: int = config.ffn.top_k  # type: ignore[union-attr]
+        options = expect(config.ffn, MoEConfig, "model.ffn")
+        n_experts, d, self.top_k = options.n_experts, config.d_model, options.top_k
         self.weight = nn.Parameter(torch.empty(n_experts, d))
         self.initial = {"weight": initial("dense", d, n_experts)}
 
