@@ -90,6 +90,14 @@ class MoEConfig(DenseFFNConfig):
     """What chooses."""
 
     @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key."""
+        return {
+            "n_experts": self.n_experts,
+            **({"d_ff": self.d_ff * self.n_shared_experts} if self.n_shared_experts else {}),
+        }
+
+    @property
     def shared(self) -> dict[str, object]:
         """The section of the shared experts."""
         return {"name": "dense", "d_ff": self.n_shared_experts * self.d_ff, "activation": self.activation}

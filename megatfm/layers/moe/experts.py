@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, expect
 from megatfm.config.experts import MoEConfig
+from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.dispatch import by_expert, within_capacity
@@ -38,6 +39,7 @@ class Experts(nn.Module):
             options.capacity,
             0,
         )
+        self.top_k = options.top_k
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
         if activation.gated:
@@ -47,6 +49,11 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(n, d, d_ff))
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """A token meets those experts that it chooses."""
+        one = sum(parameter[0].numel() for parameter in self.parameters())
+        return Cost(products=self.top_k * one * tokens.n, idle=(self.n_experts - self.top_k) * one)
 
     def forward(self, x_BTD: Tensor, weights_BTK: Tensor, choices_BTK: Tensor) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none."""

@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import ModelConfig
+from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.moe import MoE
@@ -361,6 +362,13 @@ def test_a_balanced_start() -> None:
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         config_of(**keys)
+
+
+def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
+    module, one = make(n_shared_experts=2), 3 * D * F_
+    cost = cost_of(module, Tokens(5.0))
+    assert cost.products == 5 * (E * D + 3 * one + 2 * one)
+    assert cost.idle == (E - 3) * one
 
 
 def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
