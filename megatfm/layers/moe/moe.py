@@ -113,7 +113,7 @@ class MoE(nn.Module):
     def update(self, observed: Mapping[str, Tensor]) -> None:
         """The shares of this step are those that the next one is balanced by."""
         load_E = observed["load"]
-        self.shares.copy_(load_E / load_E.sum().clamp(min=1))
+        self.shares.copy_(load_E.double() / load_E.sum().clamp(min=1))
         self.router.update(load_E)
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float]:

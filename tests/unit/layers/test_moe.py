@@ -20,7 +20,7 @@ from megatfm.config import ModelConfig
 from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
-from megatfm.layers.moe import MoE
+from megatfm.layers.moe import MoE, experts
 from megatfm.layers.moe.dispatch import by_expert, within_capacity
 from megatfm.layers.moe.router import highest
 from megatfm.layers.sequence import SequenceMetadata
@@ -255,6 +255,28 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     assert not gradient[~real].any()
 
 
+def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows, and the gradients of its rows, may be anything."""
+    documents = torch.zeros(B, T, dtype=torch.int64)
+    documents[1, 3:] = -1
+
+    def poisoned(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+        beyond_M1 = (torch.arange(len(x_MI)) >= ends_G[-1])[:, None]
+        assert beyond_M1.any()
+        x_MI = x_MI.view_as(x_MI)
+        x_MI.register_hook(lambda gradient: gradient.masked_fill(beyond_M1, math.nan))
+        return looped_linear(x_MI, weight_GOI, ends_G).masked_fill(beyond_M1, math.nan)
+
+    found = []
+    for _ in range(2):
+        module, x = make(activation="relu"), inputs()
+        y = module(x, sequence(documents)).y
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+        monkeypatch.setattr(experts, "grouped_linear", poisoned)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
     scores = torch.zeros(400, 64)
     scores[:, 5] = 1
@@ -329,7 +351,7 @@ def test_state_follows_the_counts_of_a_step() -> None:
     with torch.no_grad():
         module.update(module.observed)
     torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
-    torch.testing.assert_close(module.shares, load / (2 * B * T * 3).__float__())
+    torch.testing.assert_close(module.shares, load.double() / (2 * B * T * 3))
     module.forget()
     assert not module.observed
 
