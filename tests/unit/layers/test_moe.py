@@ -16,7 +16,7 @@ from transformers.models.olmoe import modeling_olmoe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
-from megatfm.config import ModelConfig
+from megatfm.config import Config, ModelConfig, load_config
 from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
@@ -391,6 +391,13 @@ def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
     cost = cost_of(module, Tokens(5.0))
     assert cost.products == 5 * (E * D + 3 * one + 2 * one)
     assert cost.idle == (E - 3) * one
+
+
+def test_compilation_is_refused() -> None:
+    values = load_config("mixtral-8x7b").model_dump()
+    values["train"]["compile"] = True
+    with pytest.raises(ValidationError, match=r"train\.compile = true does not go with ffn\.name = 'moe'"):
+        Config.model_validate(values)
 
 
 def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
