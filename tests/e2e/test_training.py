@@ -179,7 +179,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
         "optimizer": ("optimizer.lr=1e-3", "optimizer.lr: 0.003 → 0.001"),
         "schedule": ("train.steps=6", "train.steps: 4 → 6"),
         "seed": ("train.seed=1", "train.seed: 0 → 1"),
-        "model": ("model.ffn.d_ff=96", "model.ffn.d_ff: 64 → 96"),
+        "model": ("model.norm.eps=1e-4", "model.norm.eps: 1e-05 → 0.0001"),
         "batch": ("train.global_batch=4", "train.global_batch: 8 → 4"),
         "data": (f"data.train={corpus}/validation", "data.fingerprint: "),
     }
@@ -189,6 +189,9 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
         assert kind == UsageError.__name__
         assert words in message
         assert re.search(rf"resume\.allow=([a-z]+,)*{group}(,|$)", message, re.MULTILINE), message
+    ((_, message),) = workers.run(error_of, 1, make_config("train.steps=4", "model.ffn.d_ff=96"))
+    assert "model.ffn.d_ff: 64 → 96, so that its weights don't fit" in message
+    assert "resume.allow=" not in message
     both = ["train.steps=6", "optimizer.lr=1e-3"]
     kind, message = workers.run(error_of, 1, make_config(*both))[0]
     assert "resume.allow=optimizer,schedule" in message

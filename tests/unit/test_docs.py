@@ -228,7 +228,7 @@ WORDS = {
     "fsdp": ("faq.md", "parallel.dp_shard"),
     "perplexity": ("how-to/evaluate.md", "exp"),
     "mfu": ("how-to/watch-a-run.md", "mfu_causal"),
-    "fine-tuning": ("how-to/convert.md", "train.init_from"),
+    "fine-tuning": ("how-to/convert.md", "megatfm train --from"),
     "sweep": ("how-to/sweep.md", "megatfm compare"),
     "hyperparameter": ("how-to/sweep.md", "optimizer.lr"),
     "tensorboard": ("faq.md", "pip install tensorboard"),

@@ -139,7 +139,7 @@ PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num
 
 
 def logits(model: Any, *, ours: bool) -> torch.Tensor:
-    if "T5" in type(model).__name__ or type(model).__name__ == "EncoderDecoder":
+    if "T5" in type(model).__name__ or (ours and model.config.family == "encoder_decoder"):
         return decoders.logits(model, ours=ours)
     output = model(TOKENS)
     return output.logits if ours else first(output)
