@@ -79,9 +79,10 @@ def a_head_s_targets_are_counted_here_only(patch: Patch) -> None:
     real = LossSums.count
 
     def count(self: LossSums, batches: Any) -> None:
-        own = sum(int(self._objective.counts(batch)["boundary"]) for batch in batches)
         real(self, batches)
-        self.counts["boundary"] = own
+        tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
+        own = sum(int(self._objective.counts(batch)["boundary"]) for batch in tensors)
+        self._counts[self._places["boundary"]] = own
 
     patch.setattr(LossSums, "count", count)
 
