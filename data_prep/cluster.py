@@ -36,6 +36,7 @@ class Dask(Claims):
         self._config = config.model_dump_json()
 
     def in_folder(self, folder: Path) -> "Dask":
+        """The same object, told where the preparation's parts lie."""
         self._folder = folder
         return self
 

@@ -31,17 +31,21 @@ class Counts:
     """How often it met what it looks for: languages, redactions, removed lines."""
 
     def meet(self, what: str, times: int = 1) -> None:
+        """Count a finding, such as a redaction: it may happen several times in one document."""
         self.found[what] = self.found.get(what, 0) + times
 
     def take(self, size: int) -> None:
+        """Count a document that comes in; size: UTF-8 bytes of its text."""
         self.documents_in += 1
         self.bytes_in += size
 
     def keep(self, size: int) -> None:
+        """Count a document that is passed on; size: UTF-8 bytes of its text, as it is now."""
         self.documents_out += 1
         self.bytes_out += size
 
     def drop(self, reason: str, size: int, example: str) -> None:
+        """Count a document as dropped, by reason; size: UTF-8 bytes; of the examples only the first few are kept."""
         dropped = self.dropped.setdefault(reason, Dropped())
         dropped.documents += 1
         dropped.bytes += size
@@ -65,6 +69,7 @@ class Counts:
         return whole
 
     def as_json(self) -> dict[str, Any]:
+        """Fields by name, of which `found` is left out where nothing was."""
         values = asdict(self)
         if not self.found:
             del values["found"]

@@ -56,10 +56,12 @@ class DocumentWriter:
         self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True).compressobj()
 
     def add(self, document: Document) -> None:
+        """Append a line of JSON to the compressed stream."""
         line = json.dumps(document.as_json(), ensure_ascii=False)
         self._file.write(self._zstd.compress(f"{line}\n".encode()))
 
     def commit(self) -> None:
+        """End the stream, sync the file and give it its name. Raises MegatfmError when the disk refuses."""
         self._file.write(self._zstd.flush())
         self._file.commit()
 
@@ -88,6 +90,7 @@ class PartsWriter:
         return self._size >= self._part_bytes
 
     def add(self, document: Document) -> None:
+        """Append to the open part, or to a new one if that is full: a document is never cut."""
         if self.is_full:
             self._open.commit()
             self.parts += 1
@@ -98,6 +101,7 @@ class PartsWriter:
         self.bytes += document.text_bytes
 
     def commit(self) -> None:
+        """Finish the last part; `parts` is then how many there are."""
         self._open.commit()
         self.parts += 1
 

@@ -34,6 +34,7 @@ class Encode:
         self._folder = stages.folder
 
     def make_tokenizer(self, split: Facts, basis: Facts) -> Facts:
+        """Copy or train the tokenizer, unless it was made of this basis before; returns what describes it."""
         config, total, parts = self._config.tokenizer, split["train"]["bytes"], split["train"]["parts"]
         share = min(1.0, config.train_bytes / total)
         if config.file is not None:
@@ -72,6 +73,7 @@ class Encode:
         return tokenizer.write(self._stages.out, tokenizer.make(self._config.tokenizer, ())).describe()
 
     def run(self, name: str, documents: Facts, provenance: Facts, basis: Facts) -> Facts:
+        """Tokenize a split's parts and write its shards, but for what is done; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.workers or len(os.sched_getaffinity(0))

@@ -24,6 +24,7 @@ class Split:
     held_out: frozenset[str]
 
     def holds_out(self, document: Document) -> bool:
+        """Whether a document is for validation, as all are that share its name at the level."""
         return LEVELS[self.level](document) in self.held_out
 
 

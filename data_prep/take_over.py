@@ -52,7 +52,7 @@ class Source(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of the ids; None if there are none."""
+        """The tokenizer of the ids; None if there are none."""
         ...
 
     def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:

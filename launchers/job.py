@@ -68,6 +68,7 @@ class Job:
 
     @property
     def most_nodes(self) -> int:
+        """Nodes that the run may grow to; where no range was asked for, those that it has."""
         return self.max_nodes or self.nodes
 
     @property
@@ -120,6 +121,7 @@ class State:
 
     @property
     def is_over(self) -> bool:
+        """Whether the job has ended for good: one that waits to be started again has not."""
         return self.word not in ALIVE
 
 

@@ -266,6 +266,7 @@ def _restart() -> int:
 
 
 def say(line: str) -> None:
+    """Print a line for the job's log, marked as the launcher's, at once: to stderr."""
     print(PREFIX + line, file=sys.stderr, flush=True)
 
 

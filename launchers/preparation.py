@@ -11,6 +11,7 @@ _PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
 
 
 def is_preparation(run: Path) -> bool:
+    """Whether a folder is of `megatfm launch` for a corpus; False for one that nothing launched."""
     return launched(run).get("kind") == "prep"
 
 

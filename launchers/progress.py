@@ -64,6 +64,7 @@ def check_run(path: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
+    """Whether a folder holds any trace of a run, though it may not have started yet."""
     return any((path / name).is_file() for name in ("config.toml", "launch.json", METRICS))
 
 

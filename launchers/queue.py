@@ -39,7 +39,7 @@ def evaluations_of(run: Path) -> list[str]:
 
 
 def alive(jobs: Sequence[str]) -> dict[str, State]:
-    """Those of these jobs that wait or run, and how they are."""
+    """Jobs of these that wait or run, and how they are."""
     states = {job: job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 

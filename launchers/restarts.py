@@ -55,6 +55,7 @@ class Attempt:
 
     @property
     def gained(self) -> bool:
+        """Whether it left a newer checkpoint than it began with."""
         return self.step > self.first_step
 
     @property
@@ -150,4 +151,5 @@ class Restarts:
 
 
 def dump(attempts: Sequence[Attempt]) -> str:
+    """The text of the file of restarts: indented JSON, an object each."""
     return json.dumps([asdict(each) for each in attempts], indent=1) + "\n"

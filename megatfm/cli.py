@@ -38,7 +38,11 @@ COMMANDS = {
     "completion": ("megatfm.commands.completion", "a script with which bash, zsh or fish complete commands"),
     "quickstart": ("megatfm.commands.quickstart", "all of the above, once, on a small corpus"),
 }
-"""Name → (module with `add_arguments(parser)` and `main(args) -> exit code`, help)."""
+"""Name → (module, help).
+
+A module's `add_arguments(parser)` declares what the command takes; its `main(args)` does the work and returns the exit
+code, or raises a MegatfmError, whose line is printed and whose code is the exit code.
+"""
 
 HELD = (signal.SIGUSR1, signal.SIGTERM)
 """What asks training to stop waits until it can be heard: before its handlers are there, it would be death."""
@@ -80,6 +84,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with `key=value` overrides wherever they stand, also after flags."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The namespace with all overrides; exits with code 2 for a word that is neither a flag nor an override."""
         parsed, left = self.parse_known_args(args, namespace)
         overrides = getattr(parsed, "overrides", None)
         unknown = [word for word in left if overrides is None or not _is_override(word)]

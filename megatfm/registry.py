@@ -43,6 +43,7 @@ class Registry(Generic[Part]):
         return self._parts[name]
 
     def names(self) -> list[str]:
+        """All names entered so far, sorted, for messages."""
         return sorted(self._parts)
 
 

@@ -103,6 +103,7 @@ class Index:
     run: RunTasks
 
     def path(self, kind: str, number: int) -> Path:
+        """File number `number` of a kind, such as `marks.00003`."""
         return self.folder / f"{kind}.{number:05d}"
 
     def marks(self, total: int, each: int) -> Rows:
@@ -130,6 +131,7 @@ class Division:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks, the last of which may be shorter."""
         return -(-self.total // self.each)
 
     def chunk(self, number: int) -> tuple[int, int]:

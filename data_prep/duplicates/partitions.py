@@ -31,6 +31,7 @@ class PartitionsWriter:
         self._counts.append(counts)
 
     def commit(self) -> None:
+        """Append the table of edges and its length, sync the file and give it its name."""
         counts = np.concatenate([np.empty(0, np.int64), *self._counts])
         edges = np.concatenate([[0], np.cumsum(counts)])
         self._file.write(edges.astype(_NUMBER).tobytes())

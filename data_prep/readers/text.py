@@ -7,6 +7,7 @@ from data_prep.readers.record import BadFileError
 
 
 def texts(path: Path, limit: int) -> Iterator[str]:
+    """The text in pieces of at most `limit` bytes. Raises BadFileError, with the byte, for what is no UTF-8."""
     offset = 0
     for data in pieces(path, limit):
         if offset == 0 and data.startswith((b"\xff\xfe", b"\xfe\xff")):

@@ -118,6 +118,7 @@ def spelled(piece: str) -> str:
 
 
 def bars(values: Sequence[tuple[str, float]], spell: Any = None) -> list[Bar]:
+    """A bar each, its length in percent of the longest; spell: how a value is written, if not as a plain number."""
     longest = max([value for _, value in values], default=0) or 1
     return [Bar(name, (spell or number)(value), round(100 * value / longest, 2)) for name, value in values]
 

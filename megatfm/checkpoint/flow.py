@@ -47,6 +47,7 @@ class Hash:
         self._join()
 
     def update(self, chunk: memoryview) -> None:
+        """Hash a chunk too, whose memory must stay as it is until `hexdigest`."""
         self._size += chunk.nbytes
         if self._thread is None and self._size < CHUNK_BYTES:
             self._digest.update(chunk)
@@ -57,6 +58,7 @@ class Hash:
         self._chunks.put(chunk)
 
     def hexdigest(self) -> str:
+        """Hash of all chunks so far, in hexadecimal; waits for the thread, which the next large chunk starts again."""
         self._join()
         return self._digest.hexdigest()
 
@@ -78,6 +80,7 @@ class Output:
         self._fd = fd
 
     def write(self, chunk: memoryview) -> None:
+        """Append a chunk whole, however few bytes the kernel takes at a time. Raises OSError on a full disk."""
         while chunk.nbytes:
             chunk = chunk[os.write(self._fd, chunk) :]
 

@@ -53,6 +53,7 @@ class Nodes:
 
     @property
     def count(self) -> int:
+        """Number of nodes that hold ranks."""
         return max(self.node) + 1
 
     def of(self, node: int) -> list[int]:
@@ -70,6 +71,7 @@ class Nodes:
         return self.of(self.node[self.rank])[0] == self.rank
 
     def leader(self, node: int) -> int:
+        """The lowest rank on a node."""
         return self.of(node)[0]
 
     def transfers(self) -> Iterator[tuple[int, int]]:
@@ -143,6 +145,7 @@ class NodeCheckpoint:
     holders: dict[str, list[int]]
 
     def content(self, folder: Path) -> Metadata:
+        """Metadata parsed from `raw`; folder: what errors name. Raises MegatfmError where `raw` is damaged."""
         return metadata.parse(folder, self.raw)
 
 

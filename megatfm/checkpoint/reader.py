@@ -42,7 +42,7 @@ class Reader:
 
     @property
     def files(self) -> list[str]:
-        """Those that are needed."""
+        """Names of the files that are needed, sorted."""
         return sorted(self._by_file)
 
     def fill(self, patience: float = 0.0, alone: Collection[str] = ()) -> None:

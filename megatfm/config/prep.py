@@ -104,6 +104,7 @@ class TokenizerConfig(Section):
 
     @property
     def reserves_modes(self) -> bool:
+        """Whether ids are kept for mode tokens; unless said, only sentencepiece's BPE keeps none."""
         return self.kind != "sentencepiece-bpe" if self.modes is None else self.modes
 
     @model_validator(mode="after")

@@ -71,18 +71,22 @@ class Corpus:
 
     @property
     def tokenizer_hash(self) -> str:
+        """What identifies the tokenizer whose ids the shards hold."""
         return self.manifest.tokenizer_hash
 
     @property
     def n_blocks(self) -> int:
+        """Number of blocks in all shards."""
         return len(self.blocks) - 1
 
     @property
     def n_samples(self) -> int:
+        """Number of documents in all shards."""
         return int(self.blocks[-1])
 
     @property
     def n_tokens(self) -> int:
+        """Sum over all shards, as the manifest gives it, before packing adds or cuts anything."""
         return sum(shard.tokens for shard in self.manifest.shards)
 
     @property

@@ -91,9 +91,11 @@ class WholeFile:
 
     @property
     def blake3(self) -> str:
+        """Hexadecimal hash of what was written so far."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes) -> None:
+        """Append all bytes. Raises MegatfmError, and leaves no partial file, when the disk refuses."""
         with self._whole_or_nothing():
             rest = memoryview(data)
             while rest:  # an unbuffered write may take only a part
@@ -102,6 +104,7 @@ class WholeFile:
         self.size += len(data)
 
     def commit(self) -> None:
+        """Sync the bytes, give the file its final name, sync the folder. Raises MegatfmError when the disk refuses."""
         with self._whole_or_nothing():
             os.fsync(self._file.fileno())
             self._file.close()

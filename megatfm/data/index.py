@@ -43,6 +43,7 @@ class ShardIndex:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory of both tables."""
         return self.frames.nbytes + self.samples.nbytes
 
     @cached_property
@@ -56,6 +57,7 @@ class ShardIndex:
         return _running_sum(self.frames["samples"])
 
     def encode(self) -> bytes:
+        """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
         counts = {
             "schema_version": 1 if self.hashes is None else 2,
             "frames": len(self.frames),

@@ -110,6 +110,7 @@ class Loader(Iterator[list[Fields]]):
 
     @property
     def worker_pids(self) -> list[int]:
+        """Process ids; empty before the first step and without workers."""
         return self._workers.pids
 
     def close(self) -> None:

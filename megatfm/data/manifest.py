@@ -109,6 +109,7 @@ class Manifest(_Strict):
         return blake3(json.dumps(facts).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
+        """Write `folder/manifest.json` whole or not at all: sorted keys, so that equal manifests are equal bytes."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
         write_whole(folder / MANIFEST, f"{text}\n".encode())
 

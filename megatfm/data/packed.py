@@ -48,14 +48,17 @@ class JoinedRows:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Fields that a copy fills in."""
         return tuple(self.fills)
 
     @property
     def n_rows(self) -> int:
+        """Rows that the block makes, of `length` each."""
         return len(self.bounds) - 1
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory; of the lists of starts and bounds an estimate."""
         typed = sum(field.values.nbytes for field in self.typed.values())
         return (
             typed
@@ -135,10 +138,12 @@ class PackedBlock:
 
     @property
     def n_rows(self) -> int:
+        """Number of rows, the same for every side."""
         return self.sides[0].n_rows
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory of all sides."""
         return sum(side.nbytes for side in self.sides)
 
     @property

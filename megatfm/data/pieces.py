@@ -41,7 +41,7 @@ class Pieces:
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def with_sequences(self) -> "Pieces":
-        """Those that make a sequence."""
+        """The pieces that make a sequence: a side of them has tokens."""
         return self.take(np.flatnonzero(self.lengths.any(axis=1)))
 
     def take(self, chosen: NDArray[np.integer]) -> "Pieces":

@@ -32,6 +32,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def encode(self, key: str) -> bytes:
+        """Content of a plan file: a JSON line with the key and a hash, then the rows of each block as uint32."""
         content = self.rows.astype("<u4").tobytes()
         facts = {"key": key, "notes": self.notes, "blake3": blake3(content).hexdigest()}
         return json.dumps(facts).encode() + b"\n" + content

@@ -32,6 +32,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids; empty before the first request and after `close`."""
         return [process.pid for process in self._processes]
 
     def rows(self, positions: Sequence[int | None]) -> Fields:
@@ -56,6 +57,7 @@ class Workers:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def close(self) -> None:
+        """End the processes, and kill those that still work after 10 seconds; a later request starts new ones."""
         for pipe in self._pipes:
             pipe.close()  # which a worker takes as the end
         for process in self._processes:

@@ -42,6 +42,7 @@ class Description:
 
     @property
     def non_embedding(self) -> int:
+        """Parameters other than the embedding tables', as scaling laws count them."""
         return self.parameters - self.embedding
 
     @property
@@ -56,10 +57,12 @@ class Description:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a global batch whose rows are all full."""
         return self.config.train.global_batch * self.row_tokens
 
     @property
     def tokens(self) -> int:
+        """Tokens of the whole run, its rows all full."""
         return self.tokens_per_step * self.config.train.steps
 
 

@@ -51,10 +51,12 @@ class Sums:
 
     @cached_property
     def sums(self) -> dict[str, float]:
+        """Term → its sum over the global batch, not weighted; the first look waits for the device."""
         return dict(zip(self.weights, self._values(), strict=False))
 
     @cached_property
     def counts(self) -> dict[str, int]:
+        """Term → how many items its sum is over, such as tokens; the first look waits for the device."""
         return dict(zip(self.weights, map(int, self._values()[len(self.weights) :]), strict=True))
 
     @property
@@ -148,6 +150,7 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
+        """Bytes of all of them at once."""
         return self.gradients + self.moments + self.gathered + self.inputs
 
 

@@ -27,6 +27,7 @@ class LossScale:
             self.value, self._steps = min(self.value * 2, LARGEST), 0
 
     def state(self) -> dict[str, Tensor]:
+        """The scale and the finite steps since it last changed, as scalars, so that a resume scales alike."""
         return {
             SCALE: torch.tensor(self.value, dtype=torch.float64),
             STEPS: torch.tensor(self._steps, dtype=torch.int64),

@@ -37,6 +37,7 @@ class TorchOptimizer:
         }
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors."""
         if self.optimizer is None:
             return
         for options in self.optimizer.param_groups:
@@ -52,6 +53,7 @@ class TorchOptimizer:
                     state[key] = aligned(value)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
+        """Tensor's name → its state, counters included; not copies, and empty before the first step."""
         return {name: self._state_of(name) for name in self.tensors}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
@@ -63,6 +65,7 @@ class TorchOptimizer:
         return state
 
     def load(self, state: State) -> None:
+        """Put in place what `state` gave, for exactly these tensors; KeyError for one that is missing."""
         for name, tensor in self.tensors.items():
             assert self.optimizer is not None
             values = {key: aligned(value) for key, value in state[name].items()}
@@ -83,6 +86,7 @@ class ElementwiseOptimizer:
         return self._torch.tensors
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Move the blocks in place by gradients [block] of the same names."""
         self._torch.step(gradients, lr)
 
     def refresh(self) -> None:
@@ -114,6 +118,7 @@ class ElementwiseOptimizer:
         return state
 
     def load(self, state: State) -> None:
+        """Take over what `state` gave; the blocks become the trained weights again where averaged ones were saved."""
         values = {name: dict(state[name]) for name in self.blocks()}
         for name, block in self.blocks().items():
             if TRAINED in values[name]:
@@ -137,9 +142,11 @@ class WholeTensorOptimizer:
         self._torch = TorchOptimizer(group, self._whole.full)
 
     def blocks(self) -> Mapping[str, Tensor]:
+        """Whole tensors by name, of those alone that this rank owns."""
         return self._whole.full
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Gather the gradients to the owners, move the tensors, and scatter them to their blocks. A collective."""
         self._torch.step(self._whole.gather(gradients), lr)
         self._whole.scatter()
 
@@ -148,11 +155,14 @@ class WholeTensorOptimizer:
         self._whole.refresh()
 
     def averaged(self) -> dict[str, Tensor]:
+        """Nothing: the trained weights are those to evaluate and save."""
         return {}
 
     def state(self) -> State:
+        """The state of the tensors that this rank owns, each of the optimizer's own shape."""
         return self._torch.state()
 
     def load(self, state: State) -> None:
+        """Take over what `state` gave, beside weights copied anew from their blocks. A collective."""
         self.refresh()
         self._torch.load(state)

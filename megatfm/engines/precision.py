@@ -14,6 +14,7 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
+        """Whether the model computes in another dtype than that of the stored weights."""
         return self.stored != self.computed
 
 

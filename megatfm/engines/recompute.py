@@ -101,6 +101,7 @@ class Budget:
         self.held = 0
 
     def run(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives; kept or recomputed in training, and just computed where nothing needs a gradient."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         key = _shapes(args), _shapes(kwargs.values())

@@ -48,7 +48,7 @@ class Ties:
 
     @property
     def groups(self) -> Iterable[ProcessGroup]:
-        """Those that this rank sums in."""
+        """Process groups that this rank sums in."""
         return self._groups.values()
 
     def counts_here(self, name: str) -> bool:

@@ -23,6 +23,7 @@ class Dropout(nn.Module):
 
     @property
     def active(self) -> bool:
+        """Whether anything is dropped now: never in evaluation."""
         return self.training and self.rate > 0
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:

@@ -27,7 +27,7 @@ MASKED_SHARE = 0.15
 
 
 def of_predicted(tokens: Tokens) -> Tokens:
-    """Those that go through a head for masked tokens."""
+    """Tokens that go through a head for masked ones; a usual share where the objective says none."""
     return tokens.of(tokens.n * (MASKED_SHARE if tokens.predicted is None else tokens.predicted))
 
 

@@ -84,7 +84,7 @@ class Permutation(Objective):
         return {"permutation": (batch["targets"] != IGNORE).sum()}
 
     def n_tokens(self, batch: Batch) -> Tensor:
-        """Those of the content, and the queries of what is predicted."""
+        """Tokens of the content, and the queries of what is predicted."""
         return super().n_tokens(batch) + (batch["targets"] != IGNORE).sum()
 
     def _chosen(self, n: int, random: Floats, u: float) -> Ints:

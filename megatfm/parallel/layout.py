@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Those whose ranks hold different blocks, before the data axes cut them."""
+        """Axes whose ranks hold different blocks, before the data axes cut them."""
         return frozenset(cut.axis for cut in self.cuts)
 
     def is_cut_like(self, other: "Placement") -> bool:

@@ -36,6 +36,7 @@ class DataAxes:
 
     @property
     def all(self) -> tuple[str, ...]:
+        """All axes over which gradients are summed, the one that ZeRO cuts over in front."""
         return (self.shard, *self.copies)
 
 
@@ -52,13 +53,16 @@ class Mesh:
     device_mesh: DeviceMesh
 
     def size(self, axis: str) -> int:
+        """Ranks along an axis; 1 for one that divides nothing."""
         names = self.device_mesh.mesh_dim_names or ()
         return self.device_mesh.size(names.index(axis))
 
     def rank(self, axis: str) -> int:
+        """This process's coordinate along an axis, from 0."""
         return self.device_mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
+        """The ranks that differ from this one along that axis alone, itself included."""
         return self.device_mesh.get_group(axis)
 
     @property
@@ -68,6 +72,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
+        """Which of the `data_ranks` shares of a global batch is read here, from 0; replicas are the slower axis."""
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
@@ -119,6 +124,7 @@ class Mesh:
         return items
 
     def describe(self) -> str:
+        """The sizes of the axes in words, the pipeline's only where there is one."""
         return describe_sizes({axis: self.size(axis) for axis in AXES})
 
 

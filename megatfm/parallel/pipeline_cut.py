@@ -106,9 +106,11 @@ class Pipeline:
 
     @property
     def rank_of(self) -> list[int]:
+        """Pipeline rank of each stage; one rank holds several in an interleaved schedule."""
         return [stage.rank for stage in self.stages]
 
     def mine(self, rank: int) -> list[Stage]:
+        """The stages that a pipeline rank holds, in the order in which a micro-batch meets them."""
         return [stage for stage in self.stages if stage.rank == rank]
 
     def table(self) -> str:

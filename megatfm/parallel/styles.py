@@ -42,6 +42,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
+        """This process's number within the group, not in the world."""
         return dist.get_rank(self.group)
 
     def enter(self, x: Tensor) -> Tensor:

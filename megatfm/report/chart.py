@@ -30,6 +30,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Path:
+    """A line as the template draws it. colour: number of a CSS class; run: number of the run that it is of."""
+
     name: str
     colour: int
     kind: str
@@ -42,6 +44,8 @@ class Path:
 
 @dataclass(frozen=True)
 class Tick:
+    """A number written at an axis."""
+
     at: float
     """Percent of the width from the left, or of the height from the top."""
     label: str
@@ -92,6 +96,7 @@ class Chart:
 
     @property
     def legend(self) -> list[Path]:
+        """Paths to name beside the chart: raw data lie behind a smooth curve of the same name."""
         return [path for path in self.paths if path.kind != "thin"]
 
 

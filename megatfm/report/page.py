@@ -247,6 +247,7 @@ def waiting(run: Run) -> Curve:
 
 
 def scaled(curve: Curve, factor: float) -> Curve:
+    """The curve in another unit: `factor` is how many of that make one of its own."""
     return Curve(curve.steps, [value * factor for value in curve.values])
 
 

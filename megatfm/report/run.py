@@ -22,6 +22,7 @@ class Curve:
 
     @property
     def finite(self) -> list[float]:
+        """Values without NaN and infinities, so it may be shorter than the steps."""
         return [value for value in self.values if math.isfinite(value)]
 
 

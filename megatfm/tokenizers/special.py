@@ -87,7 +87,7 @@ def find(tokens: Mapping[str, int], named: Mapping[str, str], where: str) -> Spe
 
 
 def candidates(pieces: Iterator[str] | list[str]) -> list[str]:
-    """Those of a file's pieces that have the name of a role, a mode or a sentinel."""
+    """Pieces of a file that have the name of a role, a mode or a sentinel."""
     usual = {name for group in (*ROLES.values(), *MODES.values()) for name in group}
     return [p for p in pieces if p in usual or _SENTINEL.fullmatch(p.removeprefix(_SPACE_MARK))]
 

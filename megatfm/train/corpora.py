@@ -49,6 +49,7 @@ class Corpora:
 
     @property
     def tokenizer_hash(self) -> str:
+        """What a checkpoint says of the tokenizer; "none" for a corpus that goes without."""
         return self.tokenizer.hash if self.tokenizer else NO_TOKENIZER
 
     @property

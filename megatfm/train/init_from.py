@@ -29,6 +29,7 @@ class Takeover:
 
     @property
     def is_partial(self) -> bool:
+        """Whether some parameters are not in the checkpoint and stay as they were drawn."""
         return bool(self.drawn)
 
     def __str__(self) -> str:

@@ -60,6 +60,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
+        """Steps done when it was saved, at least 0: training goes on with the next."""
         return int(self.state["step"])
 
 

@@ -57,7 +57,7 @@ class RankParameters:
 
     @cached_property
     def trained(self) -> list[str]:
-        """Those of them that have gradients."""
+        """Names of the parameters held here that have gradients."""
         return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
 
     def tp_shape(self, name: str, tp: int) -> Shape:
@@ -71,6 +71,7 @@ class RankParameters:
         return tuple(shape)
 
     def is_cut(self, name: str) -> bool:
+        """Whether tensor parallelism lays blocks of the parameter on different ranks, rather than copies."""
         dim, dims = self._style(name).dim, self.model.get_parameter(name).dim()
         return self.parallel.tp > 1 and dim is not None and -dims <= dim < dims
 

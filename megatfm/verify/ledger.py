@@ -21,9 +21,11 @@ class Ledger:
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def all_gather(self, axis: str, shard_bytes: int, times: int = 1) -> None:
+        """Add gathers by a ring; shard_bytes: what each rank holds before."""
         self._add(axis, "all_gather", shard_bytes * (self.sizes[axis] - 1), times)
 
     def reduce_scatter(self, axis: str, whole_bytes: int, times: int = 1) -> None:
+        """Add such sums by a ring; whole_bytes: of the tensor before it is cut."""
         self._add(axis, "reduce_scatter", whole_bytes * (self.sizes[axis] - 1) // self.sizes[axis], times)
 
     def all_reduce(self, axis: str, whole_bytes: int, times: int = 1, among: int | None = None) -> None:
@@ -36,6 +38,7 @@ class Ledger:
         self._add(axis, "all_to_all", others_bytes, 1)
 
     def send(self, axis: str, sent_bytes: int) -> None:
+        """Add one message of this rank to a neighbour on the axis."""
         self._add(axis, "send", sent_bytes, 1)
 
     def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
@@ -44,4 +47,5 @@ class Ledger:
             self.sent[axis, collective] += sent * times
 
     def flows(self) -> Flows:
+        """The calls and bytes added so far; what sent nothing has no entry."""
         return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}

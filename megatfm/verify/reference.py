@@ -30,6 +30,7 @@ class ReferenceStep:
 
     @property
     def grad_norm(self) -> float:
+        """L2 norm over all gradients together, before clipping."""
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 

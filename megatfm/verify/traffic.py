@@ -34,6 +34,7 @@ class Traffic(TorchDispatchMode):
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def flows(self) -> list[Flow]:
+        """The collectives counted so far, sorted by axis and kind."""
         return [Flow(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
 
     def __torch_dispatch__(

@@ -36,6 +36,7 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
+        """Whether the error is above `BOUND`, or NaN."""
         return not self.error <= BOUND
 
 
@@ -58,6 +59,7 @@ class Comparison:
 
     @property
     def wrong(self) -> list[Difference]:
+        """Numbers that differ by more than rounding: of loss, gradient norm and gradients; no flows."""
         return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
 
 

@@ -68,6 +68,7 @@ class Bucket:
 
     @property
     def width(self) -> int:
+        """Elements that each rank has in the buffer, those that pad it included."""
         return sum(size for _, _, size in self._columns)
 
     @cached_property

@@ -214,7 +214,7 @@ class NativeEngine:
         )
 
     def process_groups(self) -> Mapping[str, str]:
-        """Those of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
+        """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
         ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
         return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes)
 

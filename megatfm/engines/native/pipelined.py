@@ -47,6 +47,7 @@ class PendingReceive:
     works: list[dist.Work]
 
     def wait(self) -> Carry:
+        """The tensors, once all of them are there. Raises what torch.distributed raises when the sender is gone."""
         for work in self.works:
             work.wait()
         return self.carry

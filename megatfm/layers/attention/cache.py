@@ -66,6 +66,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
+        """Tokens of each row so far, the same in every layer."""
         return self.layers[0].length
 
     def select(self, rows: Tensor) -> None:

@@ -62,7 +62,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:
-        """Those that weigh something."""
+        """The router's loss terms whose weight is not 0."""
         router = expect(config.ffn, MoEConfig, "model.ffn").router
         every = {
             "balance": Term(router.balance, "tokens"),

@@ -32,6 +32,7 @@ class LossGuard:
         self.losses = deque(maxlen=self.config.spike_window)
 
     def state(self) -> dict[str, Any]:
+        """What the guard remembers, as JSON: recent losses, steps skipped in a row and in all, whether losses leap."""
         return {
             "losses": list(self.losses),
             "in_a_row": self.in_a_row,

@@ -24,6 +24,7 @@ class Screen(logging.StreamHandler[TextIO]):
     """Lines for whoever reads along. When they have gone (`megatfm train … | head`), the run goes on without them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
+        """Stop writing to a screen that nobody reads; other errors are reported as `logging` does."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
             return

@@ -88,6 +88,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
+        """Where checkpoints are; there is no such folder before the first save."""
         return self.folder / "checkpoints"
 
     @property
@@ -97,6 +98,7 @@ class RunDirectory:
 
     @property
     def is_main(self) -> bool:
+        """Whether this process writes the files that all ranks share."""
         return self.rank == 0
 
     def __enter__(self) -> Self:

@@ -40,9 +40,11 @@ class Diagnosis:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
+        """The diagnosis that `plain` gave, from another process. Raises TypeError for other keys."""
         return cls(**values)
 
     def plain(self) -> dict[str, Any]:
+        """Fields by name, as JSON takes them."""
         return asdict(self)
 
 
@@ -86,6 +88,7 @@ class HangDetector:
         self._ranks = [_Rank(f"rank {n} on {host}", host, self.start) for n, host in enumerate(self.hosts)]
 
     def hears(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """Note a rank's heartbeat; now: seconds by the caller's clock."""
         self._ranks[rank].heartbeat, self._ranks[rank].heard = heartbeat, now
 
     def leaves(self, rank: int) -> None:
@@ -105,6 +108,7 @@ class HangDetector:
 
     @property
     def all_gone(self) -> bool:
+        """Whether every rank has left, failed or been lost, so that none is to be waited for."""
         return all(rank.left or rank.ended is not None for rank in self._ranks)
 
     def diagnose(self, now: float) -> Diagnosis | None:

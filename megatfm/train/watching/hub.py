@@ -30,6 +30,7 @@ class JsonConnection:
         self._unread = b""
 
     def fileno(self) -> int:
+        """The socket's descriptor, by which a selector waits for the connection."""
         return self.connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -60,6 +61,7 @@ class JsonConnection:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Give the descriptor back at once, whatever is still unread."""
         self.connection.close()
 
 
@@ -88,6 +90,7 @@ class Hub(threading.Thread):
         self._selector.register(line, selectors.EVENT_READ)
 
     def run(self) -> None:
+        """Hear and tell heartbeats, and at last the diagnosis, if there is one; the thread's own work."""
         last = time.monotonic()
         detector = HangDetector(self._hosts, self._limit, max(4 * self._interval, 1.0), last)
         next_heartbeat = last

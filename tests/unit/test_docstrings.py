@@ -1,0 +1,181 @@
+"""Every public callable has a docstring that leads with no pronoun, unless one place tells it for all of its kind.
+
+Such places are a documented method of a base class, a documented Protocol, the documented class of a registry's
+entries, the documentation of torch, and `megatfm.cli.COMMANDS` for the two functions of a command.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+import pytest
+
+from megatfm.cli import COMMANDS
+from tests.unit.test_floors import ROOT, module_of
+
+ROOMS = ("megatfm", "data_prep", "launchers")
+OF_COMMANDS = {"add_arguments", "main"}
+OF_TORCH = {
+    "Module": {"forward"},
+    "Function": {"forward", "backward", "setup_context"},
+    "Optimizer": {"step"},
+}
+"""Class of torch → what it calls or asks for by name, and documents."""
+PRONOUNS = {"It", "That", "They", "Those"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public(body: Iterable[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+
+
+def documented(node: ast.ClassDef) -> set[str]:
+    return {part.name for part in public(node.body) if ast.get_docstring(part)}
+
+
+def last_name(node: ast.expr) -> str:
+    """`nn.Module` → Module; `Iterator[int]` → Iterator."""
+    return ast.unparse(node).split("[")[0].split(".")[-1]
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return "Protocol" in map(last_name, node.bases)
+
+
+def _set_on_self(method: Function) -> Iterator[str]:
+    for node in ast.walk(method):
+        match node:
+            case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+class House:
+    """Modules and their sources. Classes are found by their names alone."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.trees = {module: ast.parse(source) for module, source in sources.items()}
+
+    @cached_property
+    def classes(self) -> dict[str, list[ast.ClassDef]]:
+        found: dict[str, list[ast.ClassDef]] = {}
+        for tree in self.trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(node)
+        return found
+
+    def lineage(self, node: ast.ClassDef) -> Iterator[ast.ClassDef]:
+        """The class, and those of the house that it inherits from, near or far."""
+        yield node
+        for base in node.bases:
+            for found in self.classes.get(last_name(base), []):
+                if found.name != node.name:
+                    yield from self.lineage(found)
+
+    def members(self, node: ast.ClassDef) -> set[str]:
+        """Public methods and fields, inherited ones too, and what methods set on `self`."""
+        names = set()
+        for each in self.lineage(node):
+            for part in each.body:
+                if isinstance(part, Function):
+                    names |= {part.name, *_set_on_self(part)}
+                elif isinstance(part, ast.Assign | ast.AnnAssign):
+                    targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+                    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        return {name for name in names if not name.startswith("_")}
+
+    @cached_property
+    def protocols(self) -> list[set[str]]:
+        """The members of each Protocol that has a docstring, and more than a call to itself."""
+        every = [node for same_name in self.classes.values() for node in same_name]
+        told = [self.members(node) for node in every if is_protocol(node) and ast.get_docstring(node)]
+        return [members for members in told if members]
+
+    def told_of_methods(self, node: ast.ClassDef) -> set[str]:
+        """Methods that a base class, torch or a Protocol that the class fulfils tells about."""
+        lineage, members = list(self.lineage(node)), self.members(node)
+        torchs = [OF_TORCH.get(last_name(base), set()) for each in lineage for base in each.bases]
+        fulfilled = [protocol for protocol in self.protocols if protocol <= members]
+        return set[str]().union(*map(documented, lineage[1:]), *torchs, *fulfilled)
+
+    def told_of_functions(self, module: str) -> set[str]:
+        """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, and those of a command."""
+        found = set(OF_COMMANDS) if module in {place for place, _ in COMMANDS.values()} else set()
+        for node in ast.walk(self.trees[module]):
+            match node:
+                case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) if any(
+                    ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])
+                ):
+                    values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
+                    found |= {value.id for value in values if isinstance(value, ast.Name)}
+        return found
+
+    def faults(self) -> Iterator[str]:
+        """What has no docstring and is told nowhere else, and what has one that leads with a pronoun."""
+        for module, tree in self.trees.items():
+            yield from self._faults(module, "", tree.body, self.told_of_functions(module))
+            for node in public(tree.body):
+                if isinstance(node, ast.ClassDef):
+                    yield from self._faults(module, f"{node.name}.", node.body, self.told_of_methods(node))
+
+    @staticmethod
+    def _faults(module: str, prefix: str, body: list[ast.stmt], told: set[str]) -> Iterator[str]:
+        for node in public(body):
+            text = ast.get_docstring(node)
+            if not text and node.name not in told:
+                yield f"{module}:{node.lineno} {prefix}{node.name} has no docstring"
+            if text and text.split()[0] in PRONOUNS:
+                yield f"{module}:{node.lineno} {prefix}{node.name} leads with {text.split()[0]!r}: name the thing"
+
+
+def test_every_public_callable_says_what_its_name_does_not() -> None:
+    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 100
+    found = list(House({module_of(path): path.read_text(encoding="utf-8") for path in files}).faults())
+    assert not found, "\n".join(found)
+
+
+BASE = 'class Base:\n    """A base."""\n    def run(self):\n        """Tell."""\n'
+PROTOCOL = 'class Wanted(Protocol):\n    """What run and stop do."""\n    size: int\n    def run(self): ...\n'
+ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
+
+
+@pytest.mark.parametrize(
+    ("source", "faulty"),
+    [
+        ("def run(): ...", ["run"]),
+        ("async def run(): ...", ["run"]),
+        ("class Kind: ...", ["Kind"]),
+        ("def _run(): ...", []),
+        ("class _Kind:\n    def run(self): ...", []),
+        ("def run():\n    def inner(): ...", ["run"]),
+        ('def run():\n    """Those that are meant."""', ["run"]),
+        ('def run():\n    """Seconds."""', []),
+        ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
+        (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),
+        (BASE + 'class Kind(Base):\n    """A kind."""\n    def stop(self): ...', ["Kind.stop"]),
+        (BASE + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
+        (PROTOCOL + 'class Kind:\n    """A kind."""\n    size: int = 1\n    def run(self): ...', []),
+        (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self):\n        self.size = 1', []),
+        (PROTOCOL + 'class Kind:\n    """A kind."""\n    def run(self): ...', ["Kind.run"]),
+        ('class Kind(nn.Module):\n    """A kind."""\n    def forward(self): ...', []),
+        ('class Kind:\n    """A kind."""\n    def forward(self): ...', ["Kind.forward"]),
+        (ENTRY, ["read"]),
+        (ENTRY + 'KINDS.register("one")(Entry(read))', []),
+        (ENTRY + 'KINDS.register("one")(Entry(read=read))', []),
+        (ENTRY + "Entry(read)", ["read"]),
+    ],
+)
+def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
+    assert [fault.split()[1] for fault in House({"megatfm.attic": source}).faults()] == faulty
+
+
+def test_a_commands_two_functions_are_told_by_the_command_line() -> None:
+    source = "def main(args): ...\ndef script(): ..."
+    faults = {
+        module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")
+    }
+    assert [len(found) for found in faults.values()] == [1, 2]
