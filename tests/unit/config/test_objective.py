@@ -61,7 +61,7 @@ def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:
             ),
             "objective: regular, extreme and sequential are all 0: give at least one a weight",
         ),
-        (("objective=3",), "objective = 3: input should be a valid dictionary"),
+        (("objective=3",), "objective = 3: this is a section; for example objective = {"),
         (
             ("objective.name=7",),
             "objective.name = 7: input should be a valid string",
