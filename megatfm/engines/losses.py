@@ -60,8 +60,7 @@ class LossSums:
         Of batches as the loader gives them, nothing is read from the device."""
         totals = torch.zeros(len(self._places), dtype=torch.float64)
         for batch in batches:
-            here = {field: torch.as_tensor(values) for field, values in batch.items()}
-            for term, count in self._objective.counts(here).items():
+            for term, count in self._objective.counts(to_device(batch, torch.device("cpu"))).items():
                 totals[self._places[term]] += count
         counts = totals.to(self._device, non_blocking=True)
         self._mesh.sum(counts, self._mesh.data_axes)
