@@ -59,7 +59,8 @@ def made(make_objective: Any, name: str, family: str, rows: tuple[int, int] = (9
 
 
 def test_every_objective_is_here() -> None:
-    assert {name for name, _ in PINNED} == set(OBJECTIVES.names())
+    shipped = {name for name in OBJECTIVES.names() if OBJECTIVES.get(name).__module__.startswith("megatfm.")}
+    assert {name for name, _ in PINNED} == shipped
 
 
 @ALL
