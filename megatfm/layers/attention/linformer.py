@@ -1,5 +1,7 @@
 """Linformer's attention (Wang et al. 2020): keys and values of a document are projected to a fixed number of them."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
 
-# B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank, U documents of a row
+# B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
 
 
 @ATTENTIONS.register("linformer")
@@ -54,17 +56,36 @@ class LinformerAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """[B, T, D]."""
+        if x_BTD.shape[1] > self.of_keys.length:
+            raise UsageError(
+                f"rows of {x_BTD.shape[1]} tokens, but model.attention.length = {self.of_keys.length}: make the rows "
+                "shorter, or length longer"
+            )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        places_BT = sequence.document_places()[0].expand(len(x_BTD), -1)
-        number_BT = (places_BT == 0).cumsum(1) - 1  # of the document in its row
-        of_values = self.of_keys if self.of_values is None else self.of_values
-        k_BNUH, v_BNUH = self.of_keys(k_BNTH, places_BT, number_BT), of_values(v_BNTH, places_BT, number_BT)
-        scores_BNTU = (q_BNTH * self.scale) @ k_BNUH.transpose(-1, -2)
-        of_key_U = torch.arange(k_BNUH.shape[2], device=x_BTD.device) // self.of_keys.rank
-        mask_B1TU = (number_BT[..., None] == of_key_U)[:, None]
-        rng_keys = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
-        heads_BNTH = probabilities(scores_BNTU, mask_B1TU, self.dropout.rate, rng_keys) @ v_BNUH
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        if sequence.document_numbers() is None:
+            heads_BNTH = self._document(q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
+        else:
+            # One document after the other: work and memory grow with their tokens, however many a row has.
+            places_BT = sequence.document_places()[0].expand(len(x_BTD), -1)
+            rows = []
+            for row, places_T in enumerate(places_BT):
+                parts = []
+                for start, end in pairwise([*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]):
+                    at = slice(row, row + 1), slice(None), slice(start, end)
+                    rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
+                    parts.append(self._document(q_BNTH[at], k_BNTH[at], v_BNTH[at], rng_keys))
+                rows.append(torch.cat(parts, 2))
+            heads_BNTH = torch.cat(rows)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
+
+    def _document(
+        self, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
+    ) -> Tensor:
+        """[B, N, T, H] of documents that begin at the first token; no other is in them."""
+        of_values = self.of_keys if self.of_values is None else self.of_values
+        scores_BNTR = (q_BNTH * self.scale) @ self.of_keys(k_BNTH).transpose(-1, -2)
+        return probabilities(scores_BNTR, None, self.dropout.rate, rng_keys_BNT) @ of_values(v_BNTH)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -85,25 +106,11 @@ class Sketch(nn.Module):
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
         return (self.length, self.rank)
 
-    def forward(self, x_BNTH: Tensor, places_BT: Tensor, number_BT: Tensor) -> Tensor:
-        """[B, N, U·R, H] of keys or values, R of each document of a row."""
-        if x_BNTH.shape[2] > self.length:
-            raise UsageError(
-                f"rows of {x_BNTH.shape[2]} tokens, but model.attention.length = {self.length}: make the rows "
-                "shorter, or length longer"
-            )
+    def forward(self, x_BNTH: Tensor) -> Tensor:
+        """Keys or values of a document's tokens, the first one first → [B, N, R, H]."""
         weight_PRN = self.weight if self.weight.dim() == 3 else self.weight[..., None]
-        documents = int(number_BT.max()) + 1
-        if documents == 1:  # whose places are those in the row
-            return torch.einsum(
-                "trn,bnth->bnrh", weight_PRN[: x_BNTH.shape[2]].expand(-1, -1, x_BNTH.shape[1]), x_BNTH
-            )
-        weight_BTRN = weight_PRN[places_BT].expand(-1, -1, -1, x_BNTH.shape[1])
-        made = [
-            torch.einsum("btrn,bnth->bnrh", weight_BTRN, x_BNTH * (number_BT == document)[:, None, :, None])
-            for document in range(documents)
-        ]
-        return torch.cat(made, 2)
+        weight_TRN = weight_PRN[: x_BNTH.shape[2]].expand(-1, -1, x_BNTH.shape[1])
+        return torch.einsum("trn,bnth->bnrh", weight_TRN, x_BNTH)
 
 
 class HeadSketch(Sketch):

@@ -20,9 +20,7 @@ def over_batch(routing: Routing, real_BT: Tensor, shares_E: Tensor) -> Tensor:
 
 def counts_of_rows(routing: Routing, real_BT: Tensor) -> Tensor:
     """[B, 1 + E]: tokens of each row, and how often each expert was chosen for them."""
-    n_experts = routing.logits.shape[-1]
     chosen_BTE = torch.zeros_like(routing.probabilities).scatter(-1, routing.choices, 1.0).detach()
-    assert chosen_BTE.shape[-1] == n_experts
     kept_BT1 = real_BT[..., None].to(chosen_BTE.dtype)
     return torch.cat([kept_BT1.sum(1), (chosen_BTE * kept_BT1).sum(1)], dim=-1)
 
