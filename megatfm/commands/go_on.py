@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, load_config
 from megatfm.convert.convert import convert
@@ -14,7 +16,7 @@ from megatfm.errors import UsageError
 from megatfm.train.record.run_directory import run_folder
 
 HERE = "from"
-"""Where in the run directory a Hugging Face folder is kept in our format."""
+"""Where in the run directory a Hugging Face folder is kept in our format, with a mark of its path."""
 RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 OWN = (
     "run_dir", "data.validation", "data.mixture", "data.mixture_changes", "data.warmup", "train.init_only",
@@ -64,7 +66,8 @@ def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) ->
         run = run_folder(load_config(given, overrides[1:]))
     else:
         run = Path(values["run_dir"]) if values.get("run_dir") else Path.cwd() / "runs" / values["name"]
-    target = run / HERE
+    # Of another folder than before, under the same name, nothing that is here may be taken.
+    target = run / f"{HERE}-{blake3(os.fsencode(source.absolute())).hexdigest(4)}"
     if (target / "config.toml").is_file():
         return target, []
     if any(os.environ.get(key, "1") not in ("", "1") for key in RANKS):

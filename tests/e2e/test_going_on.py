@@ -101,7 +101,13 @@ def test_the_command_takes_a_model_with_and_without_a_config(
             cli.main(["train", *words])
         assert left.value.code == 0
     assert [config.name for config in taken] == ["from-foreign", "small"]
-    assert {config.train.init_from for config in taken} == {str(tmp_path / "run" / "from")}
+    (kept,) = {config.train.init_from for config in taken}
+    assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [kept]
+    other = tmp_path / "other"
+    shutil.copytree(foreign, other)
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--from", str(other), run, text])
+    assert taken[-1].train.init_from != kept, "a folder of an earlier --from was taken for another's"
     with pytest.raises(SystemExit) as left:
         cli.main(["train"])
     assert left.value.code == 2
