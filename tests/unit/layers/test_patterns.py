@@ -256,7 +256,8 @@ def test_cached_tokens_are_seen_as_before(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_pairs_are_counted(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatfm.layers.attention.patterns.pattern.COUNTED", 40)
+    for name, value in {"BLOCK": 2, "COUNTED": 3}.items():
+        monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
     wanted = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
     assert pattern.pairs(T, N) == wanted
 

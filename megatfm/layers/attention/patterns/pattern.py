@@ -16,8 +16,10 @@ from megatfm.ops.attention import Plain
 
 Made = TypeVar("Made")
 
-COUNTED = 2**22
-"""So many pairs are looked at together when they are counted."""
+BLOCK = 64
+"""Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
+COUNTED = 512
+"""In so many blocks that are seen in part, pairs are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,28 @@ class Pattern:
     def pairs(self, length: int, n_heads: int = 1) -> float:
         """Pairs of query and key that are seen in a document of `length` tokens, on average over the heads."""
         n_heads = n_heads if self.differs_by_head else 1
-        places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
-        seen = 0
-        for queries in places.split(max(1, COUNTED // (length * n_heads))):
-            found = self.sees_of(queries[:, None], places[None, :], heads, torch.tensor(length))
-            seen += int(found.expand(1, n_heads, len(queries), length).sum())
+        size, lengths = self.grain or BLOCK, torch.tensor(length)
+        starts, within, heads = (
+            torch.arange(0, length, size),
+            torch.arange(size),
+            _heads(0, n_heads, lengths.device),
+        )
+        ends = (starts + size).clamp(max=length) - 1
+        of_k, seen = Span(starts, ends, lengths, lengths), 0
+        for first, last in zip(starts.split(BLOCK), ends.split(BLOCK), strict=True):
+            of_q, shape = (
+                Span(first[:, None], last[:, None], lengths, lengths),
+                (1, n_heads, len(first), len(starts)),
+            )
+            some = self.blocks(of_q, of_k, heads).expand(shape)
+            whole = some & self.whole(of_q, of_k, heads).expand(shape)
+            seen += int((whole * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
+            partly = (some & ~whole).nonzero()[:, 1:, None, None]
+            for part in partly.split(COUNTED) if len(partly) else ():
+                head, q, k = part.unbind(1)
+                at_q, at_k = first[q] + within[:, None], starts[k] + within
+                found = self.sees_of(at_q, at_k, head, lengths)
+                seen += int((found & (at_q < length) & (at_k < length)).sum())
         return seen / n_heads
 
     def cost(self, tokens: Tokens, channels: float, n_heads: int = 1) -> Cost:
