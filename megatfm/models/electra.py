@@ -145,7 +145,7 @@ class Discriminator(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
@@ -171,7 +171,10 @@ class Discriminator(nn.Module):
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         return sequence_metadata(
-            batch["tokens"], batch.get("positions"), batch.get("documents"), rng_keys_B=batch.get("keys")
+            batch[self.encoder.reads],
+            batch.get("positions"),
+            batch.get("documents"),
+            rng_keys_B=batch.get("keys"),
         )
 
     def _judge(self, batch: ForwardPass) -> None:

@@ -47,7 +47,7 @@ class EncoderDecoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         encoder_tokens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
@@ -60,21 +60,24 @@ class EncoderDecoder(nn.Module):
         cache: KVCache | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S].
+        """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S], or on what else of `fields`
+        its embedding reads.
 
         A document of the decoder sees the encoder's document of the same number; see SequenceMetadata for positions,
         documents and keys. targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`.
         memory [B, S, D]: what `encode` gave, instead of encoder_tokens. cache: tokens before these. fields: what other
         heads read.
         """
-        if memory is None and encoder_tokens is None:
-            raise TypeError("an encoder-decoder needs encoder_tokens, or the memory that encode() gave")
         inputs = {
             "tokens": tokens, "positions": positions, "documents": documents, "targets": targets, "keys": keys,
             "encoder_tokens": encoder_tokens, "encoder_positions": encoder_positions,
             "encoder_documents": encoder_documents, "memory": memory,
         }  # fmt: skip
         batch = ForwardPass({**inputs, **fields}, cache=cache)
+        if memory is None and batch.get("encoder_" + self.encoder.reads) is None:
+            raise TypeError(
+                f"an encoder-decoder needs encoder_{self.encoder.reads}, or the memory that encode() gave"
+            )
         for step in self.steps if memory is None else self.decoder_steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
@@ -91,7 +94,7 @@ class EncoderDecoder(nn.Module):
         # The two stacks number their layers alike, so the encoder's random keys are others.
         keys = batch.get("keys")
         return sequence_metadata(
-            batch["encoder_tokens"],
+            batch["encoder_" + self.encoder.reads],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
             rng_keys_B=None if keys is None else ~keys,
@@ -100,12 +103,12 @@ class EncoderDecoder(nn.Module):
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         given = batch.get("memory")
         of_memory = sequence_metadata(
-            batch["encoder_tokens"] if given is None else given[..., 0],
+            batch["encoder_" + self.encoder.reads] if given is None else given[..., 0],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
         )
         return sequence_metadata(
-            batch["tokens"],
+            batch[self.decoder.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),

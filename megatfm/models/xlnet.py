@@ -57,7 +57,7 @@ class XLNet(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
@@ -65,8 +65,9 @@ class XLNet(nn.Module):
         order: Tensor | None = None,
         targets: Tensor | None = None,
         keys: Tensor | None = None,
+        **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T], of which none is masked.
+        """Run the model on int64 tokens [B, T], of which none is masked, or on what else of `fields` its embedding reads.
 
         positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, only their
         equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
@@ -80,7 +81,7 @@ class XLNet(nn.Module):
             "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "order": order,
             "targets": targets, "keys": keys,
         }  # fmt: skip
-        batch = ForwardPass(inputs)
+        batch = ForwardPass({**inputs, **fields})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output("query" if "query" in batch.carry else "content")
@@ -90,7 +91,7 @@ class XLNet(nn.Module):
         if targets is None:
             batch.logits = self.head(batch.carry.get("query", batch.carry["content"]))
         else:
-            places_BQ = places(batch["tokens"], targets)
+            places_BQ = places(targets)
             batch.losses["permutation"] = self.head(batch.carry["query"], targets.gather(1, places_BQ))
 
 
@@ -160,19 +161,39 @@ class TwoStreamStack(nn.Module):
         finish = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
         yield ModelStep("encoder.norm", self._finish, uses=finish, reads=("query",), writes=query)
 
+    def _streams(self, batch: ForwardPass) -> tuple[Stream, Stream | None]:
+        return batch.once("streams", lambda: self._make_streams(batch))
+
+    def _make_streams(self, batch: ForwardPass) -> tuple[Stream, Stream | None]:
+        """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
+        Without order and targets all see all, and nothing is predicted."""
+        order, targets, segments = batch.get("order"), batch.get("targets"), batch.get("segments")
+        sequence = sequence_metadata(
+            batch[self.embedding.reads],
+            batch.get("positions"),
+            batch.get("documents"),
+            rng_keys_B=batch.get("keys"),
+        )
+        zeros = torch.zeros_like(sequence.positions)
+        everywhere, segments = sequence.indices.expand_as(zeros), zeros if segments is None else segments
+        if order is not None or targets is not None:
+            places_BQ = everywhere if targets is None else places(targets)
+            return _two_streams(sequence, segments, zeros if order is None else order, places_BQ, targets)
+        return _stream(sequence, everywhere, segments, segments, sequence.mask(Full())), None
+
     def _is_last(self, depth: int) -> bool:
         return depth == len(self.order) - 1
 
     def _into_embedding(self, batch: ForwardPass) -> Sequence[Any]:
-        return batch["tokens"], streams(batch)[0].sequence
+        return batch[self.embedding.reads], self._streams(batch)[0].sequence
 
     def _start(self, batch: ForwardPass) -> None:
-        query = streams(batch)[1]
+        query = self._streams(batch)[1]
         if query is not None:
             batch.carry["query"] = self.query_dropout(self.query(query.sequence.positions), query.sequence)
 
     def _into_block(self, depth: int, batch: ForwardPass) -> Sequence[Any]:
-        content, query = streams(batch)
+        content, query = self._streams(batch)
         skip_rate = self.skip_rates[depth]
         return (
             batch.carry["content"],
@@ -183,7 +204,7 @@ class TwoStreamStack(nn.Module):
         )
 
     def _finish(self, batch: ForwardPass) -> None:
-        content, query = streams(batch)
+        content, query = self._streams(batch)
         part, sequence = ("content", content.sequence) if query is None else ("query", query.sequence)
         hidden = batch.carry[part] if self.norm is None else self.norm(batch.carry[part])
         batch.carry[part] = self.dropout(hidden, sequence)
@@ -237,26 +258,6 @@ class TwoStreamBlock(nn.Module):
         return extras.beside(made)
 
 
-def streams(batch: ForwardPass) -> tuple[Stream, Stream | None]:
-    """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
-    Without order and targets all see all, and nothing is predicted."""
-
-    def make() -> tuple[Stream, Stream | None]:
-        tokens, order, targets = batch["tokens"], batch.get("order"), batch.get("targets")
-        sequence = sequence_metadata(
-            tokens, batch.get("positions"), batch.get("documents"), rng_keys_B=batch.get("keys")
-        )
-        given = batch.get("segments")
-        segments = torch.zeros_like(tokens) if given is None else given
-        if order is not None or targets is not None:
-            order = torch.zeros_like(tokens) if order is None else order
-            return _two_streams(sequence, segments, order, places(tokens, targets), targets)
-        everywhere = sequence.indices.expand_as(tokens)
-        return _stream(sequence, everywhere, segments, segments, sequence.mask(Full())), None
-
-    return batch.once("streams", make)
-
-
 def _two_streams(
     sequence: SequenceMetadata,
     segments_BT: Tensor,
@@ -297,16 +298,14 @@ def _stream(
     return Stream(sequence, mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
-def places(tokens_BT: Tensor, targets_BT: Tensor | None) -> Tensor:
+def places(targets_BT: Tensor) -> Tensor:
     """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
-    if targets_BT is None:
-        return torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
     first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
-    return first_others_BT[:, : _n_queries({"tokens": tokens_BT, "targets": targets_BT})]
+    return first_others_BT[:, : _n_queries({"targets": targets_BT})]
 
 
 def _n_queries(inputs: Mapping[str, Tensor]) -> int:
     """Q: the most targets of a row, rounded up to whole groups."""
-    targets_BT, together = inputs["targets"], gcd(inputs["tokens"].shape[1], TOGETHER)
-    most = max(int((targets_BT != IGNORE).sum(1).max()), 1)
+    targets_BT = inputs["targets"]
+    together, most = gcd(targets_BT.shape[1], TOGETHER), max(int((targets_BT != IGNORE).sum(1).max()), 1)
     return -(-most // together) * together
