@@ -6,7 +6,8 @@ import re
 import secrets
 from pathlib import Path
 
-from megatfm.checkpoint import disk, metadata, ranks, reader, shard
+from megatfm import ranks
+from megatfm.checkpoint import disk, metadata, reader, shard
 from megatfm.checkpoint.metadata import FileEntry
 from megatfm.errors import MegatfmError, UsageError
 
@@ -67,7 +68,7 @@ def latest_together(folder: Path) -> Path | None:
     for path in reversed(found):
         raw, reason = ranks.by_rank_0(what, functools.partial(look, path))
         if reason is None:
-            reason = next(filter(None, ranks.everyones(_damage_of_share(path, raw))), None)
+            reason = next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
         if reason is None:
             return path
         if ranks.rank() == 0:

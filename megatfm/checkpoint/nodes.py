@@ -18,16 +18,17 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatfm.checkpoint import disk, metadata, ranks
+from megatfm import ranks
+from megatfm.checkpoint import disk, metadata
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import clean, committed, damage_of_file, remove, step_of, try_to_remove
 from megatfm.checkpoint.metadata import Metadata
-from megatfm.checkpoint.ranks import Group
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.share import Share
 from megatfm.checkpoint.transfer import send_all
 from megatfm.checkpoint.writer import describe, write_share
 from megatfm.errors import MegatfmError
+from megatfm.ranks import Group
 
 log = logging.getLogger("megatfm")
 
@@ -47,7 +48,7 @@ class Nodes:
     @classmethod
     def meet(cls, folder: Path, group: Group) -> "Nodes":
         """Find out. A collective. Ranks with the same host and the same folder are of one node."""
-        names: list[tuple[str, str]] = ranks.everyones((socket.gethostname(), str(folder)), group)
+        names: list[tuple[str, str]] = ranks.gather((socket.gethostname(), str(folder)), group)
         order = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(folder, ranks.rank(group), tuple(order[name] for name in names), group)
 
@@ -155,7 +156,7 @@ def newest_on_nodes(nodes: Nodes) -> NodeCheckpoint | None:
         "node-local checkpoints not read", lambda: _survey(nodes) if nodes.leads else {}, nodes.group
     )
     found: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, theirs in enumerate(ranks.everyones(mine, nodes.group)):
+    for rank, theirs in enumerate(ranks.gather(mine, nodes.group)):
         for key, files in theirs.items():
             for file in files:
                 found[key][file].append(nodes.node[rank])
@@ -177,7 +178,7 @@ def fetch(nodes: Nodes, held: NodeCheckpoint, boxes: Mapping[str, Box]) -> Path:
     draft = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
     content = held.content(nodes.folder)
     needed = ranks.together(what, lambda: Reader(final, content, boxes).files, nodes.group)
-    lacking = _lacking(nodes, held, ranks.everyones(needed, nodes.group))
+    lacking = _lacking(nodes, held, ranks.gather(needed, nodes.group))
     sends = [
         (file, nodes.leader(held.holders[file][node % len(held.holders[file])]), nodes.leader(node))
         for node, files in sorted(lacking.items())

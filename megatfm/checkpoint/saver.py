@@ -20,7 +20,8 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatfm.checkpoint import metadata, ranks
+from megatfm import ranks
+from megatfm.checkpoint import metadata
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import retain
 from megatfm.checkpoint.nodes import Nodes, write_to_nodes

@@ -8,10 +8,10 @@ from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from megatfm.checkpoint import ranks
+from megatfm import ranks
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.planner import SavePlanner
-from megatfm.checkpoint.ranks import Group
+from megatfm.ranks import Group
 
 
 @dataclass(frozen=True)

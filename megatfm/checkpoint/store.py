@@ -7,7 +7,8 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megatfm.checkpoint import disk, metadata, ranks
+from megatfm import ranks
+from megatfm.checkpoint import disk, metadata
 from megatfm.checkpoint.box import Box
 from megatfm.checkpoint.folder import retain
 from megatfm.checkpoint.metadata import DTYPE_NAMES, Metadata

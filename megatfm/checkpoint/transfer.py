@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatfm.checkpoint import disk, ranks, shard
+from megatfm import ranks
+from megatfm.checkpoint import disk, shard
 from megatfm.checkpoint.metadata import FileEntry
-from megatfm.checkpoint.ranks import Group
 from megatfm.errors import MegatfmError
+from megatfm.ranks import Group
 
 MESSAGE_BYTES = 16 * 2**20
 

@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata as PlanMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatfm.checkpoint import disk, metadata, ranks, shard
+from megatfm import ranks
+from megatfm.checkpoint import disk, metadata, shard
 from megatfm.checkpoint.metadata import DTYPE_NAMES, FileEntry, Metadata, Piece, TensorEntry
 from megatfm.checkpoint.planner import item_bytes
-from megatfm.checkpoint.ranks import Group
 from megatfm.checkpoint.reader import check_sizes, verify
 from megatfm.checkpoint.share import Share
 from megatfm.errors import MegatfmError
+from megatfm.ranks import Group
 
 log = logging.getLogger("megatfm")
 

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from megatfm.config.attention import AttentionConfig
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
 from megatfm.config.experts import FFNConfig, MoEConfig
+from megatfm.config.families import FAMILIES, PARTS_OF_SOME, that_know
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
     WIDTHS,
@@ -107,34 +108,26 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Self:
-        if (self.generator is None) == (self.family == "electra"):
-            raise ValueError(
-                "family = 'electra' needs model.generator: give it"
-                if self.generator is None
-                else "generator belongs to family = 'electra': leave it out, or set model.family = 'electra'"
-            )
-        for key, given, families in (
-            ("n_encoder_layers", self.n_encoder_layers, ("encoder_decoder",)),
-            ("heads.sentence", self.heads.get("sentence"), ("encoder", "discriminator")),
-            ("heads.boundary", self.heads.get("boundary"), ("encoder",)),
-            ("future_tokens", self.future_tokens, ("decoder",)),
-        ):
-            if given and self.family in KNOWN_FAMILIES and self.family not in families:
+        if self.family == "electra" and self.generator is None:
+            raise ValueError("family = 'electra' needs model.generator: give it")
+        family = FAMILIES.get(self.family)
+        if family:
+            given = (
+                self.n_encoder_layers, "sentence" in self.heads, "boundary" in self.heads, self.future_tokens,
+                self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
+            )  # fmt: skip
+            for part, value in zip(PARTS_OF_SOME, given, strict=True):
+                if value and part not in family.knows:
+                    raise ValueError(
+                        f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
+                        + " or ".join(map(repr, that_know(part)))
+                    )
+            if family.no_heads and (self.heads or self.head.name == "none"):
+                key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
                 raise ValueError(
-                    f"{key} = {given!r} has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                    f"{families[0]!r}"
+                    f"{key} has no meaning with family = {self.family!r}, {family.no_heads}: leave it out, or choose "
+                    "another family"
                 )
-        if self.embedding.n_segments and self.family in ("encoder_decoder", "xlnet"):
-            raise ValueError(
-                f"embedding.n_segments = {self.embedding.n_segments} has no meaning with family = {self.family!r}: "
-                "leave it out, or choose family = 'encoder'"
-            )
-        if self.family in WITHOUT_HEADS and (self.heads or self.head.name == "none"):
-            key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
-            raise ValueError(
-                f"{key} has no meaning with family = {self.family!r}, {WITHOUT_HEADS[self.family]}: leave it out, or "
-                "choose another family"
-            )
         xlnet = {
             self.family == "xlnet",
             self.attention.name == "two_stream",
@@ -145,15 +138,8 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
-        if isinstance(self.ffn, MoEConfig) and self.family in ("xlnet", "electra", "discriminator"):
-            raise ValueError(
-                f"ffn.name = 'moe' does not go with family = {self.family!r}: choose family = 'decoder', 'encoder' or "
-                "'encoder_decoder', or ffn.name = 'dense'"
-            )
-        if self.mup and (self.embedding.dim or self.family == "electra"):
-            raise ValueError(
-                "mup is for models of one width: leave out embedding.dim, and take another family than electra"
-            )
+        if self.mup and self.embedding.dim:
+            raise ValueError("mup is for models of one width: leave out embedding.dim")
         if (self.init.name == "deepnorm") != (self.norm.placement == "deepnorm"):
             raise ValueError(
                 "norm.placement = 'deepnorm' and init.name = 'deepnorm' belong together: set both, or neither"
@@ -270,19 +256,3 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 OF_BLOCKS = ("attention", "ffn", "norm", "position", "dropout")
 """What may differ from block to block."""
-
-WITHOUT_HEADS = {
-    "xlnet": "whose query stream ends with what it predicts",
-    "electra": "which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
-}
-"""Families that have no heads but their own, and why."""
-
-KNOWN_FAMILIES = ("decoder", "encoder", "encoder_decoder", "xlnet", "electra", "discriminator")
-"""A plugin's family may read what it likes."""
-
-FAMILY_OF = {
-    **dict.fromkeys(("gpt", "llama", "mistral", "deepseek", "causal"), "decoder"),
-    **dict.fromkeys(("bert", "roberta", "albert", "deberta", "masked"), "encoder"),
-    **dict.fromkeys(("t5", "bart", "seq2seq", "encoder-decoder"), "encoder_decoder"),
-}
-"""What beginnings of other names mean, for a suggestion."""

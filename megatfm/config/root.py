@@ -8,7 +8,8 @@ from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.experts import MoEConfig
-from megatfm.config.model import FAMILY_OF, KNOWN_FAMILIES, ModelConfig
+from megatfm.config.families import FAMILIES, meant_by
+from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
 from megatfm.config.patterns import BigBirdPatternConfig
@@ -55,11 +56,10 @@ class Config(Section):
                 "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
             )
         family = self.model.family
-        if family not in KNOWN_FAMILIES and not self.plugins:
-            meant = next((of for name, of in FAMILY_OF.items() if family.lower().startswith(name)), family)
+        if family not in FAMILIES and not self.plugins:
             raise ValueError(
-                f"model.family = {family!r}: unknown{did_you_mean(meant, KNOWN_FAMILIES)}; there are: "
-                f"{', '.join(KNOWN_FAMILIES)}; others need the package that registers them in plugins"
+                f"model.family = {family!r}: unknown{did_you_mean(meant_by(family), FAMILIES)}; there are: "
+                f"{', '.join(FAMILIES)}; others need the package that registers them in plugins"
             )
         parts: list[tuple[str, Section, str]] = [("", self, "optimizer"), ("", self, "schedule")]
         kinds = ("attention", "ffn", "norm", "position", "embedding", "init")

@@ -67,7 +67,7 @@ class XLNet(nn.Module):
         keys: Tensor | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T], of which none is masked, or on what else of `fields` its embedding reads.
+        """Run the model on int64 tokens [B, T], of which none is masked, or on what else its embedding reads.
 
         positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, only their
         equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatfm import ranks
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 
@@ -118,10 +119,7 @@ class Mesh:
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
         """The items of all ranks of `flat_group(axes)`, in its order."""
-        group = self.flat_group(axes)
-        items: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(items, item, group=group)
-        return items
+        return ranks.gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
         """The sizes of the axes in words, the pipeline's only where there is one."""

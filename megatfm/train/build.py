@@ -13,10 +13,10 @@ from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.objectives import predicted_share
-from megatfm.parallel.agreement import run_on_rank_0
 from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
+from megatfm.ranks import run_on_rank_0
 from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 

@@ -16,7 +16,7 @@ from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.agreement import run_on_rank_0
+from megatfm.ranks import run_on_rank_0
 from megatfm.train.record.machine import Machines, differences
 from megatfm.train.record.run_directory import RunDirectory
 from megatfm.version import __version__

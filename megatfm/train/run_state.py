@@ -11,7 +11,7 @@ from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
 from megatfm.config import Config
 from megatfm.data import Loader
 from megatfm.engines.interface import Engine
-from megatfm.parallel.agreement import gather, run_on_rank_0
+from megatfm.ranks import gather, run_on_rank_0
 from megatfm.train import generators, resume
 from megatfm.train.corpora import Corpora
 from megatfm.train.guards.loss_guard import LossGuard

@@ -27,8 +27,9 @@ CORE = {
     "megatfm.data": {"megatfm.config"},
     "megatfm.models": {"megatfm.layers", "megatfm.ops", "megatfm.config"},
     "megatfm.objectives": {"megatfm.data", "megatfm.layers", "megatfm.ops", "megatfm.config"},
-    "megatfm.parallel": {"megatfm.ops", "megatfm.config"},
-    "megatfm.checkpoint": {"megatfm.ops", "megatfm.config"},
+    "megatfm.ranks": set[str](),
+    "megatfm.parallel": {"megatfm.ranks", "megatfm.ops", "megatfm.config"},
+    "megatfm.checkpoint": {"megatfm.ranks", "megatfm.ops", "megatfm.config"},
     "megatfm.engines": {
         "megatfm.parallel",
         "megatfm.checkpoint",
@@ -40,6 +41,7 @@ CORE = {
 ENGINES = {"megatfm.engines.native": {*CORE["megatfm.engines"], "megatfm.engines"}}
 RECORD = {
     "megatfm.train.record": {
+        "megatfm.ranks",
         "megatfm.parallel",
         "megatfm.checkpoint",
         "megatfm.tokenizers",
@@ -47,10 +49,11 @@ RECORD = {
     },
 }
 BESIDE_A_STEP = {
-    "megatfm.train.watching": {*RECORD, "megatfm.parallel"},
+    "megatfm.train.watching": {*RECORD, "megatfm.ranks", "megatfm.parallel"},
     "megatfm.train.guards": {
         *RECORD,
         "megatfm.engines",
+        "megatfm.ranks",
         "megatfm.parallel",
         "megatfm.checkpoint",
         "megatfm.config",

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import Arrays, Engine, LossFunction, StepStats
 from megatfm.errors import MegatfmError
-from megatfm.parallel.agreement import gather_problems
+from megatfm.ranks import gather_problems
 
 SHOWN = 5
 

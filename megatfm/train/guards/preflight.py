@@ -22,8 +22,8 @@ from megatfm.checkpoint.nodes import KEEP, Nodes
 from megatfm.config import Config
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError
-from megatfm.parallel.agreement import gather, gather_problems
 from megatfm.parallel.mesh import AXES, Mesh
+from megatfm.ranks import gather, gather_problems
 from megatfm.train.record.run_directory import RunDirectory
 
 SLOW = 3.0

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from megatfm.errors import NoProgressError
-from megatfm.parallel.agreement import run_on_rank_0
+from megatfm.ranks import run_on_rank_0
 from megatfm.train.record.run_directory import RunDirectory
 
 ATTEMPTS = "attempts.json"

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from megatfm.checkpoint import disk
 from megatfm.errors import MegatfmError
-from megatfm.parallel.agreement import run_on_rank_0
+from megatfm.ranks import run_on_rank_0
 
 DECISIONS = "decisions.jsonl"
 

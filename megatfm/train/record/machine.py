@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatfm.parallel.agreement import gather
+from megatfm.ranks import gather
 
 CPUINFO = Path("/proc/cpuinfo")
 MODEL = (

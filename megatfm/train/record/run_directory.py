@@ -16,7 +16,7 @@ from megatfm.atomic import write_whole
 from megatfm.config import Config, to_toml
 from megatfm.config.base import check_path
 from megatfm.errors import MegatfmError
-from megatfm.parallel.agreement import run_on_rank_0
+from megatfm.ranks import run_on_rank_0
 from megatfm.train.record import machine
 from megatfm.train.record.decisions import DECISIONS, Decisions
 from megatfm.train.record.lock import RunLock

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatfm.errors import FAILED, MegatfmError
 from megatfm.parallel.bootstrap import Rank
+from megatfm.ranks import gather, run_on_rank_0
 from megatfm.train.watching.flight_recorder import dump_flight_recorder
 from megatfm.train.watching.hang_detector import SETTLE_SECONDS, Diagnosis, Heartbeat
 from megatfm.train.watching.hub import Hub, JsonConnection
@@ -114,20 +115,18 @@ class Watch:
 
     def _connect(self) -> tuple[JsonConnection, list[str]]:
         """Rank 0 opens its ear and tells the others where; all learn each other's hosts."""
-        size, token = self._rank.world_size, secrets.token_hex(16)
-        hosts: list[Any] = [None] * size
-        dist.all_gather_object(hosts, socket.gethostname())
+        size, hosts = self._rank.world_size, gather(socket.gethostname())
         alone = len(set(hosts)) == 1
         ours, theirs = socket.socketpair()
-        where: list[Any] = [None]
-        if self._rank.rank == 0:
-            listener = _listen(alone) if size > 1 else None
+
+        def open_ear() -> tuple[str, int]:
+            token, listener = secrets.token_hex(16), _listen(alone) if size > 1 else None
             self._hub = Hub(hosts, self._limit, self._interval, token, listener)
             self._hub.add(theirs)
             self._hub.start()
-            where = [(token, listener.getsockname()[1] if listener else 0)]
-        dist.broadcast_object_list(where)
-        token, port = where[0]
+            return token, listener.getsockname()[1] if listener else 0
+
+        token, port = run_on_rank_0(open_ear)
         if self._rank.rank != 0:
             ours.close()
             theirs.close()

@@ -62,11 +62,11 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
     ("options", "way_out"),
     [
         ({"n_encoder_layers": 3}, "choose family = 'encoder_decoder'"),
-        ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'encoder'"),
+        ({"family": "encoder_decoder", "embedding.n_segments": 2}, "choose family = 'decoder' or 'encoder'"),
         ({"heads.sentence.classes": 2}, "leave it out, or choose family = 'encoder'"),
         ({"family": "encoder", "future_tokens": 1}, "leave it out, or choose family = 'decoder'"),
         ({"family": "electra"}, "family = 'electra' needs model.generator: give it"),
-        ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or set model.family = 'electra'"),
+        ({"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}, "or choose family = 'electra'"),
         ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
         ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
         ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),

@@ -402,5 +402,7 @@ def test_compilation_is_refused() -> None:
 
 def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
     config = config_of()
-    with pytest.raises(ValidationError, match=r"ffn\.name = 'moe' does not go with family = 'discriminator'"):
+    with pytest.raises(
+        ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"
+    ):
         config.changed({"family": "discriminator"})

@@ -1,11 +1,11 @@
-"""All ranks succeed, or all fail with the same one-line reason, which names rank and host.
+"""What ranks tell one another outside of tensors: all succeed, or all fail with the same reason.
 
-Every function takes a process group (None: the default one, or no others at all). A save in the background has a
-group of its own, so that what it says never mixes with what training says.
+Each function is a collective of the process group that it takes (None: the default one, or no others at all). A save
+in the background has a group of its own, so that what it says never mixes with what training says.
 """
 
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -63,7 +63,7 @@ def gathered(what: str, work: Callable[[], T], group: Group = None) -> list[T]:
     return [result for result, _ in answers or ()]
 
 
-def everyones(mine: T, group: Group = None) -> list[T]:
+def gather(mine: T, group: Group = None) -> list[T]:
     """What each rank has, by rank."""
     if not in_group():
         return [mine]
@@ -73,11 +73,17 @@ def everyones(mine: T, group: Group = None) -> list[T]:
     return theirs
 
 
+def gather_problems(mine: Sequence[str]) -> dict[str, list[str]]:
+    """Whoever has problems, as "rank 3 on HOST" → these; empty if all is well, on all ranks alike."""
+    everyone = gather((socket.gethostname(), list(mine)))
+    return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(everyone) if problems}
+
+
 def own_on_host(mine: Collection[str], group: Group = None) -> set[str]:
     """Of these, those that no other rank on this rank's machine has."""
     host, me = socket.gethostname(), rank(group)
     others: set[str] = set()
-    for other, (where, its) in enumerate(everyones((host, list(mine)), group)):
+    for other, (where, its) in enumerate(gather((host, list(mine)), group)):
         if where == host and other != me:
             others.update(its)
     return set(mine) - others
@@ -96,6 +102,24 @@ def by_rank_0(what: str, work: Callable[[], T], group: Group = None) -> T:
         dist.broadcast_object_list(answer, src=0, group=group)
     result, reason = answer[0]
     _raise_if(what, [reason], cause)
+    return cast(T, result)
+
+
+def run_on_rank_0(work: Callable[[], T]) -> T:
+    """The same, but what it raises is raised on all ranks as it is."""
+    if not in_group():
+        return work()
+    answer: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            answer = [work(), None]
+        except Exception as error:  # told to all ranks, so that all end with it
+            answer = [None, error]
+    with lost_peers("rank 0 can't say what it found"):
+        dist.broadcast_object_list(answer)
+    result, failure = answer
+    if failure is not None:
+        raise failure
     return cast(T, result)
 
 

@@ -5,7 +5,7 @@ import socket
 import torch.distributed as dist
 
 from megatfm.errors import UsageError
-from megatfm.parallel.agreement import gather, gather_problems, run_on_rank_0
+from megatfm.ranks import gather, gather_problems, run_on_rank_0
 from tests.workers import Workers
 
 

@@ -1,0 +1,56 @@
+"""What each family of models knows of the keys that not all know. Configs are read without the models themselves."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family's row.
+
+    knows: which of `PARTS_OF_SOME` it has. no_heads: why it has no heads but its own, if so. other_names: beginnings of
+    what people write for it.
+    """
+
+    knows: frozenset[str]
+    no_heads: str = ""
+    other_names: tuple[str, ...] = ()
+
+
+PARTS_OF_SOME = (
+    "n_encoder_layers", "heads.sentence", "heads.boundary", "future_tokens", "embedding.n_segments", "generator",
+    "ffn.name = 'moe'", "mup",
+)  # fmt: skip
+"""Keys of a model, or values of them, that only some families give a meaning."""
+
+FAMILIES = {
+    "decoder": Family(
+        frozenset({"future_tokens", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
+        other_names=("gpt", "llama", "mistral", "deepseek", "causal"),
+    ),
+    "encoder": Family(
+        frozenset({"heads.sentence", "heads.boundary", "embedding.n_segments", "ffn.name = 'moe'", "mup"}),
+        other_names=("bert", "roberta", "albert", "deberta", "masked"),
+    ),
+    "encoder_decoder": Family(
+        frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
+        other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
+    ),
+    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts"),
+    "electra": Family(
+        frozenset({"generator", "embedding.n_segments"}),
+        no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",
+    ),
+    "discriminator": Family(frozenset({"heads.sentence", "embedding.n_segments", "mup"})),
+}
+"""A family that is not here is a plugin's, which may read what it likes."""
+
+
+def that_know(part: str) -> list[str]:
+    """The families that give a key a meaning."""
+    return [name for name, family in FAMILIES.items() if part in family.knows]
+
+
+def meant_by(name: str) -> str:
+    """The family that another name begins like, else the name itself: for a suggestion."""
+    lower = name.lower()
+    return next((known for known, family in FAMILIES.items() if lower.startswith(family.other_names)), name)
