@@ -7,9 +7,10 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer
 from megatfm.tokenizers.interface import Tokenizer
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
-from megatfm.tokenizers.vocabulary import wordpiece_json
+from megatfm.tokenizers.vocabulary import byte_bpe_json, wordpiece_json
 
 MODEL, JSON, VOCABULARY = "tokenizer.model", "tokenizer.json", "vocab.txt"
+PAIRS, MERGES = "vocab.json", "merges.txt"
 NAMES = (MODEL, JSON, CONFIG)
 """What the files of a tokenizer are called, where megatfm leaves them."""
 
@@ -28,8 +29,7 @@ def load(path: str | Path) -> Tokenizer:
             raise UsageError(f"{path}: {_nothing_in(place)}")
         place = found
     data = _read(place)
-    if place.name == VOCABULARY:
-        made = wordpiece_json(data, _read_beside(place), str(place))
+    if made := _made_of(place, data):
         return HuggingFaceTokenizer(made, None, str(place))
     if data[:1] != b"{":
         return SentencePieceTokenizer(data, str(place))
@@ -49,6 +49,8 @@ def find(folder: str | Path) -> Path | None:
     models = [path for path in (Path(folder, name) for name in _MODELS) if path.is_file()]
     if not models and Path(folder, VOCABULARY).is_file():
         return Path(folder, VOCABULARY)
+    if not models and all(Path(folder, name).is_file() for name in (PAIRS, MERGES)):
+        return Path(folder, PAIRS)
     # A configuration without tokenizer.json adds tokens that the model alone has not.
     return models[0] if models and not Path(folder, CONFIG).is_file() else None
 
@@ -61,12 +63,21 @@ def files(path: str | Path) -> dict[str, bytes]:
     place = Path(path)
     place = (find(place) or place) if place.is_dir() else place
     data = _read(place)
-    if place.name == VOCABULARY:
-        return {JSON: wordpiece_json(data, _read_beside(place), str(place))}
+    if made := _made_of(place, data):
+        return {JSON: made}
     if data[:1] != b"{":
         return {MODEL: data}
     config = _config_beside(place)
     return {JSON: data} if config is None else {CONFIG: config, JSON: data}
+
+
+def _made_of(place: Path, data: bytes) -> bytes | None:
+    """The tokenizer.json that files of old stand for; None if this is none of them."""
+    if place.name == VOCABULARY:
+        return wordpiece_json(data, _read_beside(place), str(place))
+    if place.name == PAIRS:
+        return byte_bpe_json(data, _read(place.with_name(MERGES)), _read_beside(place), str(place))
+    return None
 
 
 def _config_beside(place: Path) -> bytes | None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BertTokenizer
+from transformers import BertTokenizer, GPT2Tokenizer, RobertaTokenizer
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers import (
@@ -116,6 +116,32 @@ def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
     assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "roberta"])
+@pytest.mark.parametrize("leading", [False, True])
+def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
+    folders: dict[str, Path], tmp_path: Path, family: str, leading: bool
+) -> None:
+    """The same ids as transformers gives."""
+    model = json.loads((folders[family] / "tokenizer.json").read_text())
+    pieces = {**model["model"]["vocab"], **{each["content"]: each["id"] for each in model["added_tokens"]}}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["model"]["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(pieces))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": leading}))
+    kind = GPT2Tokenizer if family == "gpt2" else RobertaTokenizer
+    theirs, ours = kind.from_pretrained(tmp_path), load(tmp_path)
+    for text in ("the cat's hat, 12 of them", " Größe  東\n\tx", "", "a b"):
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], text
+    assert ours.special.eos == theirs.eos_token_id
+    assert ours.special.mask == theirs.mask_token_id
+    if family == "roberta":  # GPT-2's has none
+        assert ours.special.pad == theirs.pad_token_id
+    assert load_files(tmp_path, tmp_path / "copy").hash == ours.hash
+    (tmp_path / "vocab.json").write_text(json.dumps({"a</w>": 0, "<|endoftext|>": 1}))
+    with pytest.raises(UsageError, match=r"vocab\.json: (neither|not the vocabulary)"):
         load(tmp_path)
 
 
