@@ -1,6 +1,10 @@
 """The commands that are too small for a room of their own: a module each, with `add_arguments` and `main`."""
 
 import argparse
+import logging
+
+from megatfm.config import Config, load_config
+from megatfm.errors import UsageError
 
 
 def add_config_arguments(
@@ -14,3 +18,33 @@ def add_config_arguments(
         help="a TOML file, a run directory, or the name of a preset",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
+
+
+def add_source_argument(parser: argparse.ArgumentParser) -> None:
+    """`--from`, beside a config that may then be left out."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="MODEL",
+        help="go on from a run, a checkpoint or a Hugging Face folder: its architecture, tokenizer and weights; all "
+        "else from CONFIG, or from the model's own",
+    )
+
+
+def training_config(args: argparse.Namespace) -> Config:
+    """The config of a run, which may go on from a model. Raises UsageError."""
+    given, overrides = args.config, args.overrides
+    if args.source is None:
+        if given is None:
+            raise UsageError(
+                "a config is missing: give a TOML file, a run directory, a preset or --from MODEL"
+            )
+        return load_config(given, overrides)
+    from megatfm.commands.go_on import config_from  # imports torch
+
+    if given is not None and "=" in given:
+        given, overrides = None, [given, *overrides]
+    config, said = config_from(args.source, given, overrides)
+    for line in said:
+        logging.getLogger("megatfm").info("%s", line)
+    return config

@@ -49,12 +49,15 @@ def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_
         config_from(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
 
 
-def test_a_config_of_one_s_own_goes_on_from_it(workers, corpus, foreign, config_file, tmp_path):
-    words = [f"run_dir={tmp_path / 'run'}", "optimizer.matrix_lr=1e-12", *STILL]
-    config, _ = config_from(foreign, str(config_file), words)
+def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, config_file, tmp_path):
+    run = tmp_path / "run"
+    words = ["launch", str(config_file), "--from", str(foreign), "--nproc", "2", f"run_dir={run}"]
+    with pytest.raises(SystemExit) as left:
+        cli.main([*words, "optimizer.matrix_lr=1e-12", *STILL])
+    assert left.value.code == DONE
+    config = load_config(run)
     assert (config.model.d_model, config.optimizer.name) == (24, "muon")
-    assert workers.run(run_training, 2, config) == [DONE, DONE]
-    same_weights(tmp_path / "run", megatfm.load(foreign))
+    same_weights(run, megatfm.load(foreign))
 
 
 def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus, foreign, tmp_path):
