@@ -5,7 +5,7 @@ from collections.abc import Container
 from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.keys import activation, derived, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.layers.activation import ACTIVATIONS
 
@@ -170,3 +170,4 @@ ARCHITECTURES.register("T5ForConditionalGeneration")(
         marks={"family": "encoder_decoder"},
     )
 )
+register_bare("T5Model", ARCHITECTURES.get("T5ForConditionalGeneration"))

@@ -353,3 +353,20 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
         ) or (half == "generator")
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")
+
+
+@pytest.mark.parametrize("version", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])
+def test_a_bare_t5_opens(version: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    theirs = perturbed(transformers.T5Model(transformers.T5Config(**sizes, **version)))
+    theirs.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    back = transformers.T5Model.from_pretrained(tmp_path / "back").eval()
+    wanted = theirs(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :4]).last_hidden_state
+    assert wanted.abs().max() > 0.1
+    for folder in ("theirs", "ours"):
+        hidden = megatfm.load(tmp_path / folder)(TOKENS[:, :4], TOKENS).hidden
+        torch.testing.assert_close(hidden, wanted, rtol=1e-5, atol=1e-5)
+    found = back(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :4]).last_hidden_state
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
