@@ -124,9 +124,20 @@ def _counts(found: "Description") -> list[Line]:
         ),
         (
             "",
-            f"{found.total_bytes / 2**30:,.2f} GiB over all ranks, activations not counted",
+            f"{found.total_bytes / 2**30:,.2f} GiB over all ranks",
         ),
+        ("activations", _activations(found)),
     ]
+
+
+def _activations(found: "Description") -> str:
+    from megatfm.describe.activations import kept_by_blocks  # imports more of torch
+
+    kept, rows = kept_by_blocks(found.config), found.config.train.micro_batch
+    if kept is None:
+        return "not counted: how much this model keeps depends on values"
+    whole, full = (f"{number / 2**30:,.2f} GiB" for number in kept)
+    return f'{whole} kept by blocks for a micro-batch of {rows}; {full} with train.recompute = "full"'
 
 
 def _flops(found: "Description") -> list[Line]:
