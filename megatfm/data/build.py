@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,48 +17,64 @@ Join = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]]]
 """The fields of many documents, each framed as `SequenceBuilder.build` would, one after another [total]."""
 
 
-@dataclass(frozen=True)
-class Others:
-    """The documents of a block but for number `own`."""
+class Source(Protocol):
+    """Documents in stored order, of which the first has the number `first` in its corpus."""
 
-    documents: Sequence[NDArray[Any]]
+    @property
+    def first(self) -> int: ...
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each [D]."""
+        ...
+
+    @property
+    def blank(self) -> NDArray[np.bool_] | None:
+        """Which of them [D] are to become padding."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int) -> NDArray[Any]: ...
+    def members(self, number: int) -> Mapping[str, bytes]:
+        """The files that are stored with a document."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Others:
+    """The documents `known` [K] but for number `own`."""
+
+    documents: Source
+    known: NDArray[np.int64]
     own: int
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(self.documents[number]) for number in self._numbers], np.int64)
+        return self.documents.lengths[self._numbers]
 
     def tokens(self, number: int) -> NDArray[np.integer]:
-        return self.documents[self._numbers[number]]
+        return self.documents[int(self._numbers[number])]
 
     @cached_property
-    def _numbers(self) -> list[int]:
-        return [i for i, document in enumerate(self.documents) if i != self.own and len(document)]
+    def _numbers(self) -> NDArray[np.int64]:
+        return self.known[self.known != self.own]
 
 
-def build_pieces(
-    how: Packing,
-    pieces: Pieces,
-    documents: Sequence[NDArray[Any]],
-    blank: NDArray[np.bool_],
-    first: int,
-    epoch: int,
-    members: Sequence[Mapping[str, bytes]] | None = None,
-) -> list[Fields]:
-    """Build the sequence of each piece of a block's documents, the first of which has the number `first`.
+def build_pieces(how: Packing, pieces: Pieces, documents: Source, epoch: int) -> list[Fields]:
+    """Build the sequence of each piece of documents.
 
-    Those that are `blank` become padding of the same length; they are nobody's partners. members: the files of each
-    document. Raises a MegatfmError that names the sample whose sequence is not what was planned and declared.
+    Those that are `blank` become padding of the same length; they are nobody's partners. Raises a MegatfmError that
+    names the sample whose sequence is not what was planned and declared.
     """
-    built, objective = [], how.objective
-    partners = [tokens[:0] if empty else tokens for tokens, empty in zip(documents, blank, strict=True)]
+    built, objective, first = [], how.objective, documents.first
+    blank = np.zeros(len(documents), np.bool_) if documents.blank is None else documents.blank
+    partners = np.flatnonzero((documents.lengths > 0) & ~blank)
     for document, start, end, number, planned in pieces.rows():
         if blank[document] and objective.fields is not None:
             built.append(_declared_padding(objective, planned))
             continue
         key = PieceKey(how.seed, epoch, first + document, number)
-        tokens, others = documents[document][start:end], Others(partners, document)
-        fields = dict(objective.build(Piece(tokens, others, members[document] if members else {}), key))
+        tokens, others = documents[document][start:end], Others(documents, partners, document)
+        fields = dict(objective.build(Piece(tokens, others, documents.members(document)), key))
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(how, fields, planned, first + document)
@@ -114,9 +130,7 @@ def joiner(objective: SequenceBuilder) -> Join | None:
     return None
 
 
-def join_documents(
-    join: Join, pieces: Pieces, documents: Sequence[NDArray[Any]]
-) -> Mapping[str, NDArray[np.integer]]:
+def join_documents(join: Join, pieces: Pieces, documents: Source) -> Mapping[str, NDArray[np.integer]]:
     """Join the documents of uncut pieces. Raises a MegatfmError if they have not the length that was planned."""
     fields = join([documents[number] for number in pieces.documents.tolist()])
     for name, field in fields.items():

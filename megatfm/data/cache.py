@@ -63,3 +63,8 @@ class ByteCache(Generic[Key, Value]):
 def nbytes(value: Any) -> int:
     """The size of an array, or of a tuple of arrays."""
     return sum(map(nbytes, value)) if isinstance(value, tuple) else int(value.nbytes)
+
+
+def size_of(value: Any) -> int:
+    """The `nbytes` of a value."""
+    return int(value.nbytes)

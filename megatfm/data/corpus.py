@@ -1,6 +1,7 @@
 """A corpus on disk: random access to its documents through the index, and only whole, checked frames."""
 
 import os
+import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from megatfm.data.members import (
     PAYLOAD_OFFSET,
     Sample,
     check_foreign,
+    decode_pack,
     decode_sample,
     npy_header,
 )
@@ -174,21 +176,23 @@ class Corpus:
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
         shard, frame, data, arrays = self._read(number, again=True)
-        index, at = self.indexes[shard], 0
+        index, known, dtype = self.indexes[shard], self.manifest.shards[shard], self.manifest.dtype
+        if index.holds_pack(frame, dtype.itemsize):
+            return self._unpack(number, shard, frame, data, arrays)
         found: list[Sample] = []
+        at = 0
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
             key = entry["key"].decode("ascii", "replace")
             tokens = arrays[len(found)]
             try:
-                if self.manifest.shards[shard].foreign:
-                    name = check_foreign(data, int(entry["offset"]), len(tokens), self.manifest.dtype)
-                    source = f"{self.manifest.shards[shard].file}/{name}"
+                if known.foreign:
+                    name = check_foreign(data, int(entry["offset"]), len(tokens), dtype)
+                    source = f"{known.file}/{name}"
                     found.append(Sample(int(self.blocks[number]) + len(found), key, source, 0, tokens))
                     continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
-                dtype = self.manifest.dtype
                 source, text_bytes, members, at = decode_sample(data, at, key, len(tokens), dtype)
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
@@ -196,9 +200,33 @@ class Corpus:
                 raise self._damage(shard, frame, str(error), sample) from error
             place = int(self.blocks[number]) + len(found)
             found.append(Sample(place, key, source, text_bytes, tokens, members))
-        if not self.manifest.shards[shard].foreign and data[at:].strip(b"\0"):
-            raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
+        if not known.foreign:
+            self._check_end(shard, frame, data, at)
         return found
+
+    def _unpack(
+        self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
+    ) -> list[Sample]:
+        """The samples of a block that lie in one member."""
+        index = self.indexes[shard]
+        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
+        try:
+            sources, sizes, end = decode_pack(data, keys, entries["tokens"].tolist(), self.manifest.dtype)
+            if sizes != entries["text_bytes"].tolist():
+                raise MegatfmError("its texts have other numbers of bytes than the index says")
+        except MegatfmError as error:
+            raise self._damage(shard, frame, str(error)) from error
+        self._check_end(shard, frame, data, end)
+        first = int(self.blocks[number])
+        return [
+            Sample(first + at, *each)
+            for at, each in enumerate(zip(keys, sources, sizes, arrays, strict=True))
+        ]
+
+    def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:
+        if data[at:].strip(b"\0"):
+            raise self._damage(shard, frame, f"unknown data after byte {at} of the frame")
 
     def sample(self, number: int) -> Sample:
         """One sample, by its number; a UsageError if there is none such."""
@@ -252,6 +280,13 @@ class Corpus:
             raise self._damage(shard, frame, "its hash is not the index's")
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
+        if index.holds_pack(frame, dtype.itemsize):
+            counts = entries["tokens"].astype(np.int64)
+            starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
+            header = npy_header(dtype, int(counts.sum()))
+            if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
+                raise self._damage(shard, frame, f"no array of {counts.sum()} {dtype} for all its samples")
+            return
         for sample, start, n in zip(
             range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
         ):

@@ -15,19 +15,23 @@ def cut_rows(
     lengths: NDArray[np.int64],
     blank: NDArray[np.bool_] | None,
     how: Packing,
+    head: int = 0,
 ) -> PackedBlock:
     """Cut joined documents of these `lengths` [n]: `fields` [total, …]. blank [n]: those that are padding.
 
-    Documents of length 0 take no place, and no number in a row.
+    Documents of length 0 take no place, and no number in a row. head: how much is the end of a row of the block
+    before; then that is row 0.
     """
     (length,), kept = how.row_lengths, lengths > 0
     starts = [0, *np.cumsum(lengths[kept]).tolist()]
+    total = starts[-1]
+    heads = [0] if 0 < head < total else []
     plain, typed = told_apart(fields, how)
     side = JoinedRows(
         fields=plain,
         typed=typed,
         starts=starts,
-        bounds=[*range(0, starts[-1], length), starts[-1]],
+        bounds=[*heads, *range(head if heads else 0, total, length), total],
         blank=None if blank is None else blank[kept].tolist(),
         fills=how.fills(plain),
         length=length,

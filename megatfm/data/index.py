@@ -39,7 +39,9 @@ class ShardIndex:
     frames: NDArray[Any]
     samples: NDArray[Any]
     hashes: NDArray[np.uint64] | None = None
-    """Of foreign shards, whose frames may lack checksums: `frame_hash` of each frame's uncompressed bytes."""
+    """Of shards whose frames may lack checksums: `frame_hash` of each frame's uncompressed bytes."""
+    packs: bool = False
+    """Whether a frame may hold many documents in one member."""
 
     @property
     def nbytes(self) -> int:
@@ -56,10 +58,18 @@ class ShardIndex:
         """Numbers [n_frames + 1] of the frames' first samples within the shard."""
         return _running_sum(self.frames["samples"])
 
+    def holds_pack(self, frame: int, token_bytes: int) -> bool:
+        """Whether the documents of a frame lie in one member, one after another."""
+        first, end = self.first_samples[frame : frame + 2].tolist()
+        if not self.packs or end - first == 1:
+            return False
+        begin, following = self.samples["offset"][first : first + 2].tolist()
+        return bool(following - begin == int(self.samples["tokens"][first]) * token_bytes)
+
     def encode(self) -> bytes:
         """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
         counts = {
-            "schema_version": 1 if self.hashes is None else 2,
+            "schema_version": 3 if self.packs else 1 if self.hashes is None else 2,
             "frames": len(self.frames),
             "samples": len(self.samples),
             "key_width": self.samples.dtype["key"].itemsize,
@@ -81,10 +91,10 @@ class ShardIndex:
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             line, _, arrays = content.partition(b"\n")
             counts = json.loads(line)
-            if counts["schema_version"] != (2 if shard.foreign else 1):
-                raise MegatfmError(
-                    f"schema version {counts['schema_version']!r} is not known here, only 1 (2: foreign)"
-                )
+            known = (2,) if shard.foreign else (1, 3)
+            if (packs := counts["schema_version"]) not in known:
+                raise MegatfmError(f"schema version {packs!r} is not known here, only 1 and 3 (2: foreign)")
+            hashed = shard.is_raw if packs == 3 else shard.foreign
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
@@ -94,7 +104,8 @@ class ShardIndex:
             index = cls(
                 np.frombuffer(arrays, FRAME, n_frames),
                 np.frombuffer(arrays, samples, n_samples, at),
-                np.frombuffer(arrays, "<u8", n_frames, rest) if shard.foreign else None,
+                np.frombuffer(arrays, "<u8", n_frames, rest) if hashed else None,
+                packs == 3,
             )
         except (
             zstandard.ZstdError,
@@ -105,7 +116,7 @@ class ShardIndex:
             RecursionError,
         ) as error:
             raise MegatfmError(f"not a readable index ({error})") from error
-        if len(arrays) != index.nbytes + (8 * n_frames if shard.foreign else 0):
+        if len(arrays) != index.nbytes + (8 * n_frames if hashed else 0):
             raise MegatfmError("it is longer than its counts say")
         index._check(shard, token_bytes)
         return index

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
 from megatfm.data.files import RESTORE
+from megatfm.data.groups import groups_of
+from megatfm.data.plan import MUCH_PADDING
+from megatfm.data.whole import best_fit
 from megatfm.errors import MegatfmError
+
+ROWS = (2048, 8192, 32_768, 131_072, 1_048_576)
+LOOKED_AT = 2**16
+"""Documents of which padding is told."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +84,46 @@ def show(
         "samples": f"{corpus.n_samples:,}",
         "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
         "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
+        **_padding(corpus),
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(corpus.manifest.provenance, ensure_ascii=False, sort_keys=True),
     }
     return _table(facts)
+
+
+def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> tuple[float, float]:
+    """Which share of rows of `row` is padding: where documents are cut at row ends, and where they stay whole.
+
+    lengths [D]: tokens of each document, and one more for its end; blocks [B + 1]: the first document of each block.
+    """
+    total = int(lengths.sum())
+    counts = np.maximum(-(-lengths // row), 1)
+    owners = np.repeat(np.arange(len(lengths)), counts)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces = np.minimum(lengths[owners] - numbers * row, row)[:, None]
+    starts = np.concatenate([[0], np.cumsum(counts)])[blocks]
+
+    def rows_of(begin: int, end: int) -> int:
+        return int(best_fit(pieces[starts[begin] : starts[end]], (row,)).max(initial=-1)) + 1
+
+    volumes = np.concatenate([[0], np.cumsum(pieces)])[starts][:, None]
+    rows = sum(each for _, each in groups_of(volumes, (row,), rows_of, fit=True))
+    return 1 - total / (-(-total // row) * row), 1 - total / (rows * row)
+
+
+def _padding(corpus: Corpus) -> dict[str, str]:
+    """What rows of usual lengths would be filled with, of the first documents of a large corpus."""
+    lengths, found = corpus.lengths() + 1, {}
+    blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(LOOKED_AT, "right")))]
+    some = lengths[: int(blocks[-1])]
+    for row in (size for size in ROWS if size <= int(some.sum())):
+        cut, whole = padding(some, blocks, row)
+        much = ": documents don't fill such rows" if whole > MUCH_PADDING else ""
+        found[f"rows of {row:,}"] = (
+            f"{cut:.1%} padding where documents are cut, {whole:.1%} where whole{much}"
+        )
+    return found
 
 
 def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:

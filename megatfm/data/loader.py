@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from megatfm.data.batch_schedule import BatchSchedule, nearest_batch, split_rows
-from megatfm.data.packing import Fields
+from megatfm.data.packing import NO_DOCUMENT, Fields
 from megatfm.data.rows import Rows
 from megatfm.data.workers import Workers
 from megatfm.errors import UsageError
@@ -21,7 +21,7 @@ STEPS_AHEAD = 2
 
 class _Ahead(NamedTuple):
     global_batch: int
-    step: Future[list[Fields]]
+    step: Future[tuple[list[Fields], float]]
 
 
 class Loader(Iterator[list[Fields]]):
@@ -39,7 +39,8 @@ class Loader(Iterator[list[Fields]]):
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
     Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for data,
-    `step_tokens` what the last step of all ranks together had room for.
+    `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part of it
+    was padding.
 
     Raises a UsageError if a global batch does not divide into micro-batches × data ranks.
     """
@@ -69,7 +70,7 @@ class Loader(Iterator[list[Fields]]):
         self.micro_batch = micro_batch
         self.position = position
         self.stop = stop
-        self.waited, self.step_tokens = 0.0, 0
+        self.waited, self.step_tokens, self.padding = 0.0, 0, 0.0
         self._rank, self._ranks = data_rank, data_ranks
         self._workers = Workers(rows, workers)
         # Two threads each make one of the steps ahead; a worker is asked by one.
@@ -83,7 +84,7 @@ class Loader(Iterator[list[Fields]]):
         if not self._ahead:
             raise StopIteration
         start = perf_counter()
-        step = self._ahead[0].step.result()
+        step, self.padding = self._ahead[0].step.result()
         self.waited += perf_counter() - start
         taken = self._ahead.popleft().global_batch
         self.position += taken
@@ -126,7 +127,7 @@ class Loader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _fetch(self, first: int, n: int, parts: int) -> list[Fields]:
+    def _fetch(self, first: int, n: int, parts: int) -> tuple[list[Fields], float]:
         positions = np.arange(first, first + n)
         rows = self._workers.rows(
             [None if self.stop is not None and at >= self.stop else at for at in positions.tolist()]
@@ -137,10 +138,17 @@ class Loader(Iterator[list[Fields]]):
             keys = part_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
         size = self.micro_batch * parts
         whole = {**rows, "keys": keys}
-        return [
+        step = [
             without_documents({name: field[start : start + size] for name, field in whole.items()})
             for start in range(0, n * parts, size)
         ]
+        return step, padding_of(rows)
+
+
+def padding_of(rows: Fields) -> float:
+    """Which share of the places of rows, on all their sides, is padding."""
+    numbers = [field for name, field in rows.items() if name.endswith("documents")]
+    return sum(int((each == NO_DOCUMENT).sum()) for each in numbers) / sum(each.size for each in numbers)
 
 
 def without_documents(batch: Fields) -> Fields:

@@ -23,10 +23,13 @@ from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
-SHARD_NAME = r"shard-\d{6,9}\.tar\.zst"
+SHARD_NAME = r"shard-\d{6,9}\.tar(\.zst)?"
 INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
 FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
 FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
+
+MOST_A_BYTE = 64
+"""Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
 
 TokenDtype = Literal["uint16", "uint32"]
 # Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
@@ -64,10 +67,12 @@ class Shard(_Strict):
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
         # What a reader allocates grows with the samples; a file's size is checked before it is opened.
-        if self.samples > self.bytes:
+        if self.samples > MOST_A_BYTE * self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
         if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
-            raise ValueError(f"a shard is named like shard-000000.tar.zst, not {self.file!r}")
+            raise ValueError(
+                f"a shard is named like shard-000000.tar.zst or shard-000000.tar, not {self.file!r}"
+            )
         return self
 
     @model_serializer(mode="wrap")

@@ -1,10 +1,14 @@
-"""A sample as members of a tar, byte for byte reproducible: `KEY.tokens.npy` and `KEY.meta.json`, and after them files
-that belong to it, such as `KEY.jpg` and `KEY.cls`, whose extensions the meta.json names."""
+"""Samples as members of a tar, byte for byte reproducible: `KEY.tokens.npy` and `KEY.meta.json`, and after them files
+that belong to it, such as `KEY.jpg` and `KEY.cls`, whose extensions the meta.json names.
+
+Many documents without such files share the two members, under the key of the first: their tokens lie one after
+another, and the meta.json has lists of what they are: "keys", "tokens" (how many), "bytes" and "sources".
+"""
 
 import json
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -86,6 +90,49 @@ def decode_sample(
     if len(members) != len(extensions):
         raise MegatfmError("its meta.json names a member twice")
     return source, text_bytes, members, start
+
+
+def encode_pack(documents: Sequence[Sample]) -> bytes:
+    """The tar members of two or more documents without files, padded to whole tar blocks."""
+    tokens = np.concatenate([one.tokens for one in documents])
+    meta = {
+        "bytes": [one.text_bytes for one in documents],
+        "keys": [one.key for one in documents],
+        "sources": [one.source for one in documents],
+        "tokens": [len(one.tokens) for one in documents],
+    }
+    key = documents[0].key
+    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    return _member(f"{key}.tokens.npy", payload) + _member(
+        f"{key}.meta.json", json.dumps(meta).encode("ascii")
+    )
+
+
+def decode_pack(
+    frame: bytes, keys: list[str], n_tokens: list[int], dtype: np.dtype[Any]
+) -> tuple[list[str], list[int], int]:
+    """Read the documents of a frame that holds nothing else: (sources, bytes of text, where they end).
+
+    Raises a MegatfmError whose message is only the reason: the members are not those of these documents.
+    """
+    size = NPY_HEADER_BYTES + sum(n_tokens) * dtype.itemsize
+    if _member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
+        raise MegatfmError("its tokens have another size than the index says")
+    start = tarfile.BLOCKSIZE + _padded(size)
+    size = _member_size(frame, start, f"{keys[0]}.meta.json")
+    start += tarfile.BLOCKSIZE
+    try:
+        meta = json.loads(frame[start : start + size])
+        sources, text_bytes = meta["sources"], meta["bytes"]
+        if meta["keys"] != keys or meta["tokens"] != n_tokens:
+            raise MegatfmError("its meta.json has other keys or numbers of tokens than the index")
+        if not len(sources) == len(text_bytes) == len(keys):
+            raise MegatfmError("its meta.json lacks sources or numbers of bytes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MegatfmError(f"its meta.json is not readable ({error})") from error
+    if not all(isinstance(each, str) for each in sources) or not all(type(n) is int for n in text_bytes):
+        raise MegatfmError("its meta.json lacks a source or a number of bytes")
+    return sources, text_bytes, start + _padded(size)
 
 
 def check_foreign(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:

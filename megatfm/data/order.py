@@ -24,8 +24,18 @@ class RowAddress(NamedTuple):
     row: int
 
 
-class BlockRows(Protocol):
-    """Rows of a range of blocks."""
+class Slot(NamedTuple):
+    """Where a row starts: `row` is where in its block's `block_order` it is."""
+
+    epoch: int
+    block: int
+    row: int
+    begin: int
+    """What of the epoch lies before the block."""
+
+
+class BlockSizes(Protocol):
+    """Sizes of a range of blocks."""
 
     def __call__(self, begin: int, end: int) -> Ints: ...
 
@@ -33,77 +43,92 @@ class BlockRows(Protocol):
 class _Table(NamedTuple):
     numbers: Ints
     """Of units or blocks, in the epoch's order [n]."""
-    first_rows: Ints
-    """Numbers [n + 1] of their first rows in that order."""
+    begins: Ints
+    """What lies before each in that order [n + 1]."""
 
 
 class Order:
     """A reproducible order without end of the rows of a corpus; `len` is the rows of an epoch.
 
-    An epoch lists units of consecutive blocks (one block each, up to `MAX_UNITS` of them) in a permuted order, in each
-    of them its blocks in a permuted order, and cuts that list of N rows into `streams` contiguous segments that are
-    read in turn, `turn` rows of each: neighbours in the order come from different places of the corpus, while each
-    stream reads on. Inside a block, rows are permuted. All permutations are keyed by (seed, epoch), so `place(k)`
-    needs nothing but k, and each epoch has each row once. `shuffle=False` gives the stored order in every epoch.
+    An epoch lists units of consecutive blocks (one block each, up to `MAX_UNITS` of them) in a permuted order, and in
+    each of them its blocks in a permuted order. What lies in that list is cut into rows of `length`, wherever blocks
+    end, so that only the last row of an epoch may be shorter. The list of N rows is cut into `streams` contiguous
+    segments that are read in turn, `turn` rows of each: neighbours in the order come from different places of the
+    corpus, while each stream reads on. The rows that start in a block are permuted. All permutations are keyed by
+    (seed, epoch), so `place(k)` needs nothing but k, and each epoch has each row once. `shuffle=False` gives the stored
+    order in every epoch.
+
+    Blocks whose rows are planned have rows for their size, and a `length` of 1.
 
     Memory is bounded, whatever the number of blocks.
     """
 
     def __init__(
         self,
-        unit_rows: Ints,
+        unit_sizes: Ints,
         unit: int,
-        block_rows: BlockRows,
+        block_sizes: BlockSizes,
         *,
         seed: int,
         streams: int,
         shuffle: bool,
         turn: int = 1,
+        length: int = 1,
     ) -> None:
-        """unit_rows [n]: rows of each unit of `unit` blocks, the last of which may have fewer."""
-        self.seed, self.streams, self.turn, self.shuffle = seed, streams, turn, shuffle
-        self._unit_rows, self._unit, self._block_rows = unit_rows, unit, block_rows
-        self._n_rows = int(unit_rows.sum())
+        """unit_sizes [n]: of each unit of `unit` blocks, the last of which may have fewer."""
+        self.seed, self.streams, self.turn, self.shuffle, self.length = seed, streams, turn, shuffle, length
+        self._unit_sizes, self._unit, self._block_sizes = unit_sizes, unit, block_sizes
+        self.size = int(unit_sizes.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
-        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_rows.nbytes + 8), nbytes)
+        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), nbytes)
         self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
         self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _list_bytes)
 
     def __len__(self) -> int:
-        return self._n_rows
+        return -(-self.size // self.length)
 
     def place(self, position: int) -> RowAddress:
-        """Where the row at a global position ≥ 0 is."""
+        """Where the row at a global position ≥ 0 starts; its number counts the rows that start in the block."""
         (slot,) = self.slots(np.array([position]))
-        return slot._replace(row=self.block_order(slot.epoch, slot.block)[slot.row])
+        return RowAddress(slot.epoch, slot.block, self.block_order(slot)[slot.row])
 
-    def slots(self, positions: Ints) -> list[RowAddress]:
-        """Where the rows at global positions [n] are; `row` is where in its block's `block_order` each is."""
+    def slots(self, positions: Ints) -> list[Slot]:
+        """Where the rows at global positions [n] start."""
         epochs = positions // len(self)
-        found = np.empty((3, len(positions)), np.int64)
+        found = np.empty((4, len(positions)), np.int64)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
+            at = self._in_epoch(positions[here], epoch) * self.length
             found[0, here] = epoch
-            found[1:, here] = self._in_epoch(positions[here], epoch)
-        return [RowAddress(*place) for place in found.T.tolist()]
+            found[1, here], within = self._find(epoch, at)
+            found[2, here], found[3, here] = within // self.length, at - within
+        return [Slot(*place) for place in found.T.tolist()]
 
-    def _in_epoch(self, positions: Ints, epoch: int) -> tuple[Ints, Ints]:
-        """Blocks and slots in them [n] of positions [n] of one epoch."""
+    def following(self, epoch: int, at: int) -> int:
+        """The block in which what has `at` of an epoch before it lies."""
+        blocks, _ = self._find(epoch, np.array([at]))
+        return int(blocks[0])
+
+    def _in_epoch(self, positions: Ints, epoch: int) -> Ints:
+        """Which rows of the epoch's list [n] are at positions [n] of it."""
         steps, stream = np.divmod(self._in_turns(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
-        index = stream * rows + np.minimum(stream, longer) + steps
-        blocks, slots = _find(self._table(epoch), index)
+        return stream * rows + np.minimum(stream, longer) + steps
+
+    def _find(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
+        """The blocks [n] in which places [n] of an epoch lie, and where in them."""
+        blocks, within = _find(self._table(epoch), at)
         if self._unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
                 here = units == unit
-                blocks[here], slots[here] = _find(self._unit_table(epoch, unit), slots[here])
-        return blocks, slots
+                blocks[here], within[here] = _find(self._unit_table(epoch, unit), within[here])
+        return blocks, within
 
     def runs(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
         """What a stream reads in an epoch after so many of its rows: block, and the slots from … to in `block_order`.
 
-        As `slots` finds them one by one, with `turn` = 1.
+        As `slots` finds them one by one, with `turn` and `length` = 1.
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
@@ -113,9 +138,13 @@ class Order:
             else:
                 yield from _runs(self._unit_table(epoch, number), at, stop)
 
-    def block_order(self, epoch: int, block: int) -> list[int]:
-        """The rows of a block as they come in an epoch."""
-        return self._rows.get((epoch, block), partial(self._in_block, epoch, block))
+    def head(self, begin: int) -> int:
+        """How much of a block that begins there is of a row that starts before it, if the block is long enough."""
+        return -begin % self.length
+
+    def block_order(self, slot: Slot) -> list[int]:
+        """The rows that start in the block of a slot, as they come in its epoch."""
+        return self._rows.get(slot[:2], partial(self._in_block, slot))
 
     def _in_turns(self, positions: Ints, epoch: int) -> Ints:
         """Rounds of all streams' turns begin at multiples of their length, as batches do, and end with the epoch."""
@@ -138,22 +167,23 @@ class Order:
         return self._units.get((epoch, unit), partial(self._in_unit, epoch, unit))
 
     def _epoch(self, epoch: int) -> _Table:
-        n = len(self._unit_rows)
+        n = len(self._unit_sizes)
         units = permutation(n, self.seed, "blocks", epoch) if self.shuffle else np.arange(n, dtype=np.int64)
-        return _Table(units, _sums(self._unit_rows[units]))
+        return _Table(units, _sums(self._unit_sizes[units]))
 
     def _in_unit(self, epoch: int, unit: int) -> _Table:
         first = unit * self._unit
-        rows = self._block_rows(first, first + self._unit)
-        n = len(rows)
+        sizes = self._block_sizes(first, first + self._unit)
+        n = len(sizes)
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
-        return _Table(first + blocks, _sums(rows[blocks]))
+        return _Table(first + blocks, _sums(sizes[blocks]))
 
-    def _in_block(self, epoch: int, block: int) -> list[int]:
-        (rows,) = self._block_rows(block, block + 1).tolist()
+    def _in_block(self, slot: Slot) -> list[int]:
+        (size,) = self._block_sizes(slot.block, slot.block + 1).tolist()
+        rows = -(-(size - self.head(slot.begin)) // self.length)
         if not self.shuffle:
             return list(range(rows))
-        return permutation(rows, self.seed, "rows", epoch, block).tolist()
+        return permutation(rows, self.seed, "rows", slot.epoch, slot.block).tolist()
 
 
 def in_turns(k: Ints, streams: int, turn: Ints | int) -> Ints:
@@ -165,35 +195,51 @@ def in_turns(k: Ints, streams: int, turn: Ints | int) -> Ints:
 
 
 def order_of(
-    rows: Ints, *, seed: int, streams: int, shuffle: bool, turn: int = 1, max_units: int = MAX_UNITS
+    sizes: NDArray[np.integer],
+    *,
+    seed: int,
+    streams: int,
+    shuffle: bool,
+    turn: int = 1,
+    length: int = 1,
+    max_units: int = MAX_UNITS,
 ) -> Order:
-    """The order of blocks with so many `rows` [n_blocks]."""
-    unit = -(-len(rows) // max_units)
-    unit_rows = rows if unit == 1 else np.add.reduceat(rows, np.arange(0, len(rows), unit), dtype=np.int64)
-    slices, unit_rows = _Slices(rows), unit_rows.astype(np.int64)
-    return Order(unit_rows, unit, slices, seed=seed, streams=streams, shuffle=shuffle, turn=turn)
+    """The order of blocks of these `sizes` [n_blocks]: their rows, or what is cut into rows of `length`."""
+    unit = -(-len(sizes) // max_units)
+    starts = np.arange(0, len(sizes), unit)
+    unit_sizes = np.asarray(sizes if unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64)
+    return Order(
+        unit_sizes,
+        unit,
+        _Slices(sizes),
+        seed=seed,
+        streams=streams,
+        shuffle=shuffle,
+        turn=turn,
+        length=length,
+    )
 
 
 class _Slices:
-    """Rows per block from an array."""
+    """Sizes of blocks from an array."""
 
-    def __init__(self, rows: NDArray[np.integer]) -> None:
-        self._rows = rows
+    def __init__(self, sizes: NDArray[np.integer]) -> None:
+        self._sizes = sizes
 
     def __call__(self, begin: int, end: int) -> Ints:
-        return self._rows[begin:end].astype(np.int64)
+        return self._sizes[begin:end].astype(np.int64)
 
 
-def _find(table: _Table, rows: Ints) -> tuple[Ints, Ints]:
-    at = table.first_rows.searchsorted(rows, side="right") - 1
-    return table.numbers[at], rows - table.first_rows[at]
+def _find(table: _Table, at: Ints) -> tuple[Ints, Ints]:
+    places = table.begins.searchsorted(at, side="right") - 1
+    return table.numbers[places], at - table.begins[places]
 
 
 def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Units or blocks of the rows at … end − 1 of a table, and which of their own rows these are: from … to."""
-    place = int(table.first_rows.searchsorted(at, side="right")) - 1
+    place = int(table.begins.searchsorted(at, side="right")) - 1
     while at < end:
-        first, after = table.first_rows[place : place + 2].tolist()
+        first, after = table.begins[place : place + 2].tolist()
         stop = min(after, end)
         if stop > at:
             yield int(table.numbers[place]), at - first, stop - first

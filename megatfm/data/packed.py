@@ -82,51 +82,68 @@ class JoinedRows:
             for name, (field, values) in self.typed.items()
         }
 
-    def copy_typed(self, number: int, into: Fields, at: int) -> None:
-        """Write the fields that are no plain integers of a row into row `at`; past the last one there is padding."""
+    def copy_typed(self, number: int, into: Fields, row: int, at: int = 0) -> None:
+        """Write the fields that are no plain integers of a row into row `row`, from place `at` on, and padding after
+        it; past the last one there is nothing else."""
         begin, n = self._extent(number)
         for name, (field, values) in self.typed.items():
             out = into[name]
             if field.of == "row":
-                out[at] = values[number] if number < self.n_rows else field.fill
+                out[row] = values[number] if number < self.n_rows else field.fill
             else:
-                out[at, :n], out[at, n:] = values[begin : begin + n], field.fill
+                out[row, at : at + n], out[row, at + n :] = values[begin : begin + n], field.fill
 
     def _extent(self, number: int) -> tuple[int, int]:
         """Where a row begins, and how long it is; past the last one it is empty."""
         begin, *ends = self.bounds[number : number + 2] or (0,)
         return begin, ends[0] - begin if ends else 0
 
-    def copy_row(self, number: int, into: NDArray[np.int64]) -> None:
-        """Write all integers [fields, length] of a row; past the last one there is padding."""
-        begin, n = self._extent(number)
-        for values, out in zip(self.fields.values(), into, strict=False):
-            out[:n] = values[begin : begin + n]
-        if n < self.length:
-            into[:, n:] = np.array(list(self.fills.values()))[:, None]
-        if n:
-            self._number(begin, into[-2, :n], into[-1, :n])
+    def copy_row(
+        self, number: int, into: NDArray[np.int64], at: int = 0, documents: int = 0
+    ) -> tuple[int, int]:
+        """Write all integers [fields, length] of a row from place `at` on, and padding after it; past the last row
+        there is nothing else.
 
-    def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Number the documents of a row that starts at `begin`, and the positions in their pieces."""
+        documents: how many there are before `at`. Returns where the row ends, and how many there are then.
+        """
+        begin, n = self._extent(number)
+        end = at + n
+        for values, out in zip(self.fields.values(), into, strict=False):
+            out[at:end] = values[begin : begin + n]
+        if end < self.length:
+            into[:, end:] = np.array(list(self.fills.values()))[:, None]
+        if not n:
+            return end, documents
+        found = self._number(begin, into[-2, at:end], into[-1, at:end])
+        if at and self.as_one_document:
+            into[-1, at:end] += at if self.blank is None else at * (into[-2, at:end] != NO_DOCUMENT)
+        elif documents:
+            into[-2, at:end] += (
+                documents if self.blank is None else documents * (into[-2, at:end] != NO_DOCUMENT)
+            )
+        return end, documents + found
+
+    def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """Number the documents of a row that starts at `begin`, and the positions in their pieces; how many it has."""
         n, ramp, starts = len(documents), _ramp(self.length), self.starts
         if self.as_one_document:
             documents[:], positions[:] = 0, ramp[:n]
             if self.blank is None:
-                return
+                return 1
         first, after = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
         if after - first > FEW and self.blank is None:
             bounds = np.clip(np.array(starts[first : after + 1]) - begin, 0, n)
             counts = np.diff(bounds)
             documents[:] = np.repeat(ramp[: after - first], counts)
             positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
-            return
+            return after - first
         for number in range(first, after):
             piece = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
             if self.blank is not None and self.blank[number]:
                 documents[piece], positions[piece] = NO_DOCUMENT, 0
             elif not self.as_one_document:
                 documents[piece], positions[piece] = number - first, ramp[: piece.stop - piece.start]
+        return after - first
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,18 +170,24 @@ class PackedBlock:
 
     def row(self, number: int) -> Fields:
         """One row by name, integers [length of the side] as int64; past the end of the block there is padding."""
-        return {name: rows[0] for name, rows in batch_of([(self, number)]).items()}
+        return {name: rows[0] for name, rows in batch_of([[(self, number)]]).items()}
 
 
-def batch_of(rows: Sequence[tuple[PackedBlock, int]]) -> Fields:
+Parts = Sequence[tuple[PackedBlock, int]]
+"""Of a row: blocks, and which row of each; more than one where it is cut out of more than one block."""
+
+
+def batch_of(rows: Sequence[Parts]) -> Fields:
     """Rows of blocks that were packed alike, by name: integers [n, length of the side] as int64, others as they are."""
     fields: Fields = {}
-    for number, side in enumerate(rows[0][0].sides):
+    for number, side in enumerate(rows[0][0][0].sides):
         batch, typed = np.empty((len(side.names), len(rows), side.length), np.int64), side.room(len(rows))
-        for at, (block, row) in enumerate(rows):
-            block.sides[number].copy_row(row, batch[:, at])
-            if typed:
-                block.sides[number].copy_typed(row, typed, at)
+        for row, parts in enumerate(rows):
+            at = documents = 0
+            for block, part in parts:
+                if typed:
+                    block.sides[number].copy_typed(part, typed, row, at)
+                at, documents = block.sides[number].copy_row(part, batch[:, row], at, documents)
         fields.update(zip(side.names, batch, strict=True))
         fields.update(typed)
     return fields

@@ -20,7 +20,7 @@ Fields = dict[str, NDArray[Any]]
 
 
 class Partners(Protocol):
-    """The other documents of a block, those without tokens left out, in stored order."""
+    """The other documents of a group of blocks, those without tokens left out, in stored order."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:

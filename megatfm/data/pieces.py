@@ -35,6 +35,12 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.documents)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
+        return sum(column.nbytes for column in columns)
+
     def rows(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
         """Document, start, end, number and lengths of each piece, as plain numbers."""
         columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)

@@ -1,4 +1,4 @@
-"""How many rows each block of a corpus makes: planned once from the index, and kept beside the corpus."""
+"""What each block of a corpus, or group of blocks, makes: planned once from the index, and kept beside the corpus."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from megatfm.atomic import write_whole
 from megatfm.data.corpus import Corpus
-from megatfm.data.packing import SequenceBuilder
+from megatfm.data.groups import groups_of
+from megatfm.data.packing import SequenceBuilder, one_a_row
 from megatfm.data.pieces import Pieces, pieces_of
 from megatfm.data.whole import rows_for
 from megatfm.errors import MegatfmError, UsageError
@@ -22,32 +23,55 @@ SAMPLES_AT_ONCE = 2**18
 PLANS = ".plans"
 """Folder of a corpus for plans; it may be deleted at any time."""
 KEPT = 32
+MUCH_PADDING = 0.05
+"""Share of padding above which it is said."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`rows` [n_blocks] of every block, and notes for the log on what is not read as one would think."""
+    """What an order needs of a corpus, and notes for the log on what is not read as one would think.
 
-    rows: NDArray[np.int64]
+    sizes [n]: of every block the tokens that are cut into rows; or of every group of blocks the rows.
+    groups [n + 1]: the first block of each group; None where rows are cut.
+    padding: its share of all rows.
+    """
+
+    sizes: NDArray[np.int64]
+    groups: NDArray[np.int64] | None
+    padding: float
     notes: tuple[str, ...] = ()
 
     def encode(self, key: str) -> bytes:
-        """Content of a plan file: a JSON line with the key and a hash, then the rows of each block as uint32."""
-        content = self.rows.astype("<u4").tobytes()
-        facts = {"key": key, "notes": self.notes, "blake3": blake3(content).hexdigest()}
+        """Content of a plan file: a JSON line with the key and a hash, then sizes as uint32, and groups as uint64."""
+        groups = b"" if self.groups is None else self.groups.astype("<u8").tobytes()
+        content = self.sizes.astype("<u4").tobytes() + groups
+        facts = {
+            "key": key,
+            "sizes": len(self.sizes),
+            "padding": self.padding,
+            "notes": self.notes,
+            "blake3": blake3(content).hexdigest(),
+        }
         return json.dumps(facts).encode() + b"\n" + content
 
     @classmethod
-    def decode(cls, data: bytes, key: str, n_blocks: int) -> "Plan":
+    def decode(cls, data: bytes, key: str) -> "Plan":
         """Raises a ValueError, KeyError or TypeError if that is no whole plan of this key."""
         line, _, content = data.partition(b"\n")
         facts = json.loads(line)
         if facts["key"] != key or facts["blake3"] != blake3(content).hexdigest():
             raise ValueError("another plan")
-        rows = np.frombuffer(content, "<u4").astype(np.int64)
-        if len(rows) != n_blocks:
-            raise ValueError("another number of blocks")
-        return cls(rows, tuple(map(str, facts["notes"])))
+        sizes = np.frombuffer(content, "<u4", facts["sizes"])
+        groups = np.frombuffer(content, "<u8", offset=sizes.nbytes)
+        if len(groups) not in (0, len(sizes) + 1):
+            raise ValueError("another number of groups")
+        notes = tuple(map(str, facts["notes"]))
+        return cls(
+            sizes.astype(np.int64),
+            groups.astype(np.int64) if len(groups) else None,
+            float(facts["padding"]),
+            notes,
+        )
 
 
 def stored_plan(
@@ -60,11 +84,11 @@ def stored_plan(
     """
     if name is None:
         return make_plan(corpus, objective, row_lengths, seed)
-    key = blake3(json.dumps([1, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
+    key = blake3(json.dumps([2, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
     path = Path(corpus.folder) / PLANS / key[:32]
     # ValueError covers JSON and NumPy.
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return Plan.decode(path.read_bytes(), key, len(corpus.blocks) - 1)
+        return Plan.decode(path.read_bytes(), key)
     plan = make_plan(corpus, objective, row_lengths, seed)
     with suppress(OSError):
         _write(path, plan.encode(key))
@@ -107,35 +131,72 @@ class _Planner:
                 f"sequence of {length}: prepare more text"
                 + (f", or set data.sequence_length to at most {total}" if total else "")
             )
-        return Plan(-(-built // length))
+        padding = 1 - total / (-(-total // length) * length)
+        return Plan(built, None, padding, tuple(self._on_padding(padding)))
 
     def fitted(self) -> Plan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
-        counts, total, dropped, alone = np.zeros(len(blocks) - 1, np.int64), 0, 0, 0
-        for block, pieces in self._pieces_by_block():
-            kept = pieces.with_sequences()
-            self._check_lengths(kept)
-            rows = rows_for(self.objective, kept.lengths, self.row_lengths)
-            counts[block] = int(rows.max(initial=-1)) + 1
-            total, dropped = total + len(kept), dropped + len(pieces) - len(kept)
-            texts = np.count_nonzero(self.n_tokens[blocks[block] : blocks[block + 1]])
-            alone += len(kept) if texts == 1 else 0
+        volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
+        total = dropped = alone = 0
+        for begin, starts, pieces in self._planned():
+            kept = pieces.lengths.any(axis=1)
+            self._check_lengths(pieces.take(np.flatnonzero(kept)))
+            volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
+            total, dropped = total + int(kept.sum()), dropped + int((~kept).sum())
         if not total:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
+        found = list(groups_of(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits))
+        groups = np.array([0, *(end for end, _ in found)])
+        sizes = np.array([rows for _, rows in found])
+        if self.objective.needs_partners:
+            alone = self._alone(groups)
+        room = int(sizes.sum()) * sum(self.row_lengths)
+        padding = 1 - float(volumes.sum()) / room
         notes = []
         if dropped:
             notes.append(
                 f"{folder}: {dropped:,} of {total + dropped:,} pieces of documents are too short for the "
                 "objective and are left out"
             )
-        if alone and self.objective.needs_partners:
+        if alone:
             notes.append(
-                f"{folder}: {alone:,} of {total:,} sequences lie in blocks with no other document, so "
-                "they have no partner"
+                f"{folder}: {alone:,} of {total:,} sequences lie in groups of blocks with no other "
+                "document, so they have no partner"
             )
-        return Plan(counts, tuple(notes))
+        return Plan(sizes, groups, padding, (*notes, *self._on_padding(padding)))
+
+    @property
+    def _fits(self) -> bool:
+        return not one_a_row(self.objective)
+
+    def _rows_of(self, begin: int, end: int) -> int:
+        """How many rows these blocks make together."""
+        rows = rows_for(self.objective, self._sequences(begin, end).lengths, self.row_lengths)
+        return int(rows.max(initial=-1)) + 1
+
+    def _sequences(self, begin: int, end: int) -> Pieces:
+        first, after = self.corpus.blocks[[begin, end]].tolist()
+        return pieces_of(self.n_tokens[first:after], self.objective, first, self.seed).with_sequences()
+
+    def _alone(self, groups: NDArray[np.int64]) -> int:
+        """Sequences whose document is the only one of its group that is not empty."""
+        known = np.concatenate([[0], np.cumsum(self.n_tokens > 0)])[self.corpus.blocks[groups]]
+        return sum(
+            len(self._sequences(*groups[at : at + 2].tolist())) for at in np.flatnonzero(np.diff(known) == 1)
+        )
+
+    def _on_padding(self, share: float) -> Iterator[str]:
+        if share > MUCH_PADDING:
+            rows = " and ".join(f"{length:,}" for length in self.row_lengths)
+            why = "each sequence has a row of its own" if one_a_row(self.objective) else "that is few rows"
+            if self._fits and self.objective.max_tokens is not None:
+                why = "its documents don't fill such rows, whole"
+            yield (
+                f"{self.corpus.folder}: {share:.1%} of its rows of {rows} is padding, on which time is spent: {why}: "
+                "choose shorter rows (data.sequence_length), or prepare more text"
+            )
 
     def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], Pieces]]:
         """Some blocks at once: the number of the first, where the pieces of each start [n + 1], and the pieces."""
@@ -146,11 +207,6 @@ class _Planner:
             pieces = pieces_of(self.n_tokens[first : blocks[end]], self.objective, first, self.seed)
             yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
             begin = end
-
-    def _pieces_by_block(self) -> Iterator[tuple[int, Pieces]]:
-        for begin, starts, pieces in self._planned():
-            for number in range(len(starts) - 1):
-                yield begin + number, pieces.take(np.arange(*starts[number : number + 2]))
 
     def _check_lengths(self, pieces: Pieces) -> None:
         unfit = ((pieces.lengths > np.array(self.row_lengths)) | (pieces.lengths == 0)).any(1)

@@ -1,6 +1,6 @@
 """Rows of packed tokens of one corpus, in training order."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -10,16 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.batch_schedule import Streams
-from megatfm.data.block import pack
-from megatfm.data.cache import ByteCache, nbytes
+from megatfm.data.block import Fitted, cut
+from megatfm.data.cache import ByteCache, size_of
 from megatfm.data.corpus import Corpus
-from megatfm.data.order import RowAddress, order_of
-from megatfm.data.packed import PackedBlock, batch_of
+from megatfm.data.documents import Documents, Read, read_block
+from megatfm.data.order import RowAddress, Slot, order_of
+from megatfm.data.packed import PackedBlock, Parts, batch_of
 from megatfm.data.packing import Fields, Packing, SequenceBuilder
 from megatfm.data.plan import stored_plan
 from megatfm.data.quarantine import Quarantine
 from megatfm.errors import MegatfmError
 from megatfm.keyed import permutation
+
+PACKING = 2
+"""Which rules made the rows; before, rows never spanned blocks. Part of an order's identity."""
 
 
 class Rows(Protocol):
@@ -67,11 +71,9 @@ class CorpusRows(Rows, Protocol):
 
 @dataclass
 class _Held:
-    """A packed block while it is read."""
+    """A packed block, or group of blocks, while it is read."""
 
-    packed: PackedBlock
-    order: list[int]
-    """Its rows as they come in the epoch."""
+    packed: PackedBlock | Fitted
     n_rows: int
     asked: Iterator[int] = field(default_factory=partial(count, 1))
     """Counts the rows that were asked for. One of `itertools`, since the loader's threads share it: no number twice."""
@@ -84,17 +86,19 @@ class _Held:
 class PackedRows:
     """Rows of `sequence_length` tokens in a reproducible order without end (see `Order`); `len` is those of an epoch.
 
-    Rows never span blocks. An objective with `max_tokens` gets pieces of that length, and its sequences stay whole:
-    which share a row is planned once, from their lengths, and is the same in all epochs. Other documents are joined
-    in another order each epoch and cut where rows end. What room is left is padding, with `pad_id` for tokens.
+    An objective with `max_tokens` gets pieces of that length, and its sequences stay whole: which share a row is
+    planned once, for groups of blocks, from their lengths, and is the same in all epochs. Other documents are joined
+    in another order each epoch, from block to block, and cut where rows end. What room is left is padding, with
+    `pad_id` for tokens: `padding` is its share.
     target_length: row length of an objective's second side (an encoder-decoder's decoder).
 
     streams: how many places are read in turn (and how many rows of each).
     plan_name: tells what decides the objective's lengths, so that the plan can be kept beside the corpus.
     quarantine: samples that become padding; their places, and all others', stay.
 
-    Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks; the cache should hold one
-    block per stream. `notes` are lines for the log, on what of the corpus is not read as one would think.
+    Memory grows by 8 bytes a block, and by at most `cache_bytes` of packed blocks, and as much of blocks of which
+    sequences are made; the caches should hold one block, or group of blocks, per stream. `notes` are lines for the
+    log, on what of the corpus is not read as one would think.
 
     Raises a UsageError if the corpus is too short for one row.
     """
@@ -126,12 +130,19 @@ class PackedRows:
         lengths = (sequence_length, target_length or sequence_length)[: len(objective.sides)]
         self._packing = Packing(objective, lengths, self.seed, pad_id, attend_across_documents)
         plan = stored_plan(corpus, objective, lengths, self.seed, plan_name)
-        self._rows_of_block = plan.rows
-        self.notes = list(plan.notes)
+        self._plan, self.padding_share, self.notes = plan, plan.padding, list(plan.notes)
         if self.quarantine:
             self.notes.append(f"{corpus.folder}: {len(self.quarantine):,} samples are in quarantine")
-        self.order = order_of(plan.rows, seed=self.seed, streams=self.streams, turn=turn, shuffle=shuffle)
-        self._cache: ByteCache[tuple[int, int], _Held] = ByteCache(cache_bytes, nbytes)
+        self.order = order_of(
+            plan.sizes,
+            seed=self.seed,
+            streams=self.streams,
+            turn=turn,
+            shuffle=shuffle,
+            length=sequence_length if plan.groups is None else 1,
+        )
+        self._cache: ByteCache[tuple[int, int], _Held] = ByteCache(cache_bytes, size_of)
+        self._read: ByteCache[int, Read] = ByteCache(cache_bytes, size_of)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -161,6 +172,7 @@ class PackedRows:
             "shuffle": self.shuffle,
             "attend_across_documents": self._packing.as_one_document,
             "rows_per_epoch": len(self),
+            "packing": PACKING,
             **quarantine,
         }
 
@@ -185,76 +197,72 @@ class PackedRows:
         """The rows at global positions, as `Rows` says."""
         return batch_of(self.find(positions))
 
-    def find(self, positions: Sequence[int | None]) -> list[tuple[PackedBlock, int]]:
-        """The packed block of each position, and the row in it."""
+    def find(self, positions: Sequence[int | None]) -> list[Parts]:
+        """The packed blocks of which the row at each position is made, and which row of each."""
         wanted = np.array([-1 if at is None else at for at in positions], np.int64)
         slots = iter(self.order.slots(wanted[wanted >= 0]))
-        return [self._padding if at is None else self._found(*next(slots)) for at in positions]
+        return [self._padding if at is None else self._found(next(slots)) for at in positions]
 
-    def _found(self, epoch: int, block: int, slot: int) -> tuple[PackedBlock, int]:
-        held = self._block(epoch, block)
+    def _found(self, slot: Slot) -> Parts:
+        epoch, block, _, begin = slot
+        number, held = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        if isinstance(held, Fitted):
+            return [(held.row(number), 0)]
+        head, length = self.order.head(begin), self.sequence_length
+        parts = [(held, number + (head > 0))]
+        at, end = begin + int(self._plan.sizes[block]), begin + head + (number + 1) * length
+        while at < min(end, self.order.size):
+            block = self.order.following(epoch, at)
+            held = self._block(epoch, block, at)
+            assert isinstance(held, PackedBlock)
+            parts.append((held, 0))
+            at += int(self._plan.sizes[block])
+        return parts
+
+    @cached_property
+    def _padding(self) -> Parts:
+        # Of the smallest block that has rows, since any would do.
+        sizes = self._plan.sizes
+        return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
+
+    def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | Fitted:
+        """A block, or group of blocks, of which a row is asked for."""
+        held = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
         if next(held.asked) == held.n_rows:
             # So that the next block gets its memory, since fresh memory is slow.
             self._cache.forget((epoch, block))
-        return held.packed, held.order[slot]
+        return held.packed
 
-    @cached_property
-    def _padding(self) -> tuple[PackedBlock, int]:
-        # Of the smallest block that has rows, since any would do.
-        rows = self._rows_of_block
-        return self._block(0, int(np.where(rows, rows, rows.max()).argmin())).packed.padding, 0
+    def _open(self, epoch: int, block: int, begin: int) -> _Held:
+        packed = self._pack(epoch, block, self.order.head(begin))
+        return _Held(packed, packed.n_rows)
 
-    def _block(self, epoch: int, block: int) -> _Held:
-        return self._cache.get((epoch, block), partial(self._open, epoch, block))
-
-    def _open(self, epoch: int, block: int) -> _Held:
-        packed = self._pack(epoch, block)
-        return _Held(packed, self.order.block_order(epoch, block), packed.n_rows)
-
-    def _pack(self, epoch: int, block: int) -> PackedBlock:
-        blank = self._blank(block)
-        documents, members = self._documents(block, blank)
-        packed = pack(
-            documents,
-            self._packing,
-            epoch=epoch,
-            first=int(self.corpus.blocks[block]),
-            order=(lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None,
-            blank=blank,
-            members=members,
-        )
-        if packed.n_rows != self._rows_of_block[block]:
+    def _pack(self, epoch: int, block: int, head: int) -> PackedBlock | Fitted:
+        groups, planned = self._plan.groups, int(self._plan.sizes[block])
+        needs_members = self.objective.needs_members
+        packed: PackedBlock | Fitted
+        if groups is not None:
+            first, end = groups[block : block + 2].tolist()
+            blank = self._blank(first, end)
+            documents = Documents(self.corpus, first, end, blank, self._read, needs_members)
+            packed = Fitted(documents, self._packing, epoch)
+            made = packed.n_rows
+        else:
+            first = block
+            held = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
+            order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
+            packed = cut(held, self._packing, epoch=epoch, order=order, head=head)
+            made = packed.sides[0].bounds[-1]
+        if made != planned:
+            what = "tokens" if groups is None else "rows"
             raise MegatfmError(
-                f"{self.corpus.folder}: block {block} makes {packed.n_rows} rows, its plan says "
-                f"{self._rows_of_block[block]}: delete the folder .plans in it"
+                f"{self.corpus.folder}: block {first} makes {made} {what}, its plan says {planned}: delete the folder "
+                ".plans in it"
             )
         return packed
 
-    def _blank(self, block: int) -> NDArray[np.bool_] | None:
+    def _blank(self, first: int, end: int) -> NDArray[np.bool_] | None:
         if not self.quarantine:
             return None
-        blank = self.quarantine.of(*map(int, self.corpus.blocks[block : block + 2]))
+        blank = self.quarantine.of(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
         return blank if blank.any() else None
-
-    def _documents(
-        self, block: int, blank: NDArray[np.bool_] | None
-    ) -> tuple[list[NDArray[np.integer]], list[Mapping[str, bytes]] | None]:
-        """The documents of a block, and their files if the objective needs them.
-
-        Of those that are `blank` only the lengths, and if all are, nothing is read.
-        """
-        read: list[NDArray[np.integer]] = []
-        members: list[Mapping[str, bytes]] | None = None
-        if blank is None or not blank.all():
-            if self.objective.needs_members:
-                samples = self.corpus.samples(block)
-                read, members = [one.tokens for one in samples], [one.members for one in samples]
-            else:
-                read = [tokens for _, tokens in self.corpus.block(block)]
-        if blank is None:
-            return read, members
-        lengths = self.corpus.block_lengths(block)
-        return [
-            np.zeros(int(n), np.int64) if empty else read[i]
-            for i, (n, empty) in enumerate(zip(lengths, blank, strict=True))
-        ], members

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.order import order_of
+from megatfm.data.order import Slot, order_of
 from megatfm.errors import MegatfmError
 
 Numbered = tuple[int, NDArray[np.integer]]
@@ -100,7 +100,7 @@ class ShuffledSamples(Iterator[Numbered]):
             unpacked = {}
         found: list[Iterable[Numbered]] = []
         for block, at, stop in runs:
-            rows = self.order.block_order(epoch, block)[at:stop]
+            rows = self.order.block_order(Slot(epoch, block, at, 0))[at:stop]
             if samples := unpacked.get(block):
                 found.append([samples[row] for row in rows])
             else:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import zstandard
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatfm.atomic import sync_folder
 from megatfm.data.files import WholeFile, write_whole, writing
-from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, sample_dtype
+from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import (
     INDEX_NAME,
     MANIFEST,
@@ -23,7 +23,15 @@ from megatfm.data.manifest import (
     Shard,
     TokenDtype,
 )
-from megatfm.data.members import END_OF_ARCHIVE, EXTENSION, KEY, PAYLOAD_OFFSET, encode_sample
+from megatfm.data.members import (
+    END_OF_ARCHIVE,
+    EXTENSION,
+    KEY,
+    PAYLOAD_OFFSET,
+    Sample,
+    encode_pack,
+    encode_sample,
+)
 from megatfm.errors import MegatfmError, UsageError
 
 _OURS = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
@@ -38,6 +46,9 @@ class ShardWriter:
     - token_dtype: how tokens are stored; an id that does not fit is an error.
     - shard_bytes, frame_bytes: uncompressed tar bytes after which a shard or a frame ends. A frame is the
       unit of reading; a sample is never split, so a larger one makes a larger frame.
+    - compress: as `.tar.zst`; else as plain `.tar`.
+    - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
+      a half of headers and padding.
     """
 
     def __init__(
@@ -48,14 +59,16 @@ class ShardWriter:
         token_dtype: TokenDtype,
         shard_bytes: int = 2**28,
         frame_bytes: int = 2**18,
+        compress: bool = True,
+        pack: bool = True,
     ) -> None:
         self.folder = Path(folder)
+        self._how = _How(frame_bytes, compress, pack)
         self._tokenizer_hash = tokenizer_hash
         self._token_dtype: TokenDtype = token_dtype
         self._dtype = np.dtype(token_dtype).newbyteorder("<")
         self._largest = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
-        self._frame_bytes = frame_bytes
         self._shards: list[Shard] = []
         self._open: _OpenShard | None = None
         with writing(self.folder):
@@ -83,14 +96,15 @@ class ShardWriter:
                 raise MegatfmError(
                     f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
                 )
-        data = encode_sample(key, self._stored(key, tokens), source, text_bytes, members)
-        if len(data) + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
+        sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members)
+        part = _Part(sample, None if self._how.pack and not members else _encoded(sample))
+        if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
-        if self._open is not None and self._open.written + len(data) > self._shard_bytes:
+        if self._open is not None and self._open.written + part.size > self._shard_bytes:
             self._close_shard()
         if self._open is None:
-            self._open = _OpenShard(self.folder, len(self._shards), self._frame_bytes)
-        self._open.add(key, data, len(tokens), text_bytes)
+            self._open = _OpenShard(self.folder, len(self._shards), self._how)
+        self._open.add(part)
 
     def finish(self, provenance: Mapping[str, Any]) -> Manifest:
         """Commit the corpus: close the last shard, remove what an interrupted run left, write the manifest.
@@ -143,38 +157,69 @@ class ShardWriter:
         self._open = None
 
 
+class _How(NamedTuple):
+    frame_bytes: int
+    compress: bool
+    pack: bool
+
+
+class _Part(NamedTuple):
+    """A sample of a frame."""
+
+    sample: Sample
+    data: bytes | None
+    """Its own members; None if it may share them with others."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it brings to a frame; of shared members about."""
+        if self.data is not None:
+            return len(self.data)
+        sample = self.sample
+        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + 16
+
+
 class _OpenShard:
     """The shard in progress: one frame in memory, the ones before it in the file."""
 
-    def __init__(self, folder: Path, number: int, frame_bytes: int) -> None:
+    def __init__(self, folder: Path, number: int, how: _How) -> None:
         self._index_path = folder / f"shard-{number:06d}.index.zst"
-        self._file = WholeFile(folder / f"shard-{number:06d}.tar.zst")
-        self._frame_bytes = frame_bytes
+        self._file = WholeFile(folder / f"shard-{number:06d}.tar{'.zst' if how.compress else ''}")
+        self._how = how
         # The checksum lets a reader notice damage in the one frame that it reads.
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._frame = bytearray()
-        self._frame_samples = 0
+        self._frame: list[_Part] = []
+        self._frame_bytes = 0
         self._frames: list[tuple[int, int, int]] = []
+        self._hashes: list[int] = []
+        self._packs = False
         self._samples: dict[str, tuple[int, int, int]] = {}
         self.written = 0
 
-    def add(self, key: str, data: bytes, n_tokens: int, text_bytes: int) -> None:
-        if key in self._samples:
-            raise MegatfmError(f"sample key {key}: used twice in {self._file.path}")
-        if self._frame and len(self._frame) + len(data) > self._frame_bytes:
+    def add(self, part: _Part) -> None:
+        sample, size = part.sample, part.size
+        if sample.key in self._samples:
+            raise MegatfmError(f"sample key {sample.key}: used twice in {self._file.path}")
+        if self._frame and (
+            self._frame_bytes + size > self._how.frame_bytes
+            or (part.data is None) != (self._frame[-1].data is None)
+        ):
             self._end_frame()
-        self._samples[key] = (len(self._frame) + PAYLOAD_OFFSET, n_tokens, text_bytes)
-        self._frame += data
-        self._frame_samples += 1
-        self.written += len(data)
+        # Where it lies is known when the frame ends.
+        self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
+        self._frame.append(part)
+        self._frame_bytes += size
+        self.written += size
 
     def commit(self) -> Shard:
-        self._frame += END_OF_ARCHIVE
-        self._end_frame()
+        self._end_frame(END_OF_ARCHIVE)
         self._file.commit()
         rows = [(*where, key.encode()) for key, where in self._samples.items()]
         index = ShardIndex(
-            np.array(self._frames, FRAME), np.array(rows, sample_dtype(max(map(len, self._samples))))
+            np.array(self._frames, FRAME),
+            np.array(rows, sample_dtype(max(map(len, self._samples)))),
+            None if self._how.compress else np.array(self._hashes, "<u8"),
+            self._packs or not self._how.compress,
         )
         encoded = index.encode()
         write_whole(self._index_path, encoded)
@@ -193,9 +238,30 @@ class _OpenShard:
     def discard(self) -> None:
         self._file.discard()
 
-    def _end_frame(self) -> None:
-        compressed = self._compressor.compress(bytes(self._frame))
-        self._frames.append((len(compressed), len(self._frame), self._frame_samples))
-        self._file.write(compressed)
-        self._frame.clear()
-        self._frame_samples = 0
+    def _end_frame(self, end: bytes = b"") -> None:
+        data = self._encoded_frame() + end
+        stored = self._compressor.compress(data) if self._how.compress else data
+        self._frames.append((len(stored), len(data), len(self._frame)))
+        if not self._how.compress:
+            self._hashes.append(frame_hash(data))
+        self._file.write(stored)
+        self._frame, self._frame_bytes = [], 0
+
+    def _encoded_frame(self) -> bytes:
+        """The frame's tar; notes where each sample's tokens start in it."""
+        at, parts = PAYLOAD_OFFSET, []
+        packed = self._frame[0].data is None and len(self._frame) > 1
+        for sample, data in self._frame:
+            _, *counts = self._samples[sample.key]
+            self._samples[sample.key] = (at, counts[0], counts[1])
+            if packed:
+                at += sample.tokens.nbytes
+            else:
+                parts.append(data or _encoded(sample))
+                at += len(parts[-1])
+        self._packs |= packed
+        return encode_pack([part.sample for part in self._frame]) if packed else b"".join(parts)
+
+
+def _encoded(sample: Sample) -> bytes:
+    return encode_sample(sample.key, sample.tokens, sample.source, sample.text_bytes, sample.members)

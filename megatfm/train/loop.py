@@ -226,6 +226,7 @@ class Trainer:
             "tokens_per_second": loader.step_tokens / seconds,
             **(self.utilization.of(loader.step_tokens / seconds) if self.utilization else {}),
             "data_wait_seconds": loader.waited - waited,
+            "padding": loader.padding,
             "step_seconds": seconds,
             "memory_bytes": memory_bytes(self.engine.device),
             "time": time.time(),

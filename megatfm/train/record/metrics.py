@@ -24,9 +24,13 @@ from megatfm.registry import Registry
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 MEASURED = frozenset(
-    {"time", "tokens_per_second", "mfu", "mfu_causal", "step_seconds", "data_wait_seconds", "memory_bytes"}
+    {
+        *("time", "tokens_per_second", "mfu", "mfu_causal", "step_seconds", "data_wait_seconds"),
+        *("memory_bytes", "padding"),
+    }
 )
-"""Keys of a line that depend on the machine: all others are the same when a step is done again."""
+"""Keys of a line that depend on the machine, or on which rows are rank 0's: all others are the same when a step is
+done again."""
 
 _log = logging.getLogger("megatfm")
 

@@ -54,6 +54,9 @@ class MemoryCorpus:
     def lengths(self) -> np.ndarray:
         return np.array([len(document) for document in self.documents], np.int64)
 
+    def block_lengths(self, number: int) -> np.ndarray:
+        return self.lengths()[slice(*self.blocks[number : number + 2])]
+
     def block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 
@@ -91,7 +94,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
     def write(texts: list[np.ndarray], name: str = "corpus", **options: Any) -> Path:
         options = {"tokenizer_hash": "a" * 64, "token_dtype": "uint16"} | options
-        options = {"shard_bytes": 60_000, "frame_bytes": 8_000} | options
+        options = {"shard_bytes": 60_000, "frame_bytes": 8_000, "pack": False} | options
         provenance = options.pop("provenance", {"made by": "a test"})
         with ShardWriter(tmp_path / name, **options) as writer:
             for i, tokens in enumerate(texts):
@@ -105,6 +108,12 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def folder(write: Callable[..., Path]) -> Path:
     return write(documents(100))
+
+
+@pytest.fixture
+def packed(write: Callable[..., Path]) -> Path:
+    """The same documents, of which many share a member."""
+    return write(documents(100), "packed", pack=True, shard_bytes=20_000, frame_bytes=4000)
 
 
 @pytest.fixture

@@ -100,7 +100,10 @@ class Fuzz:
         draw = np.random.default_rng(0)
         with ShardWriter(self.good, tokenizer_hash="t", token_dtype="uint16", frame_bytes=4096) as writer:
             for i in range(9):
-                writer.add(f"k{i}", draw.integers(0, 500, 40 * i).astype(np.uint16), f"source {i}", i)
+                # Those with a file have members of their own, the others share some.
+                files = {"cls": b"1"} if 3 <= i < 6 else {}
+                tokens = draw.integers(0, 500, 40 * i).astype(np.uint16)
+                writer.add(f"k{i}", tokens, f"source {i}", i, files)
             writer.finish({"a": [1, {"b": None}]})
         self.manifest = (self.good / "manifest.json").read_bytes()
         self.shard, self.index = (self.good / SHARD).read_bytes(), (self.good / INDEX).read_bytes()
@@ -158,12 +161,12 @@ class Fuzz:
 
     def a_plan(self, todo: Changes) -> None:
         """A stored plan: made again unless it is whole."""
-        whole = Plan(np.arange(5), ("a note",)).encode("key")
+        whole = Plan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
         try:
-            plan = Plan.decode(changed(whole, todo), "key", 5)
+            plan = Plan.decode(changed(whole, todo), "key")
         except (ValueError, KeyError, TypeError):
             return
-        assert plan.rows.tolist() == [0, 1, 2, 3, 4]
+        assert plan.sizes.tolist() == [0, 1, 2, 3, 4]
 
     def _corpus(
         self, shard: bytes, index: bytes, edit: Callable[[dict[str, Any]], object], text: bytes | None = None

@@ -62,6 +62,30 @@ def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpu
     )
 
 
+def test_what_many_documents_share_is_held_against_the_index(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
+    corpus = Corpus.open(packed)
+    block = corpus.shard_blocks(1)[0]
+    frame, first = zstandard.decompress(corpus.frame_bytes(block)), int(corpus.blocks[block])
+    for old, new, reason in (
+        (b'"keys": ["%06d"' % first, b'"keys": ["%06d"' % 999_999, "other keys or numbers of tokens"),
+        (b'"sources": ["', b'"sources":  "', "is not readable"),
+        (b'"sources": ["f', b'"sources": [1,', "is not readable"),
+        (b'"bytes": [', b'"bytes": [1', "other numbers of bytes"),
+        (b"\x93NUMPY", b"\x93NUMPX", "no array of"),
+        (b"%06d.meta.json" % first, b"%06d.meta.jsom" % first, "no tar header"),
+    ):
+        assert frame.count(old) == 1
+        start = frame.index(old)
+        changed = frame[:start] + new + frame[start + len(new) :]
+        stored = zstandard.ZstdCompressor(write_checksum=True).compress(changed)
+        monkeypatch.setattr(Corpus, "frame_bytes", lambda *_, stored=stored: stored)
+        samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
+        assert_refused(lambda: corpus.samples(block), SHARD, samples, reason)
+
+
 def test_a_shard_that_is_cut_after_opening(corpus: Corpus) -> None:
     path = corpus.folder / SHARD
     path.write_bytes(path.read_bytes()[:1000])

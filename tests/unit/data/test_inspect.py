@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data import Corpus, check, show
+from megatfm.data import Corpus, PackedRows, check, show
+from megatfm.data.inspect import padding
 
 
 def test_check_counts_what_it_has_read(folder: Path) -> None:
@@ -26,6 +27,19 @@ def test_show_gives_the_overview(folder: Path) -> None:
         Corpus.open(folder).fingerprint,
     ):
         assert fact in text
+
+
+def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
+    class Whole(causal_type):  # type: ignore[misc]
+        max_tokens = 599
+
+    lengths = corpus.lengths() + 1
+    for row in (64, 600):
+        cut, whole = padding(lengths, corpus.blocks, row)
+        assert cut == PackedRows(corpus, causal_type(), sequence_length=row, seed=0).padding_share
+    assert whole == PackedRows(corpus, Whole(), sequence_length=600, seed=0).padding_share
+    shown = f"rows of 2,048  {padding(lengths, corpus.blocks, 2048)[0]:.1%} padding where documents are cut"
+    assert " ".join(shown.split()) in " ".join(show(corpus.folder).split())
 
 
 def test_show_gives_a_sample(folder: Path) -> None:

@@ -51,6 +51,17 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedRows, micro_ba
     assert 0 < sum("documents" in batch for batch in found) < len(found)
 
 
+def test_the_share_of_padding_is_told(rows: PackedRows) -> None:
+    with Loader(rows, global_batch=8, micro_batch=2, stop=13) as loader:
+        for first in (0, 8):
+            next(loader)
+            found = [
+                (rows.row(at) if at < 13 else rows.padding())["documents"] for at in range(first, first + 8)
+            ]
+            assert loader.padding == (np.stack(found) == -1).mean()
+    assert loader.padding == 3 / 8
+
+
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_ranks_and_micro_batches_only_divide_the_order(

@@ -172,6 +172,27 @@ def test_few_rows_are_needed() -> None:
     assert lengths.sum() / (512 * (rows.max() + 1)) > 0.97
 
 
+@pytest.mark.parametrize("mean", [5, 40, 300])
+@pytest.mark.parametrize("length", [64, 512, 4096])
+def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
+    memory_corpus: Any, causal_type: Any, length: int, mean: int
+) -> None:
+    """Blocks of 512 tokens, so rows of an eighth of a block and of eight; of documents cut to pieces where they are
+    longer. No group is large."""
+    draw = np.random.default_rng(0)
+    lengths = np.maximum(1, draw.lognormal(np.log(mean), 0.7, 110 * max(length, 512) // mean)).astype(int)
+    owner = np.cumsum(lengths) // 512
+    blocks = [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(owner)) + 1)]
+    corpus, objective = memory_corpus(blocks), Whole(length - 3)
+    assert PackedRows(corpus, causal_type(), sequence_length=length, seed=0).padding_share <= 0.01
+    rows = PackedRows(corpus, objective, sequence_length=length, seed=0)
+    together = pieces_of(corpus.lengths(), objective, 0, 0).with_sequences().lengths
+    least = 1 - together.sum() / length / (best_fit(together, (length,)).max() + 1)
+    assert rows.padding_share <= max(0.03, least + 0.01), "or the lengths don't let them"
+    *sizes, _ = rows._plan.sizes.tolist()
+    assert max(sizes, default=0) <= 256 + 2 * 512 / length
+
+
 def test_rows_are_the_same_in_all_epochs_and_their_content_is_not(memory_corpus: Any) -> None:
     rows = PackedRows(memory_corpus([[30, 5, 17], [8, 40, 3]]), Whole(20), sequence_length=24, seed=3)
     plans, marks = [], []
@@ -242,7 +263,9 @@ def test_a_row_as_one_document(memory_corpus: Any) -> None:
     assert row["positions"].tolist() == [*range(n), *[0] * (40 - n)]
 
 
-def test_partners_are_the_other_documents_of_the_block(memory_corpus: Any) -> None:
+def test_partners_are_the_other_documents_of_the_group(
+    memory_corpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[tuple[int, int], list[list[int]]] = {}
 
     class Looking(Whole):
@@ -252,14 +275,17 @@ def test_partners_are_the_other_documents_of_the_block(memory_corpus: Any) -> No
             seen[key.sample, key.piece] = read
             return super().build(piece, key)
 
-    corpus = memory_corpus([[30, 0, 5], [7], [4, 4]])
+    corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
+    monkeypatch.setattr("megatfm.data.plan.groups_of", lambda *_: [(2, 2), (3, 1), (4, 1)])
     rows = PackedRows(corpus, Looking(20), sequence_length=24, seed=0)
     rows_of(rows)
     texts = [document.tolist() for document in corpus.documents]
     assert seen[0, 0] == seen[0, 1] == [texts[2]], "whole, and without empty ones"
     assert seen[2, 0] == [texts[0]]
     assert seen[3, 0] == []
-    assert any("1 of 6 sequences lie in blocks with no other document" in note for note in rows.notes)
+    assert any(
+        "1 of 6 sequences lie in groups of blocks with no other document" in note for note in rows.notes
+    )
 
 
 def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import resource
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from webdataset.gopen import gopen_schemes
 
-from megatfm.data import Corpus, ShardWriter, files
+from megatfm.data import Corpus, ShardWriter, check, files
 from megatfm.data.members import _header
 from megatfm.errors import MegatfmError, UsageError
 
@@ -53,6 +54,59 @@ def test_webdataset_reads_the_same_samples(
         np.testing.assert_array_equal(sample["tokens.npy"], tokens)
         assert sample["tokens.npy"].dtype == tokens.dtype
         assert sample["meta.json"] == {"source": f"folder/file {i} ä.txt", "bytes": 3 * len(tokens)}
+
+
+@pytest.mark.parametrize("compress", [True, False], ids=["zst", "tar"])
+def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
+    packed: Path, write: Write, make_documents: Any, compress: bool, tmp_path: Path
+) -> None:
+    """By its own opener, with the documented lines that tell the documents apart."""
+    folder, expected = packed, make_documents(100)
+    if not compress:
+        options = {"pack": True, "shard_bytes": 20_000, "frame_bytes": 4000}
+        folder = write(expected, "plain", compress=False, **options)
+    program = "zstd -dcq" if compress else "cat"
+    if not shutil.which("zstd"):
+        pytest.skip("there is no zstd program")
+    urls = [f"pipe:{program} {path}" for path in sorted(folder.glob("shard-*.tar*"))]
+    found = []
+    for sample in webdataset.WebDataset(urls, shardshuffle=False).decode():
+        meta, tokens = sample["meta.json"], sample["tokens.npy"]
+        if "keys" in meta:
+            parts = np.split(tokens, np.cumsum(meta["tokens"])[:-1])
+            found += zip(meta["keys"], meta["sources"], meta["bytes"], parts, strict=True)
+        else:
+            found.append((sample["__key__"], meta["source"], meta["bytes"], tokens))
+    for i, (key, source, text_bytes, tokens) in enumerate(found):
+        assert (key, source, text_bytes) == (f"{i:06d}", f"folder/file {i} ä.txt", 3 * len(tokens))
+        np.testing.assert_array_equal(tokens, expected[i])
+    corpus = Corpus.open(folder)
+    assert len(found) == corpus.n_samples == 100
+    assert len(corpus.indexes) > 1
+    assert all(len(index.frames) > 2 for index in corpus.indexes[:-1])
+    assert corpus.n_blocks < 15, "many documents a frame"
+    for block in range(corpus.n_blocks):
+        for sample, (number, tokens) in zip(corpus.samples(block), corpus.block(block), strict=True):
+            assert (sample.number, sample.key, sample.source) == (number, *found[number][:2])
+            np.testing.assert_array_equal(sample.tokens, expected[number])
+            np.testing.assert_array_equal(tokens, expected[number])
+    check(folder)
+
+
+def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: Path) -> None:
+    """And keep their order."""
+    with ShardWriter(tmp_path / "c", tokenizer_hash="t", token_dtype="uint16") as writer:
+        for i in range(12):
+            files = {"cls": b"%d" % i} if 4 <= i < 7 else {}
+            writer.add(f"k{i}", np.full(i, i, np.uint16), f"s{i}", i, files)
+        writer.finish({})
+    corpus = Corpus.open(tmp_path / "c")
+    assert corpus.blocks.tolist() == [0, 4, 7, 12]
+    found = [sample for block in range(3) for sample in corpus.samples(block)]
+    assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in found] == [
+        (f"k{i}", f"s{i}", i, {"cls": b"%d" % i} if 4 <= i < 7 else {}) for i in range(12)
+    ]
+    check(tmp_path / "c")
 
 
 @given(name=st.text("abcXYZ0189-_.", min_size=1, max_size=100), size=st.integers(0, 2**33 - 1))
@@ -92,11 +146,18 @@ def test_the_same_samples_give_the_same_bytes(write: Write, make_documents: Any)
     assert one == two
 
 
-def test_the_tar_is_pinned(write: Write) -> None:
+@pytest.mark.parametrize(
+    ("pack", "pinned"),
+    [
+        (False, "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"),
+        (True, "614469c0d150a2fbf133dfca4a57bbfc3feb3b917af1a16eef1d4cc7d4fad294"),
+    ],
+)
+def test_the_tar_is_pinned(write: Write, pack: bool, pinned: str) -> None:
     """Another release must not change the hash of a corpus (the compressed bytes may change with zstd)."""
-    folder = write([np.arange(n, dtype=np.uint16) for n in (0, 1, 70, 700)])
+    folder = write([np.arange(n, dtype=np.uint16) for n in (0, 1, 70, 700)], pack=pack)
     data = zstandard.ZstdDecompressor().decompress((folder / "shard-000000.tar.zst").read_bytes())
-    assert blake3(data).hexdigest() == "514c22775e613c511a5c9124290c1133d1d19a1a4511ab624f56b23191c913b8"
+    assert blake3(data).hexdigest() == pinned
 
 
 def test_wide_tokens_survive(write: Write) -> None:
@@ -180,7 +241,12 @@ def interrupted_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: list[
 
         monkeypatch.setattr(files, "sync_folder", dying)
         writer = ShardWriter(
-            folder, tokenizer_hash="a" * 64, token_dtype="uint16", shard_bytes=60_000, frame_bytes=8_000
+            folder,
+            tokenizer_hash="a" * 64,
+            token_dtype="uint16",
+            shard_bytes=60_000,
+            frame_bytes=8_000,
+            pack=False,
         )
         try:
             for i, tokens in enumerate(texts):

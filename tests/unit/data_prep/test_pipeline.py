@@ -223,6 +223,11 @@ def shard_texts(out: Path, split: str) -> dict[str, str]:
             if name.endswith(".meta.json"):
                 meta = json.loads(data)
                 ids = np.load(io.BytesIO(members[name.replace("meta.json", "tokens.npy")]))
-                texts[meta["source"]] = tokenizer.decode(ids.tolist())
-                assert len(texts[meta["source"]].encode()) == meta["bytes"]
+                many = "keys" in meta
+                parts = np.split(ids, np.cumsum(meta["tokens"])[:-1]) if many else [ids]
+                sources = meta["sources"] if many else [meta["source"]]
+                sizes = meta["bytes"] if many else [meta["bytes"]]
+                for source, size, part in zip(sources, sizes, parts, strict=True):
+                    texts[source] = tokenizer.decode(part.tolist())
+                    assert len(texts[source].encode()) == size
     return texts

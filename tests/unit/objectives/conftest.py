@@ -128,6 +128,9 @@ class Memory:
     def lengths(self) -> np.ndarray:
         return np.array([len(document) for document in self.documents], np.int64)
 
+    def block_lengths(self, number: int) -> np.ndarray:
+        return self.lengths()[slice(*self.blocks[number : number + 2])]
+
     def block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = tokenizers.SentencePieceTokenizer(model)
     with ShardWriter(
-        folder / "validation", tokenizer_hash=tokenizer.hash, token_dtype="uint16", frame_bytes=4096
+        folder / "validation", tokenizer_hash=tokenizer.hash, token_dtype="uint16", frame_bytes=512
     ) as writer:
         for number, text in enumerate(TEXTS):
             writer.add(f"{number}", tokenizer.encode(text), "by hand", len(text.encode()))
@@ -110,9 +110,8 @@ def by_hand(folder: Path) -> tuple[float, int]:
     """Nats and targets: each document between its marks, one after the other, cut wherever a row ends."""
     tokenizer = tokenizers.load(folder / "tokenizer.model")
     corpus, model = Corpus.open(folder / "validation"), model_of(folder)
-    nats, count = 0.0, 0
+    nats, count, place = 0.0, 0, 0
     for block in range(corpus.n_blocks):
-        place = 0
         for _, tokens in corpus.block(block):
             framed = [tokenizer.bos, *tokens.tolist(), tokenizer.eos]
             start = 0

@@ -1,0 +1,126 @@
+"""The documents of a run of blocks, read block by block as they are asked for."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatfm.data.cache import ByteCache
+from megatfm.data.corpus import Corpus
+
+
+class Read(NamedTuple):
+    """A block that was read: the tokens of each document, and the files of each where they are needed."""
+
+    tokens: list[NDArray[Any]]
+    members: list[Mapping[str, bytes]] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        files = sum(len(data) for each in self.members or () for data in each.values())
+        return files + sum(tokens.nbytes for tokens in self.tokens)
+
+
+class Documents(Sequence[NDArray[Any]]):
+    """The tokens [n] of each document of blocks `begin` to `end` − 1, as a sequence.
+
+    blank [D]: documents that are not read, but for their lengths. read: holds the blocks that were read last.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        begin: int,
+        end: int,
+        blank: NDArray[np.bool_] | None,
+        read: "ByteCache[int, Read]",
+        needs_members: bool,
+    ) -> None:
+        self._corpus, self._begin, self._end, self.blank = corpus, begin, end, blank
+        self._read, self._needs_members = read, needs_members
+        self._starts = corpus.blocks[begin : end + 1] - corpus.blocks[begin]
+        self.first = int(corpus.blocks[begin])
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each, without reading any."""
+        blocks = range(self._begin, self._end)
+        return np.concatenate([self._corpus.block_lengths(number) for number in blocks])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, number: int) -> NDArray[Any]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[NDArray[Any]]: ...
+    def __getitem__(self, number: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        if self.blank is not None and self.blank[number]:
+            return np.zeros(int(self.lengths[number]), np.int64)
+        block, at = self._place(number)
+        return block.tokens[at]
+
+    def members(self, number: int) -> Mapping[str, bytes]:
+        """The files that belong to a document; none where they are not needed."""
+        if not self._needs_members or (self.blank is not None and self.blank[number]):
+            return {}
+        block, at = self._place(number)
+        return block.members[at] if block.members else {}
+
+    def _place(self, number: int) -> tuple[Read, int]:
+        at = int(self._starts.searchsorted(number, side="right")) - 1
+        block = self._begin + at
+        return self._read.get(block, partial(opened, self._corpus, block, self._needs_members)), number - int(
+            self._starts[at]
+        )
+
+
+class InMemory(list[NDArray[Any]]):
+    """Documents that are there already; the first has the number `first` in its corpus."""
+
+    def __init__(
+        self,
+        documents: Sequence[NDArray[Any]],
+        first: int = 0,
+        members: Sequence[Mapping[str, bytes]] | None = None,
+        blank: NDArray[np.bool_] | None = None,
+    ) -> None:
+        super().__init__(documents)
+        self.first, self.blank = first, blank
+        self._members = members
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each."""
+        return np.array([len(document) for document in self], np.int64)
+
+    def members(self, number: int) -> Mapping[str, bytes]:
+        """The files that belong to a document; none where they are not needed."""
+        return self._members[number] if self._members else {}
+
+
+def read_block(corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool) -> InMemory:
+    """The documents of one block. Of those that are `blank` only the lengths, and if all are, nothing is read."""
+    first = int(corpus.blocks[block])
+    if blank is None:
+        read = opened(corpus, block, needs_members)
+        return InMemory(read.tokens, first, read.members)
+    read = Read([], None) if blank.all() else opened(corpus, block, needs_members)
+    tokens = [
+        np.zeros(n, np.int64) if empty else read.tokens[i]
+        for i, (n, empty) in enumerate(zip(corpus.block_lengths(block).tolist(), blank, strict=True))
+    ]
+    return InMemory(tokens, first, read.members, blank)
+
+
+def opened(corpus: Corpus, block: int, needs_members: bool) -> Read:
+    """A block, read, with the files of its documents if they are needed."""
+    if needs_members:
+        samples = corpus.samples(block)
+        return Read([one.tokens for one in samples], [one.members for one in samples])
+    return Read([tokens for _, tokens in corpus.block(block)], None)
