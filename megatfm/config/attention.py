@@ -50,8 +50,8 @@ class HeadsAttentionConfig(ScaledAttention):
     name: Literal["heads"] = "heads"
     n_kv_heads: PositiveInt | None = Field(default=None, le=WIDEST)
     """Number of key and value heads (grouped-query attention); left out, `n_heads`."""
-    qk_norm: bool = False
-    """RMSNorm on each head's queries and keys."""
+    qk_norm: bool | Literal["whole"] = False
+    """RMSNorm on each head's queries and keys; or `"whole"`, on those of all heads together (OLMoE)."""
     bias: bool = False
     """Biases in the projections."""
     sinks: bool = False
@@ -61,6 +61,12 @@ class HeadsAttentionConfig(ScaledAttention):
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.n_kv_heads or self.n_heads
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What tensor-parallel ranks share among them, by key: key heads that are normalised together, once each."""
+        together = {"n_kv_heads (qk_norm = 'whole')": self.kv_heads} if self.qk_norm == "whole" else {}
+        return {**super().divided, **together}
 
 
 class LatentAttentionConfig(ScaledAttention):

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.base import WIDEST, Rate, Section, by_name
+from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name
 from megatfm.config.model_parts import DenseFFNConfig, PluginFFNConfig
 
 
@@ -34,6 +34,8 @@ class TopKRouterConfig(RouterSection):
     name: Literal["top_k"] = "top_k"
     normalise: bool = True
     """Have the weights of the chosen add up to 1."""
+    bias: bool = False
+    """A bias for each expert in the router's matrix (gpt-oss)."""
 
 
 class SwitchRouterConfig(RouterSection):
@@ -44,18 +46,29 @@ class SwitchRouterConfig(RouterSection):
     """In training, the router's input is multiplied by numbers that differ by up to this much from 1."""
 
 
-class DeepSeekV3RouterConfig(RouterSection):
-    """Sigmoid scores, from the best groups, evened out by a bias without a loss (DeepSeek-AI 2024)."""
+class GroupedRouterSection(RouterSection):
+    """A router that chooses from the best groups of experts."""
 
-    name: Literal["deepseek_v3"] = "deepseek_v3"
     n_groups: PositiveInt = 1
     """Groups of neighbouring experts."""
     top_groups: PositiveInt = 1
     """Groups from which a token's experts are chosen."""
-    normalise: bool = True
-    """Have the weights of the chosen add up to `scale`."""
     scale: PositiveFloat = 1.0
     """Factor on the weights."""
+
+
+class DeepSeekV2RouterConfig(GroupedRouterSection):
+    """The highest softmax, from the groups whose best expert has the highest (DeepSeek-AI 2024a, section 2.2)."""
+
+    name: Literal["deepseek_v2"] = "deepseek_v2"
+
+
+class DeepSeekV3RouterConfig(GroupedRouterSection):
+    """Sigmoid scores, from the best groups, evened out by a bias without a loss (DeepSeek-AI 2024)."""
+
+    name: Literal["deepseek_v3"] = "deepseek_v3"
+    normalise: bool = True
+    """Have the weights of the chosen add up to `scale`."""
     bias_rate: NonNegativeFloat = 0.001
     """How far the bias of an expert moves after each step."""
 
@@ -69,8 +82,18 @@ class PluginRouterConfig(RouterSection):
 
 
 RouterConfig = Annotated[
-    TopKRouterConfig | SwitchRouterConfig | DeepSeekV3RouterConfig | PluginRouterConfig,
-    by_name(TopKRouterConfig, SwitchRouterConfig, DeepSeekV3RouterConfig, other=PluginRouterConfig),
+    TopKRouterConfig
+    | SwitchRouterConfig
+    | DeepSeekV2RouterConfig
+    | DeepSeekV3RouterConfig
+    | PluginRouterConfig,
+    by_name(
+        TopKRouterConfig,
+        SwitchRouterConfig,
+        DeepSeekV2RouterConfig,
+        DeepSeekV3RouterConfig,
+        other=PluginRouterConfig,
+    ),
 ]
 
 
@@ -86,6 +109,8 @@ class MoEConfig(DenseFFNConfig):
     """Experts that all tokens go through besides: one network so many times as wide."""
     capacity: PositiveFloat | None = None
     """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it."""
+    places: PositiveInt | None = Field(default=None, le=LONGEST)
+    """The same as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
     router: RouterConfig = TopKRouterConfig()
     """What chooses."""
 
@@ -100,7 +125,12 @@ class MoEConfig(DenseFFNConfig):
     @property
     def shared(self) -> dict[str, object]:
         """The section of the shared experts."""
-        return {"name": "dense", "d_ff": self.n_shared_experts * self.d_ff, "activation": self.activation}
+        return {
+            "name": "dense",
+            "d_ff": self.n_shared_experts * self.d_ff,
+            "activation": self.activation,
+            "bias": self.bias,
+        }
 
     @model_validator(mode="after")
     def _can_choose(self) -> Self:
@@ -108,17 +138,20 @@ class MoEConfig(DenseFFNConfig):
             raise ValueError(
                 f"top_k = {self.top_k} is more than n_experts = {self.n_experts}: choose {self.n_experts} or less"
             )
-        for key in ("bias", "dropout"):
-            if getattr(self, key):
-                raise ValueError(
-                    f"{key} = {getattr(self, key)!r} is for dense networks, experts have none: leave it out"
-                )
+        if self.dropout:
+            raise ValueError(
+                f"dropout = {self.dropout!r} is for dense networks, experts have none: leave it out"
+            )
+        if self.capacity and self.places:
+            raise ValueError(
+                f"capacity = {self.capacity} and places = {self.places} say the same thing twice: leave one out"
+            )
         router = self.router
         if isinstance(router, SwitchRouterConfig) and self.top_k != 1:
             raise ValueError(
                 f"top_k = {self.top_k}, but router.name = 'switch' chooses one: set top_k = 1, or router.name = 'top_k'"
             )
-        if isinstance(router, DeepSeekV3RouterConfig):
+        if isinstance(router, GroupedRouterSection):
             _check_groups(self, router)
         return self
 
@@ -128,7 +161,7 @@ FFNConfig = Annotated[
 ]
 
 
-def _check_groups(experts: MoEConfig, router: DeepSeekV3RouterConfig) -> None:
+def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
     n, groups, best = experts.n_experts, router.n_groups, router.top_groups
     if n % groups:
         nearest = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - groups), d))

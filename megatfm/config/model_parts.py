@@ -1,6 +1,6 @@
 """The sections of a model's parts that have few variants: feed-forward network, norms, embedding, head, weights."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema
 
@@ -60,23 +60,44 @@ class NormSection(Section):
     """Where the norms stand around a sublayer: pre, post, sandwich or deepnorm."""
     final: bool | None = None
     """A norm at the end of each stack; left out, only where blocks don't end in one."""
+    first: bool = True
+    """The norms of the first block's attention; false where the embedding's serves instead (ModernBERT)."""
 
     @property
     def ends_stack(self) -> bool:
         """Whether a norm stands at the end of each stack."""
         return self.placement not in NORM_AFTER if self.final is None else self.final
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a norm is made with beside its width and eps."""
+        return self.model_extra or {}
+
 
 class RMSNormConfig(NormSection):
     """Division by the root mean square (Zhang & Sennrich 2019)."""
 
     name: Literal["rms_norm"] = "rms_norm"
+    from_one: bool = False
+    """Weights are stored as their distance from 1 (Gemma)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a norm is made with beside its width and eps."""
+        return {"from_one": self.from_one}
 
 
 class LayerNormConfig(NormSection):
     """Mean and variance (Ba et al. 2016)."""
 
     name: Literal["layer_norm"] = "layer_norm"
+    bias: bool = True
+    """A bias beside the weight."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a norm is made with beside its width and eps."""
+        return {"bias": self.bias}
 
 
 class PluginNormConfig(NormSection):
@@ -135,6 +156,8 @@ class HeadConfig(Section):
     """A matrix; BERT's dense layer, activation and norm before it; or none, where other heads are all there is."""
     bias: bool = False
     """A bias for each token of the vocabulary."""
+    transform_bias: bool = True
+    """A bias in the dense layer of `transform` (ModernBERT: none)."""
     scale: Factor = 1.0
     """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` is that number at any width."""
     softcap: PositiveFloat | None = None

@@ -48,6 +48,8 @@ class YarnScaling(Section):
     """Channels that turn at most so often within it are interpolated."""
     attention_factor: PositiveFloat | None = None
     """Factor on rotated queries and keys; left out, 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """The ramp begins and ends at whole channels (gpt-oss: false)."""
 
 
 class Llama3Scaling(Section):

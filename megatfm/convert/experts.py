@@ -39,8 +39,8 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
             Rule(
                 (f"ffn.experts.w_{ours}",),
                 tuple(f"{names.block}.experts.{e}.{theirs}.weight" for e in range(experts.n_experts)),
-                _apart,
-                _stacked,
+                apart,
+                stacked,
             )
             for ours, theirs in parts
         ),
@@ -50,10 +50,11 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
 def dropless(config: ModelConfig) -> MoEConfig:
     """The section of a model's experts. Raises UsageError for what these architectures of transformers lack."""
     experts = expect(config.ffn, MoEConfig, "model.ffn")
-    if experts.capacity is not None:
-        raise UsageError(
-            f"model.ffn.capacity = {experts.capacity}: transformers has no capacity here, and would compute otherwise"
-        )
+    for key in ("capacity", "places"):
+        if (given := getattr(experts, key)) is not None:
+            raise UsageError(
+                f"model.ffn.{key} = {given}: transformers has no capacity here, and would compute otherwise"
+            )
     return experts
 
 
@@ -74,11 +75,13 @@ def top_k_section(theirs: Json, n_experts: int, d_ff: int, activation: str, *, n
     }
 
 
-def _apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """All experts' matrices in one, each for itself."""
     return tensors[0].unbind()
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def stacked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The reverse."""
     return [torch.stack(list(tensors))]
 
 

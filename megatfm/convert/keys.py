@@ -90,6 +90,49 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"position.theta": float(theta), "position.scaling": _scaling(given, config, place)}
 
 
+def rope_of_kind(
+    config: Mapping[str, Any], kind: str, older_theta: str, theta: float, *, scaled: bool = False
+) -> Json:
+    """Our section `position` for blocks of a kind, from its table in rope_parameters, or from keys beside that.
+
+    older_theta: the key of the base where the table has none. scaled: an older rope_scaling is about this kind.
+    """
+    tables, older = config["rope_parameters"], config["rope_scaling"] if scaled else None
+    if tables is not None:
+        inner("rope_parameters", tables, ("full_attention", "sliding_attention"))
+    if tables and older:
+        raise UsageError(
+            "config.json: rope_scaling and rope_parameters both: take out the one that does not hold"
+        )
+    if older and "rope_type" not in older:
+        raise UsageError(
+            "config.json: rope_scaling has no rope_type, without which transformers ignores it: add it"
+        )
+    given = older or (tables or {}).get(kind, {})
+    if not isinstance(given, dict):
+        raise UsageError(f"config.json: rope_parameters.{kind} = {given!r:.80} is no table")
+    if "rope_theta" in given and config[older_theta] is not None:
+        raise UsageError(
+            f"config.json: rope_parameters.{kind}.rope_theta and {older_theta}: take out one of them"
+        )
+    one = {
+        "rope_parameters": given,
+        "rope_scaling": None,
+        "rope_theta": config[older_theta],
+        "original_max_position_embeddings": None,
+        "max_position_embeddings": config["max_position_embeddings"],
+    }
+    if one["rope_theta"] is None and "rope_theta" not in given:
+        one["rope_theta"] = theta
+    read = rope(one)
+    scaling: RopeScaling | None = read["position.scaling"]
+    return {
+        "name": "rope",
+        "theta": read["position.theta"],
+        **({"scaling": scaling.model_dump(exclude_none=True)} if scaling else {}),
+    }
+
+
 def _either(given: Mapping[str, Any], key: str, config: Mapping[str, Any], place: str) -> Any:
     """A number that may stand in the table or beside it."""
     within, beside = given.get(key), config[key]
@@ -120,6 +163,8 @@ def their_rope(ours: ModelConfig) -> Json:
             }
             if scaling.attention_factor is not None:
                 parameters["attention_factor"] = scaling.attention_factor
+            if not scaling.truncate:
+                parameters["truncate"] = False
         case Llama3Scaling():
             parameters |= {
                 "rope_type": "llama3",
@@ -140,8 +185,8 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
     inner(place, given, ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
-    if given.get("truncate", True) is not True:
-        raise UsageError(f"config.json: {place}.truncate = {given['truncate']!r} is not supported, only True")
+    if not isinstance(truncate := given.get("truncate", True), bool):
+        raise UsageError(f"config.json: {place}.truncate = {truncate!r} is not true or false")
     if kind == "default":
         return None
     original: Any = None
@@ -161,6 +206,7 @@ def _scaling(given: Mapping[str, Any], config: Mapping[str, Any], place: str) ->
                 beta_fast=given.get("beta_fast") or 32.0,
                 beta_slow=given.get("beta_slow") or 1.0,
                 attention_factor=_attention_factor(given),
+                truncate=truncate,
             )
         case _:
             return Llama3Scaling(

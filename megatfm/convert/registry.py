@@ -187,7 +187,7 @@ def essence(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
     if by_layer:
         return {
             key: value
-            for depth in range(config.n_layers)
+            for depth in range(max(config.n_layers, config.encoder_layers))
             for key, value in _named_by_layer(depth, essence(config.at(depth)))
         }
     values = {key: value for key, value in _flat(config.model_dump()) if key not in TRAINING_ONLY}

@@ -24,7 +24,8 @@ class Block(nn.Module):
         super().__init__()
         self.depth, self.kind, config = depth, config.kind(depth), config.at(depth)
         initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
-        self.attn_residual = residual(config, "attention residual", stack)
+        first = RESIDUALS.get("none") if depth == 0 and not config.norm.first else residual
+        self.attn_residual = first(config, "attention residual", stack)
         pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder").at_depth(depth)
         self.attn = ATTENTIONS.get(config.attention.name)(config, initial, pattern)
         if cross:

@@ -53,7 +53,7 @@ class Transform(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser, d_in: int) -> None:
         super().__init__()
         width = config.embedding_width
-        self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=True)
+        self.dense = Linear(d_in, width, initial("dense", d_in, width), bias=config.head.transform_bias)
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.norm = make_norm(config, width)
 

@@ -84,6 +84,7 @@ Sends = Literal[
     "output summed",  # partial output of cut weights to residual stream
     "input whole",  # for what every rank computes alike
     "output whole",
+    "parts summed",  # numbers for each token, over cut channels; of their gradient, too
     "loss summed",  # a sum over tokens
     "loss over the vocabulary",  # in the module's `loss`; of logits, if it gives these, the parts are gathered
 ]
@@ -149,6 +150,12 @@ def _own_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
 def _summed_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
     if ranks.sequence_parallel:
         module.register_forward_hook(lambda _, __, output: sum_partial(output, ranks.group))
+
+
+def _summed_over_parts(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    module.register_forward_hook(
+        lambda _, __, output: copy_to_shards(sum_partial(output, ranks.group), ranks.group)
+    )
 
 
 def _token_sum(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -264,6 +271,11 @@ WHOLE_OUTPUT = Style(
 SEQUENCE_SUM = Style("sequence sum", install=_summed_output, shown=True, sends=("loss summed",))
 """A module whose output is a sum over tokens, e.g. a block's term of the loss: over each rank's part, then over all."""
 
+SUMMED_OVER_PARTS = Style(
+    "summed over parts", install=_summed_over_parts, shown=True, sends=("parts summed",)
+)
+"""A module whose output is a sum over cut channels, which every rank then uses for its own."""
+
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
@@ -321,6 +333,7 @@ for _style in (
     TOKEN_DROPOUT,
     PART_DROPOUT,
     SEQUENCE_SUM,
+    SUMMED_OVER_PARTS,
     TOKEN_SUM,
     EXPERTS,
     PARTIAL_OUTPUT,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.deberta import modeling_deberta
 from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.modernbert import modeling_modernbert
 
 from megatfm.config import ModelConfig
 from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair
@@ -40,6 +41,13 @@ DEBERTA_V3 = {
     **DEBERTA, "attention.name": "disentangled_shared", "position.name": "disentangled_buckets", "position.buckets": 6,
     "position.max_distance": 15,
 }  # fmt: skip
+MODERNBERT = {
+    "attention.name": "heads", "norm.placement": "pre", "norm.bias": False, "norm.first": False, "ffn.bias": False,
+    "ffn.activation": "geglu", "embedding.n_segments": 0, "head.transform_bias": False,
+    "blocks": ["global", "local", "local"],
+    "block.global": {"position.theta": 500.0},
+    "block.local": {"position.theta": 20.0, "attention.pattern": {"name": "window", "width": 4}},
+}  # fmt: skip
 MODELS = {
     "bert": ("BertForPreTraining", {"heads.sentence.classes": 2}),
     "bert-without-sentences": ("BertForMaskedLM", {"ffn.activation": "gelu_tanh"}),
@@ -51,6 +59,11 @@ MODELS = {
     "deberta": ("DebertaForMaskedLM", {**DEBERTA, "embedding.n_segments": 0, "position.max_distance": 15}),
     "deberta-segments": ("DebertaForMaskedLM", {**DEBERTA, "position.max_distance": 15, "embedding.n_segments": 3}),
     "deberta-v3": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 0}),
+    "modernbert": ("ModernBertForMaskedLM", MODERNBERT),
+    "modernbert-biases": ("ModernBertForMaskedLM", {
+        **MODERNBERT, "norm.bias": True, "ffn.bias": True, "attention.bias": True, "head.transform_bias": True,
+        "head.bias": False, "n_layers": 4,
+    }),
     "deberta-v3-segments": ("DebertaV2ForMaskedLM", {**DEBERTA_V3, "embedding.n_segments": 2}),
     "electra-generator": ("ElectraForMaskedLM", {"embedding.dim": 10}),
     "electra-discriminator": ("ElectraForPreTraining", {"family": "discriminator", "embedding.dim": 10}),
@@ -60,7 +73,7 @@ MODELS = {
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    with doubled(request.param, modeling_deberta, modeling_deberta_v2):
+    with doubled(request.param, modeling_deberta, modeling_deberta_v2, modeling_modernbert):
         yield request.param
 
 
@@ -156,6 +169,7 @@ PRESETS = {
     "roberta": ["roberta-base", "roberta-large"],
     "albert": ["albert-base"],
     "deberta": ["deberta-base"],
+    "modernbert": ["modernbert-base", "modernbert-large"],
     "deberta-v3": ["deberta-v3-base"],
     "electra-generator": ["electra-small", "electra-base", "electra-large"],
     "electra-discriminator": ["electra-small", "electra-base", "electra-large"],

@@ -32,12 +32,14 @@ Patch = pytest.MonkeyPatch
 SPARSE = {**SMALL, "dropout": 0.2, "n_layers": 4, "blocks": ["plain", "sparse"], "block.plain": {}}
 ALL = {"balance": 0.3, "sequence_balance": 0.2, "z_loss": 0.1}
 MOE = {"name": "moe", "d_ff": 24, "n_experts": 6, "top_k": 2}
+BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
 V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
 MODELS = {
     "top-k": ModelConfig.of(**SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}),
     "deepseek-v3": ModelConfig.of(
         **SPARSE,
-        **{"block.sparse.ffn": {**MOE, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
+        **{"block.sparse.ffn": {**BIASED, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
+        **{"attention.qk_norm": "whole"},
         future_tokens=1,
     ),
     "switch": ModelConfig.of(

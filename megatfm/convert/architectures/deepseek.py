@@ -4,12 +4,14 @@ Its keys and values are made head by head by one matrix, and rotary channels are
 """
 
 from collections.abc import Sequence
+from math import log
 
 import torch
 from torch import Tensor
 
-from megatfm.config import LatentAttentionConfig, ModelConfig, expect
+from megatfm.config import LatentAttentionConfig, ModelConfig, RopeConfig, RopeScaling, expect
 from megatfm.config.experts import DeepSeekV3RouterConfig, MoEConfig
+from megatfm.config.position import YarnScaling
 from megatfm.convert.architectures.llama import dense_rules, rules_around
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.experts import ExpertNames, dropless, expert_rules
@@ -64,14 +66,30 @@ KEYS = ROPE | {
 
 
 def read(theirs: Json) -> ModelConfig:
+    router = {
+        "name": "deepseek_v3",
+        "n_groups": theirs["n_group"],
+        "top_groups": theirs["topk_group"],
+        "normalise": theirs["norm_topk_prob"],
+        "scale": theirs["routed_scaling_factor"],
+    }
+    config = read_with(theirs, router)
+    if config.blocks and theirs["n_routed_experts"] < 2 * theirs["n_group"]:
+        raise UsageError(
+            f"config.json: n_group = {theirs['n_group']} of n_routed_experts = {theirs['n_routed_experts']}: "
+            "transformers ranks groups by their two best experts, and a group has fewer"
+        )
+    return config
+
+
+def read_with(theirs: Json, router: Json) -> ModelConfig:
+    """Our config, with this router in blocks with experts; DeepSeek-V2's has the same keys."""
     derived(theirs, head_dim=theirs["qk_rope_head_dim"])
     derived(theirs, qk_head_dim=theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"])
     n_layers, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
     if theirs["num_key_value_heads"] not in (None, heads):
         raise UsageError("config.json: num_key_value_heads must be num_attention_heads")
     rotary = rope(theirs)
-    if rotary["position.scaling"] is not None:
-        raise UsageError("config.json: rope scaling with latent attention is not supported")
     return ModelConfig.of(
         {
             "vocab_size": theirs["vocab_size"],
@@ -87,26 +105,56 @@ def read(theirs: Json) -> ModelConfig:
             "attention.q_rank": theirs["q_lora_rank"],
             "attention.rope_dim": theirs["qk_rope_head_dim"],
             "attention.v_dim": theirs["v_head_dim"],
+            "attention.scale": _scale(theirs, rotary["position.scaling"]),
             "embedding.tied": theirs["tie_word_embeddings"],
             "attention.dropout": theirs["attention_dropout"] or 0.0,
             "init.name": "normal",
             "init.std": theirs["initializer_range"],
             **rotary,
-            **_blocks(theirs, n_layers),
+            **_blocks(theirs, n_layers, router),
         }
     )
 
 
-def _blocks(theirs: Json, n_layers: int) -> Json:
+def _scale(theirs: Json, scaling: RopeScaling | None) -> float | None:
+    """Of the scores, where YaRN changes it for all channels, those without positions too."""
+    given = theirs["rope_scaling"] or theirs["rope_parameters"] or {}
+    every = given.get("mscale_all_dim")
+    if not isinstance(scaling, YarnScaling) or not every:
+        return None
+    if isinstance(every, bool) or not isinstance(every, int | float):
+        raise UsageError(f"config.json: mscale_all_dim = {every!r} is no number")
+    return float(
+        _plain_scale(theirs["qk_nope_head_dim"], theirs["qk_rope_head_dim"]) * _stretch(scaling, every) ** 2
+    )
+
+
+def _plain_scale(*widths: int) -> float:
+    return float(sum(widths) ** -0.5)
+
+
+def _stretch(scaling: YarnScaling, every: float) -> float:
+    return 0.1 * every * log(max(scaling.factor, 1.0)) + 1.0
+
+
+def _their_scale(ours: ModelConfig) -> Json:
+    """rope_parameters, with the reverse of `_scale` in it. Raises UsageError for a scale that no YaRN explains."""
+    latent, theirs = _latent(ours), their_rope(ours)
+    scaling = ours.position.scaling if isinstance(ours.position, RopeConfig) else None
+    if latent.scale is None:
+        return theirs
+    if not isinstance(scaling, YarnScaling) or scaling.factor <= 1:
+        raise UsageError(f"model.attention.scale = {latent.scale}: here transformers has one with YaRN alone")
+    stretch = (latent.scale / _plain_scale(ours.head_width, latent.rope_dim)) ** 0.5
+    theirs["rope_parameters"]["mscale_all_dim"] = (stretch - 1) / (0.1 * log(scaling.factor))
+    return theirs
+
+
+def _blocks(theirs: Json, n_layers: int, router: Json) -> Json:
     """Which blocks have experts, and these."""
     n_dense = max(theirs["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
         return {}
-    if theirs["n_routed_experts"] < 2 * theirs["n_group"]:
-        raise UsageError(
-            f"config.json: n_group = {theirs['n_group']} of n_routed_experts = {theirs['n_routed_experts']}: "
-            "transformers ranks groups by their two best experts, and a group has fewer"
-        )
     experts = {
         "name": "moe",
         "d_ff": theirs["moe_intermediate_size"],
@@ -114,13 +162,7 @@ def _blocks(theirs: Json, n_layers: int) -> Json:
         "n_experts": theirs["n_routed_experts"],
         "top_k": theirs["num_experts_per_tok"],
         "n_shared_experts": theirs["n_shared_experts"],
-        "router": {
-            "name": "deepseek_v3",
-            "n_groups": theirs["n_group"],
-            "top_groups": theirs["topk_group"],
-            "normalise": theirs["norm_topk_prob"],
-            "scale": theirs["routed_scaling_factor"],
-        },
+        "router": router,
     }
     return {
         "blocks": ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense),
@@ -130,6 +172,25 @@ def _blocks(theirs: Json, n_layers: int) -> Json:
 
 
 def write(ours: ModelConfig) -> Json:
+    theirs = write_with(ours)
+    for config in sparse_blocks(ours)[:1]:
+        router = expect(dropless(config).router, DeepSeekV3RouterConfig, "model.ffn.router")
+        theirs |= {
+            "n_group": router.n_groups,
+            "topk_group": router.top_groups,
+            "norm_topk_prob": router.normalise,
+            "routed_scaling_factor": router.scale,
+        }
+    return theirs | {"num_nextn_predict_layers": 0}
+
+
+def sparse_blocks(ours: ModelConfig) -> list[ModelConfig]:
+    """The configs of the blocks with experts."""
+    return [one for one in map(ours.at, range(ours.n_layers)) if isinstance(one.ffn, MoEConfig)]
+
+
+def write_with(ours: ModelConfig) -> Json:
+    """All but what the router has."""
     latent = _latent(ours)
     if ours.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
@@ -151,7 +212,7 @@ def write(ours: ModelConfig) -> Json:
         "tie_word_embeddings": ours.embedding.tied,
         "attention_dropout": ours.attention.dropout,
         "initializer_range": std(ours),
-        **their_rope(ours),
+        **_their_scale(ours),
     }
 
 
@@ -160,12 +221,10 @@ def _their_experts(ours: ModelConfig) -> Json:
     sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
     theirs: Json = {
         "first_k_dense_replace": sparse[0] if sparse else ours.n_layers,
-        "num_nextn_predict_layers": 0,
     }
     if not sparse:
         return theirs
     experts = dropless(ours.at(sparse[0]))
-    router = expect(experts.router, DeepSeekV3RouterConfig, "model.ffn.router")
     if not experts.n_shared_experts:
         raise UsageError("model.ffn.n_shared_experts = 0: DeepSeek's blocks have at least one")
     return {
@@ -174,10 +233,6 @@ def _their_experts(ours: ModelConfig) -> Json:
         "n_routed_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
         "n_shared_experts": experts.n_shared_experts,
-        "n_group": router.n_groups,
-        "topk_group": router.top_groups,
-        "norm_topk_prob": router.normalise,
-        "routed_scaling_factor": router.scale,
     }
 
 
@@ -230,8 +285,9 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
 def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[Rule]:
     if not isinstance(config.ffn, MoEConfig):
         return dense_rules("ffn", "mlp")
+    corrected = [same("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
     return [
-        same("ffn.router.bias", "mlp.gate.e_score_correction_bias"),
+        *corrected * isinstance(config.ffn.router, DeepSeekV3RouterConfig),
         *dense_rules("ffn.shared", "mlp.shared_experts"),
         *expert_rules(config, ExpertNames(), fused=fused),
     ]

@@ -1,12 +1,12 @@
 """T5 v1.0 and v1.1: T5ForConditionalGeneration."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from megatfm.config import ModelConfig, T5PositionConfig, expect
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.keys import activation, derived, their_activation
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
-from megatfm.convert.table import Rule, layers, linear, same
+from megatfm.convert.table import Rule, linear, same, under
 from megatfm.layers.activation import ACTIVATIONS
 
 GATED_GELU = "gated-gelu"
@@ -102,10 +102,7 @@ def write(ours: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig) -> list[Rule]:
-    def attention(ours: str, theirs: str) -> list[Rule]:
-        return [rule for part in "qkvo" for rule in linear(f"{ours}.w{part}", f"{theirs}.{part}")]
-
-    def ffn(number: int) -> list[Rule]:
+    def ffn(depth: int, number: int) -> list[Rule]:
         inner = f"layer.{number}.DenseReluDense"
         gated = ACTIVATIONS.get(config.ffn.activation).gated
         ups = {"ffn.w_gate": "wi_0", "ffn.w_up": "wi_1"} if gated else {"ffn.w_up": "wi"}
@@ -113,6 +110,22 @@ def rules(config: ModelConfig) -> list[Rule]:
             *linear("ffn_residual.norm", f"layer.{number}.layer_norm"),
             *(rule for ours, theirs in ups.items() for rule in linear(ours, f"{inner}.{theirs}")),
             *linear("ffn.w_down", f"{inner}.wo"),
+        ]
+
+    return rules_around(config, ffn)
+
+
+def rules_around(config: ModelConfig, ffn: Callable[[int, int], list[Rule]]) -> list[Rule]:
+    """Of all but feed-forward networks, whose rules are `ffn(depth, number of the sublayer)`."""
+
+    def attention(ours: str, theirs: str) -> list[Rule]:
+        return [rule for part in "qkvo" for rule in linear(f"{ours}.w{part}", f"{theirs}.{part}")]
+
+    def stack(side: str, n: int, attentions: list[Rule], number: int) -> list[Rule]:
+        return [
+            rule
+            for i in range(n)
+            for rule in under(f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, number)])
         ]
 
     both = [*linear("attn_residual.norm", "layer.0.layer_norm"), *attention("attn", "layer.0.SelfAttention")]
@@ -127,8 +140,8 @@ def rules(config: ModelConfig) -> list[Rule]:
             "shared.weight",
             copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
         ),
-        *layers(config.encoder_layers, "encoder.layers.", "encoder.block.", [*both, *ffn(1)]),
-        *layers(config.n_layers, "decoder.layers.", "decoder.block.", [*both, *cross, *ffn(2)]),
+        *stack("encoder", config.encoder_layers, both, 1),
+        *stack("decoder", config.n_layers, [*both, *cross], 2),
         *(
             rule
             for stack in ("encoder", "decoder")

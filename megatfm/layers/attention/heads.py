@@ -10,7 +10,7 @@ from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.norm import RMSNorm
+from megatfm.layers.norm import RMSNorm, SplitRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -36,8 +36,12 @@ class HeadsAttention(nn.Module):
         self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
         self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=options.kv_heads)
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm.eps) if options.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.wq_norm, self.wk_norm = None, None
+        if options.qk_norm == "whole":
+            self.wq_norm, self.wk_norm = (SplitRMSNorm(n, config.norm.eps) for n in (width, kv_width))
+        elif options.qk_norm:
+            self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
         position = POSITIONS.get(config.position.name)
         turns = position.heads is not None and not pattern.of_memory
         self.position = position.heads(config, initial) if turns and position.heads else None
@@ -47,7 +51,7 @@ class HeadsAttention(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         """Keys and values are made from what is looked at."""
         looked_at = tokens.of(tokens.memory) if self.of_memory else tokens
-        keys_and_values = self.wk, self.wv, self.k_norm
+        keys_and_values = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         others = (part for part in self.children() if part not in keys_and_values)
         return costs_of(others, tokens) + costs_of(keys_and_values, looked_at)
 
@@ -60,9 +64,10 @@ class HeadsAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """[B, T, D]. memory: what cross-attention looks at; self-attention has none."""
-        q_BNTH = self.q_norm(self._heads(self.wq(x_BTD)))
+        q_BTX = self.wq(x_BTD)
+        q_BNTH = self.q_norm(self._heads(q_BTX if self.wq_norm is None else self.wq_norm(q_BTX)))
         if memory_BSD is None:
-            k_BKSH, v_BKSH = self.k_norm(self._heads(self.wk(x_BTD))), self._heads(self.wv(x_BTD))
+            k_BKSH, v_BKSH = self._keys_and_values(x_BTD)
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
@@ -77,10 +82,22 @@ class HeadsAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def _keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        k_BSX = self.wk(x_BSD)
+        k_BSX = k_BSX if self.wk_norm is None else self.wk_norm(k_BSX)
+        return self.k_norm(self._heads(k_BSX)), self._heads(self.wv(x_BSD))
+
     def _memory_heads(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is None or cache.memory is None:
-            heads = self.k_norm(self._heads(self.wk(memory_BSD))), self._heads(self.wv(memory_BSD))
+            heads = self._keys_and_values(memory_BSD)
             if cache is None:
                 return heads
             cache.memory = heads
         return cache.memory
+
+
+def _head_norm(config: ModelConfig) -> nn.Module:
+    """An RMSNorm, whatever the model's norm is; of its kind if that is one."""
+    if config.norm.name == "rms_norm":
+        return make_norm(config, config.head_width)
+    return RMSNorm(config.head_width, config.norm.eps)

@@ -26,7 +26,7 @@ class FFN(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         activation, d, d_ff = ACTIVATIONS.get(config.ffn.activation), config.d_model, config.ffn.d_ff
-        self.activation, bias = activation.function, config.ffn.bias
+        self.activation, bias = activation, config.ffn.bias
         self.w_gate = Linear(d, d_ff, initial("ffn_gate", d, d_ff), bias=bias) if activation.gated else None
         self.w_up = Linear(d, d_ff, initial("ffn_in", d, d_ff), bias=bias)
         self.dropout = Dropout(config.ffn.dropout, "ffn inner")
@@ -34,7 +34,7 @@ class FFN(nn.Module):
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if self.w_gate is None:
-            inner_BTF = self.activation(self.w_up(x_BTD))
+            inner_BTF = self.activation.function(self.w_up(x_BTD))
         else:
-            inner_BTF = self.activation(self.w_gate(x_BTD)) * self.w_up(x_BTD)
+            inner_BTF = self.activation(self.w_gate(x_BTD), self.w_up(x_BTD))
         return self.w_down(self.dropout(inner_BTF, sequence))

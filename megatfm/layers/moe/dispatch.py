@@ -8,14 +8,18 @@ from torch import Tensor
 # B batch, T tokens, K chosen experts, M = B · T · K choices
 
 
-def within_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> Tensor:
-    """Boolean [B, T, K]: the choices of each row that its experts still take, ⌈factor · T · K / experts⌉ each.
+def even_share(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
+    """⌈factor · T · K / experts⌉."""
+    return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
+
+
+def within_capacity(choices_BTK: Tensor, n_experts: int, capacity: int) -> Tensor:
+    """Boolean [B, T, K]: the choices of each row that its experts still take, so many each.
 
     First all first choices in the order of the tokens, then all second ones, … (Lepikhin et al. 2021, algorithm 1). A
     row's choices depend on no other row's. Choices of `n_experts`, that is of none, are taken.
     """
     B, T, K = choices_BTK.shape
-    capacity = math.ceil(factor * T * K / n_experts)
     in_turn_BM = choices_BTK.transpose(1, 2).reshape(B, K * T)
     order_BM = in_turn_BM.argsort(dim=1, stable=True)
     sorted_BM = in_turn_BM.gather(1, order_BM)

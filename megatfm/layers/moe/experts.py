@@ -8,8 +8,9 @@ from megatfm.config.experts import MoEConfig
 from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe.dispatch import by_expert, within_capacity
+from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
 from megatfm.ops.grouped import grouped_linear
+from megatfm.ops.initial import Constant
 
 # B batch, T tokens, K chosen experts, M = B · T · K choices, D model width
 
@@ -33,12 +34,8 @@ class Experts(nn.Module):
             config.d_model,
             options.d_ff,
         )
-        self.activation, self.n_experts, self.capacity, self.first = (
-            activation.function,
-            n,
-            options.capacity,
-            0,
-        )
+        self.activation, self.n_experts, self.first = activation, n, 0
+        self.capacity, self.places = options.capacity, options.places
         self.top_k = options.top_k
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
@@ -47,20 +44,33 @@ class Experts(nn.Module):
             self.initial |= {"w_gate": initial("ffn_gate", d, d_ff)}
         self.w_up = nn.Parameter(torch.empty(n, d_ff, d))
         self.w_down = nn.Parameter(torch.empty(n, d, d_ff))
+        biases = {"b_gate": d_ff, "b_up": d_ff, "b_down": d} if options.bias else {}
+        for name in ("b_gate", "b_up", "b_down"):
+            made = name in biases and (activation.gated or name != "b_gate")
+            self.register_parameter(name, nn.Parameter(torch.empty(n, biases[name])) if made else None)
+            if made:
+                self.initial[name] = Constant(0.0)
+        self.roles = dict.fromkeys(biases, "vector")
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
 
     def cost(self, tokens: Tokens) -> Cost:
         """A token meets those experts that it chooses."""
         one = sum(parameter[0].numel() for parameter in self.parameters())
-        return Cost(products=self.top_k * one * tokens.n, idle=(self.n_experts - self.top_k) * one)
+        matrices = sum(parameter[0].numel() for parameter in self.parameters() if parameter.dim() > 2)
+        return Cost(
+            products=self.top_k * matrices * tokens.n,
+            vectors=self.top_k * (one - matrices) * tokens.n,
+            idle=(self.n_experts - self.top_k) * one,
+        )
 
     def forward(self, x_BTD: Tensor, weights_BTK: Tensor, choices_BTK: Tensor) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none."""
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
-        if self.capacity is not None:
-            taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, self.capacity)
+        if self.capacity is not None or self.places is not None:
+            places = self.places or even_share(choices_BTK, self.n_experts, self.capacity or 1.0)
+            taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, places)
         local_M = choices_BTK.where(taken_BTK, self.n_experts).flatten() - self.first
         order_M, ends_E = by_expert(local_M, len(self.w_up))
         is_beyond_M1 = (torch.arange(len(order_M), device=x_BTD.device) >= ends_E[-1])[:, None]
@@ -73,9 +83,19 @@ class Experts(nn.Module):
         return self.summed(y_BTD), self.taken(taken_BTK)
 
     def _each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
-        inner_MF = grouped_linear(rows_MD, self.w_up, ends_E)
+        inner_MF = self._product(rows_MD, self.w_up, self.b_up, ends_E)
         if self.w_gate is None:
-            inner_MF = self.activation(inner_MF)
+            inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(grouped_linear(rows_MD, self.w_gate, ends_E)) * inner_MF
-        return grouped_linear(inner_MF, self.w_down, ends_E)
+            inner_MF = self.activation(self._product(rows_MD, self.w_gate, self.b_gate, ends_E), inner_MF)
+        return self._product(inner_MF, self.w_down, self.b_down, ends_E)
+
+    def _product(self, rows_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
+        made_MO = grouped_linear(rows_MI, weight_EOI, ends_E)
+        if bias_EO is None:
+            return made_MO
+        places_M = torch.arange(len(rows_MI), device=rows_MI.device, dtype=ends_E.dtype)
+        experts_M = torch.searchsorted(ends_E, places_M, right=True)
+        is_beyond_M1 = (experts_M == len(bias_EO))[:, None]
+        biases_MO = bias_EO[experts_M.clamp(max=len(bias_EO) - 1)]
+        return made_MO + biases_MO.masked_fill(is_beyond_M1, 0)  # where gradients are undefined, too

@@ -1,12 +1,14 @@
 """The experts with the highest softmax (Shazeer et al. 2017, equations 3 to 5, without noise)."""
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, expect
 from megatfm.config.experts import MoEConfig, TopKRouterConfig
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.router import ROUTERS, Router, Routing, highest
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.initial import Constant
 
 
 @ROUTERS.register("top_k")
@@ -16,10 +18,16 @@ class TopKRouter(Router):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__(config, initial)
         options = expect(config.ffn, MoEConfig, "model.ffn")
-        self.normalise = expect(options.router, TopKRouterConfig, "model.ffn.router").normalise
+        router = expect(options.router, TopKRouterConfig, "model.ffn.router")
+        self.normalise = router.normalise
+        self.bias = nn.Parameter(torch.empty(options.n_experts)) if router.bias else None
+        if router.bias:
+            self.initial["bias"] = Constant(0.0)
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
         logits_BTE = self.logits(x_BTD)
+        if self.bias is not None:
+            logits_BTE = logits_BTE + self.bias
         shares_BTE = logits_BTE.softmax(-1)
         choices_BTK = highest(shares_BTE, self.top_k)
         weights_BTK = shares_BTE.gather(-1, choices_BTK)

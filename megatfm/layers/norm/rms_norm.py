@@ -10,13 +10,35 @@ from megatfm.ops.initial import Constant
 
 @NORMS.register("rms_norm")
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight over the last dim."""
+    """x / √(mean(x²) + eps) · weight over the last dim. from_one: the weight is stored less 1, so that what is near 1
+    keeps its precision, and weight decay pulls to 1 (Gemma)."""
 
-    def __init__(self, d_model: int, eps: float) -> None:
+    def __init__(self, d_model: int, eps: float, *, from_one: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.from_one = eps, from_one
         self.weight = nn.Parameter(torch.empty(d_model))
-        self.initial = {"weight": Constant(1.0)}
+        self.initial = {"weight": Constant(0.0 if from_one else 1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.from_one:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(precise), self.weight.shape, 1 + self.weight.to(precise), self.eps).to(x.dtype)
+
+
+class SplitRMSNorm(nn.Module):
+    """The same over channels that ranks may have a part of each (`total` sums over the parts)."""
+
+    plan = (("", "last dim"), ("total", "summed over parts"))
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.initial = {"weight": Constant(1.0)}
+        self.total = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.total(precise.square().sum(-1, keepdim=True))
+        return (precise * (squares / self.width + self.eps).rsqrt()).to(x.dtype) * self.weight

@@ -55,8 +55,10 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
     def channel(turns: float) -> float:
         return width * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(channel(scaling.beta_fast)), 0)
-    last = min(math.ceil(channel(scaling.beta_slow)), width - 1)
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     ramp = (torch.arange(width // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
     slowed = ramp.clamp(0, 1)
     factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)

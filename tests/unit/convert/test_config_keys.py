@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in encoders.CASES},
     **{name: decoders.MODELS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
     **{name: decoders.MODELS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
+    **{name: decoders.MODELS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
     "gpt2": ("GPT2LMHeadModel", {**decoders.GPT, "tie_word_embeddings": False}),
     "llama": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
@@ -133,13 +134,20 @@ def edits(base: Mapping[str, Any], case: str) -> Iterator[tuple[str, dict[str, A
     yield "all that is idle", {**base, **junk}
 
 
-IDLE = {"dtype": "bfloat16", "chunk_size_feed_forward": 3, "summary_activation": "tanh"}
+IDLE = {
+    "dtype": "bfloat16",
+    "chunk_size_feed_forward": 3,
+    "summary_activation": "tanh",
+    "classifier_pooling": "mean",
+}
 """Values that transformers takes, of keys in which it doesn't take any."""
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
 
 
 def logits(model: Any, *, ours: bool) -> torch.Tensor:
-    if "T5" in type(model).__name__ or (ours and model.config.family == "encoder_decoder"):
+    if type(model).__name__.startswith(("T5", "Switch")) or (
+        ours and model.config.family == "encoder_decoder"
+    ):
         return decoders.logits(model, ours=ours)
     output = model(TOKENS)
     return output.logits if ours else first(output)
@@ -202,7 +210,15 @@ def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
     written = getattr(transformers, name).config_class().to_dict()
     keys = ARCHITECTURES.get(name).all_keys()
     assert written.keys() - keys.keys() == set()
-    follows = {"head_dim", "qk_head_dim", "d_head", "num_key_value_heads", "rope_parameters", "architectures"}
+    follows = {
+        "head_dim",
+        "qk_head_dim",
+        "d_head",
+        "num_key_value_heads",
+        "rope_parameters",
+        "architectures",
+        "layer_types",
+    }
     follows |= {
         "num_decoder_layers",
         "dense_act_fn",

@@ -50,7 +50,21 @@ V3 = {
     **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "q_lora_rank": 7,
 }  # fmt: skip
+V2 = {
+    **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "kv_lora_rank": 6,
+    "q_lora_rank": None, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512,
+        "mscale": 0.7, "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
+TURNS = ["sliding_attention", "full_attention"]
+GEMMA = {**LLAMA, "head_dim": 4, "query_pre_attn_scalar": 9, "sliding_window": 4, "layer_types": TURNS}
 T5 = {**SMALL, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+SWITCH = {
+    **T5, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 3,
+    "expert_capacity": 4,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt1": ("OpenAIGPTLMHeadModel", GPT),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": None}),
@@ -60,6 +74,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", MOE),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**MOE, "head_dim": 6, "moe_intermediate_size": 12}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", V3),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 2}),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", V2),
+    "gpt-oss": ("GptOssForCausalLM", {**MOE, "head_dim": 4, "sliding_window": 4}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA),
+    "switch": ("SwitchTransformersForConditionalGeneration", SWITCH),
     "t5": ("T5ForConditionalGeneration", T5),
     "t5-v1.1": (
         "T5ForConditionalGeneration",
@@ -112,7 +132,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(original[key], back[key]) for key in original)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3", "olmoe", "deepseek-v2"])
 def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Path) -> None:
     theirs = theirs_of(name)
     theirs.save_pretrained(tmp_path, save_original_format=False)

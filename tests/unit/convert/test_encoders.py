@@ -47,6 +47,7 @@ CASES = {
     },
     "ElectraForPreTraining": {"embedding_size": 10},
     "ElectraForMaskedLM": {"embedding_size": 10},
+    "ModernBertForMaskedLM": {"local_attention": 4, "num_hidden_layers": 4, "pad_token_id": 1},
     "XLNetLMHeadModel": {"mem_len": None, "dropout": 0.2},
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
 from megatfm.layers.moe import MoE, experts
-from megatfm.layers.moe.dispatch import by_expert, within_capacity
+from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
 from megatfm.layers.moe.router import highest
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped import grouped_linear, has_grouped_product, looped_linear
@@ -324,7 +324,7 @@ def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
 
 def test_first_choices_take_room_before_second_ones() -> None:
     choices = torch.tensor([[[0, 1], [1, 0], [0, 1], [2, 2]]])
-    assert within_capacity(choices, 2, 0.5).tolist() == [
+    assert within_capacity(choices, 2, even_share(choices, 2, 0.5)).tolist() == [
         [[True, True], [True, False], [True, False], [True, True]]
     ]
 
@@ -377,7 +377,7 @@ def test_a_balanced_start() -> None:
         ({"router": {"name": "deepseek_v3", "n_groups": 3}}, "the nearest that does is 2"),
         ({"router": {"name": "deepseek_v3", "top_groups": 2}}, "choose 1 or less"),
         ({"router": {"name": "deepseek_v3", "n_groups": 4}}, "choose router.top_groups = 2 or more"),
-        ({"bias": True}, "bias = True is for dense networks"),
+        ({"capacity": 1.0, "places": 4}, "say the same thing twice"),
         ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
     ],
 )

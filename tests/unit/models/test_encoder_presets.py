@@ -32,6 +32,8 @@ COUNTS = {
     "spanbert-large": (337_008_776, 333_579_264, 332_529_664),
     "albert-base": (11_813_810, 11_683_584, 11_092_992),
     "deberta-base": (139_244_121, None, 138_601_728),
+    "modernbert-base": (149_655_232, None, 149_014_272),
+    "modernbert-large": (395_881_664, None, 394_781_696),
     "xlnet-base": (116_750_336, None, 116_718_336),
 }
 ELECTRA = {

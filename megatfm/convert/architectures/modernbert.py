@@ -1,0 +1,202 @@
+"""ModernBERT (Warner et al. 2024): ModernBertForMaskedLM. Blocks see a window, every third one all; the first block's
+attention has no norm of its own, since the embedding has one."""
+
+from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
+from megatfm.config.model_parts import LayerNormConfig
+from megatfm.convert import layer_types
+from megatfm.convert.config_keys import Json, idle, only, taken
+from megatfm.convert.keys import ROPE, activation, derived, rope_of_kind, std, their_activation, their_rope
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
+from megatfm.convert.table import Rule, fused, linear, same, under
+from megatfm.errors import UsageError
+
+KEYS = {
+    "vocab_size": taken(50368),
+    "hidden_size": taken(768),
+    "intermediate_size": taken(1152),
+    "num_hidden_layers": taken(22),
+    "num_attention_heads": taken(12),
+    "hidden_activation": taken("gelu"),
+    "classifier_activation": taken("gelu"),
+    "max_position_embeddings": taken(8192),
+    "norm_eps": taken(1e-5),
+    "norm_bias": taken(False),
+    "attention_bias": taken(False),
+    "mlp_bias": taken(False),
+    "classifier_bias": taken(False),
+    "decoder_bias": taken(True),
+    "tie_word_embeddings": only(True),
+    "attention_dropout": taken(0.0),
+    "embedding_dropout": taken(0.0),
+    "mlp_dropout": taken(0.0),
+    "layer_types": taken(None, list, None),
+    "global_attn_every_n_layers": taken(None, int),
+    "local_attention": taken(128),
+    "initializer_range": taken(0.02),
+    "rope_parameters": ROPE["rope_parameters"],
+    "rope_scaling": only(None),
+    "global_rope_theta": taken(None, float),
+    "local_rope_theta": taken(None, float),
+    "rope_theta": only(None),
+    "partial_rotary_factor": only(None),
+    "original_max_position_embeddings": only(None),
+    "sparse_prediction": only(False),
+    "sliding_window": only(None),
+    "pad_token_id": taken(50283, int, None),
+    "eos_token_id": taken(50282, int, list, None),
+    "bos_token_id": taken(50281, int, list, None),
+    **idle(
+        "initializer_cutoff_factor",
+        "sparse_pred_ignore_index",
+        "classifier_pooling",
+        "position_embedding_type",
+    ),
+    **idle(
+        "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "gradient_checkpointing"
+    ),
+    **idle("layer_norm_eps"),
+}
+PAD = 50283
+"""Their padding token, of which there must be an embedding."""
+EVERY, THETA, LOCAL_THETA = 3, 160_000.0, 10_000.0
+"""Theirs: every so-manieth block, from the first on, sees all; bases of rotary positions."""
+
+
+def read(theirs: Json) -> ModelConfig:
+    derived(theirs, classifier_activation=theirs["hidden_activation"])
+    every = EVERY if theirs["global_attn_every_n_layers"] is None else theirs["global_attn_every_n_layers"]
+    width, local = theirs["hidden_size"], theirs["local_attention"]
+    if every < 1 or local < 2 or width % max(theirs["num_attention_heads"], 1):
+        raise UsageError(
+            f"config.json: global_attn_every_n_layers = {every} and local_attention = {local} must be above 0 and 1, "
+            f"and num_attention_heads divide hidden_size = {width}"
+        )
+    if theirs["pad_token_id"] is not None and not 0 <= theirs["pad_token_id"] < theirs["vocab_size"]:
+        raise UsageError(
+            f"config.json: pad_token_id = {theirs['pad_token_id']} is no token of vocab_size = {theirs['vocab_size']}"
+        )
+    position = {
+        kind: rope_of_kind(theirs, kind, key, theta)
+        for kind, key, theta in (
+            (layer_types.LOCAL, "local_rope_theta", LOCAL_THETA),
+            (layer_types.GLOBAL, "global_rope_theta", THETA),
+        )
+    }
+    window = {"attention": {"pattern": {"name": "window", "width": local // 2 * 2}}}
+    return ModelConfig.of(
+        {
+            "family": "encoder",
+            "vocab_size": theirs["vocab_size"],
+            "d_model": width,
+            "n_layers": theirs["num_hidden_layers"],
+            "dropout": theirs["embedding_dropout"],
+            "attention.n_heads": theirs["num_attention_heads"],
+            "attention.bias": theirs["attention_bias"],
+            "attention.dropout": theirs["attention_dropout"],
+            "ffn.d_ff": theirs["intermediate_size"],
+            "ffn.activation": activation(theirs["hidden_activation"], gated=True),
+            "ffn.bias": theirs["mlp_bias"],
+            "ffn.dropout": theirs["mlp_dropout"],
+            "norm.name": "layer_norm",
+            "norm.eps": theirs["norm_eps"],
+            "norm.bias": theirs["norm_bias"],
+            "norm.first": False,
+            "embedding.norm": True,
+            "head.name": "transform",
+            "head.bias": theirs["decoder_bias"],
+            "head.transform_bias": theirs["classifier_bias"],
+            "init.name": "bert",
+            "init.std": theirs["initializer_range"],
+            **layer_types.blocks(
+                layer_types.read(theirs, every, first=layer_types.GLOBAL),
+                {**window, "position": position[layer_types.LOCAL]},
+                {"position": position[layer_types.GLOBAL]},
+            ),
+        }
+    )
+
+
+def write(ours: ModelConfig) -> Json:
+    types = layer_types.write(ours)
+    ropes = {kind: their_rope(ours.at(types.index(kind)))["rope_parameters"] for kind in dict.fromkeys(types)}
+    plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
+    activated = their_activation(ours.ffn.activation, gated=True)
+    return {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.d_model,
+        "intermediate_size": ours.ffn.d_ff,
+        "num_hidden_layers": ours.n_layers,
+        "num_attention_heads": ours.attention.n_heads,
+        "hidden_activation": activated,
+        "classifier_activation": activated,
+        "norm_eps": ours.norm.eps,
+        "norm_bias": expect(ours.norm, LayerNormConfig, "model.norm").bias,
+        "attention_bias": expect(ours.attention, HeadsAttentionConfig, "model.attention").bias,
+        "mlp_bias": ours.ffn.bias,
+        "classifier_bias": ours.head.transform_bias,
+        "decoder_bias": ours.head.bias,
+        "attention_dropout": ours.attention.dropout,
+        "embedding_dropout": ours.dropout,
+        "mlp_dropout": ours.ffn.dropout,
+        "layer_types": types,
+        "local_attention": layer_types.window(ours, 128),
+        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (layer_types.LOCAL, layer_types.GLOBAL)},
+        "initializer_range": std(ours),
+        **({} if (ours.vocab_size or 0) > PAD else {"pad_token_id": None}),
+    }
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    d, d_ff = config.d_model, config.ffn.d_ff
+    norm_bias = expect(config.norm, LayerNormConfig, "model.norm").bias
+    bias = expect(config.attention, HeadsAttentionConfig, "model.attention").bias
+
+    def norm(ours: str, theirs: str) -> list[Rule]:
+        return linear(ours, theirs, bias=norm_bias)
+
+    def stacked(ours: list[str], theirs: str, size: int, *, with_bias: bool) -> list[Rule]:
+        parts = ["weight", *["bias"] * with_bias]
+        return [
+            fused([f"{o}.{part}" for o in ours], f"{theirs}.{part}", [size] * len(ours)) for part in parts
+        ]
+
+    block = [
+        *stacked([f"attn.w{part}" for part in "qkv"], "attn.Wqkv", d, with_bias=bias),
+        *linear("attn.wo", "attn.Wo", bias=bias),
+        *norm("ffn_residual.norm", "mlp_norm"),
+        *stacked(["ffn.w_gate", "ffn.w_up"], "mlp.Wi", d_ff, with_bias=config.ffn.bias),
+        *linear("ffn.w_down", "mlp.Wo", bias=config.ffn.bias),
+    ]
+    before = norm("attn_residual.norm", "attn_norm")
+    return [
+        same(
+            "encoder.embedding.tokens.weight",
+            "model.embeddings.tok_embeddings.weight",
+            copies=["decoder.weight"],
+        ),
+        *norm("encoder.embedding.norm", "model.embeddings.norm"),
+        *(
+            rule
+            for i in range(config.n_layers)
+            for rule in under(f"encoder.layers.{i}.", f"model.layers.{i}.", [*before * (i > 0), *block])
+        ),
+        *norm("encoder.norm", "model.final_norm"),
+        *linear("head.transform.dense", "head.dense", bias=config.head.transform_bias),
+        *norm("head.transform.norm", "head.norm"),
+        *([same("head.bias", "decoder.bias")] if config.head.bias else []),
+    ]
+
+
+ARCHITECTURES.register("ModernBertForMaskedLM")(
+    Architecture(
+        "modernbert",
+        KEYS,
+        read,
+        write,
+        rules,
+        prefix="model.",
+        length_key="max_position_embeddings",
+        marks={"family": "encoder", "position.name": "rope", "norm.first": False},
+    )
+)
+register_bare("ModernBertModel", ARCHITECTURES.get("ModernBertForMaskedLM"))

@@ -1,0 +1,85 @@
+"""OLMoE: OlmoeForCausalLM, a Llama that normalises all heads' queries and keys together, with experts in all blocks."""
+
+from megatfm.config import ModelConfig
+from megatfm.convert.architectures import llama
+from megatfm.convert.config_keys import COMMON, Json, alias, idle, only, taken
+from megatfm.convert.experts import ExpertNames, dropless, expert_rules, top_k_router, top_k_section
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
+from megatfm.convert.table import Rule, linear
+from megatfm.errors import UsageError
+
+KEYS = llama.KEYS | {
+    "vocab_size": taken(50304),
+    "hidden_size": taken(2048),
+    "intermediate_size": taken(2048),
+    "num_hidden_layers": taken(16),
+    "num_attention_heads": taken(16),
+    "max_position_embeddings": taken(4096),
+    "rms_norm_eps": taken(1e-5),
+    "attention_dropout": taken(0.0),
+    "clip_qkv": only(None),
+    "mlp_bias": only(False),
+    "pad_token_id": taken(1, int, None),
+    "bos_token_id": COMMON["bos_token_id"],
+    "eos_token_id": taken(50279, int, list, None),
+    "num_experts": taken(64),
+    "num_local_experts": alias("num_experts"),
+    "num_experts_per_tok": taken(8),
+    "norm_topk_prob": taken(False),
+    **idle("output_router_logits", kinds=[bool]),
+    **idle("router_aux_loss_coef", kinds=[float]),
+}
+
+
+def read(theirs: Json) -> ModelConfig:
+    dense = llama.read(theirs)
+    if theirs["head_dim"] not in (None, dense.d_model // dense.attention.n_heads):
+        raise UsageError(
+            f"config.json: head_dim = {theirs['head_dim']}: OLMoE's norms of queries and keys are as wide as "
+            "hidden_size: leave it out"
+        )
+    experts = top_k_section(
+        theirs,
+        theirs["num_experts"],
+        dense.ffn.d_ff,
+        dense.ffn.activation,
+        normalise=theirs["norm_topk_prob"],
+    )
+    return dense.changed({"ffn": experts, "attention.qk_norm": "whole"})
+
+
+def write(ours: ModelConfig) -> Json:
+    router, experts = top_k_router(ours), dropless(ours)
+    return {
+        **{key: value for key, value in llama.write(ours).items() if key not in ("mlp_bias", "head_dim")},
+        "clip_qkv": None,
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": router.normalise,
+    }
+
+
+def rules(config: ModelConfig, *, fused: bool = False) -> list[Rule]:
+    bias = bool(getattr(config.attention, "bias", False))
+    attention = [
+        *(rule for part in "qkvo" for rule in linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)),
+        *(rule for part in "qk" for rule in linear(f"attn.w{part}_norm", f"self_attn.{part}_norm")),
+    ]
+    return llama.rules_around(config, attention, expert_rules(config, ExpertNames(), fused=fused))
+
+
+ARCHITECTURES.register("OlmoeForCausalLM")(
+    Architecture(
+        "olmoe",
+        KEYS,
+        read,
+        write,
+        rules,
+        fused_rules=lambda config: rules(config, fused=True),
+        prefix="model.",
+        ignored=(r"rotary_emb\.inv_freq$",),
+        length_key="max_position_embeddings",
+        marks=llama.MARKS | {"ffn.name": "moe", "attention.qk_norm": "whole"},
+    )
+)
+register_bare("OlmoeModel", ARCHITECTURES.get("OlmoeForCausalLM"))

@@ -1,0 +1,145 @@
+"""Switch Transformer (Fedus et al. 2022): SwitchTransformersForConditionalGeneration, a T5 some of whose blocks have
+experts, of which each token goes through one."""
+
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import MoEConfig, SwitchRouterConfig
+from megatfm.convert.architectures import t5
+from megatfm.convert.config_keys import Json, alias, idle, only, taken
+from megatfm.convert.experts import apart, stacked
+from megatfm.convert.keys import activation, their_activation
+from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.table import Rule, same
+from megatfm.errors import UsageError
+
+WITHOUT = ("feed_forward_proj", "is_gated_act", "scale_decoder_outputs", "n_positions", "head_dim")
+KEYS = {key: value for key, value in t5.KEYS.items() if key not in WITHOUT} | {
+    "d_model": taken(768),
+    "num_layers": taken(12),
+    "num_decoder_layers": taken(12, int, None),
+    "num_heads": taken(12),
+    "expert_capacity": taken(64),
+    "num_experts": taken(8),
+    "num_sparse_encoder_layers": taken(3),
+    "num_sparse_decoder_layers": taken(3),
+    "router_bias": only(False),
+    "router_dtype": only("float32"),
+    "dense_act_fn": taken("relu"),
+    "tie_word_embeddings": taken(True),
+    "hidden_size": alias("d_model"),
+    **idle("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
+    **idle("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
+    **idle("batch_prioritized_routing", "num_selected_experts", "encoder_sparse_step", "decoder_sparse_step"),
+    **idle("feed_forward_proj", "is_gated_act", "n_positions"),
+}
+
+
+def read(theirs: Json) -> ModelConfig:
+    plain = {
+        "feed_forward_proj": "relu",
+        "is_gated_act": None,
+        "dense_act_fn": None,
+        "scale_decoder_outputs": None,
+    }
+    dense = t5.read(theirs | plain)
+    scaled = dense.d_model**-0.5 if theirs["tie_word_embeddings"] else 1.0
+    acts = activation(theirs["dense_act_fn"])
+    dense = dense.changed({"ffn.activation": acts, "head.scale": scaled})
+    experts = {
+        "name": "moe",
+        "d_ff": theirs["d_ff"],
+        "activation": acts,
+        "n_experts": theirs["num_experts"],
+        "top_k": 1,
+        "places": theirs["expert_capacity"],
+        "dropout": 0.0,
+        "router": {"name": "switch"},
+    }
+    kinds = _kinds(theirs["num_sparse_encoder_layers"], dense.encoder_layers)
+    others = _kinds(theirs["num_sparse_decoder_layers"], dense.n_layers)
+    if any(one != other for one, other in zip(kinds, others, strict=False)):
+        raise UsageError(
+            "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers put experts into other layers of the "
+            "encoder than of the decoder, which megatfm has not"
+        )
+    longer = max(kinds, others, key=len)
+    if True not in longer:
+        return dense
+    names = ["sparse" if sparse else "dense" for sparse in longer]
+    sections = {"sparse": {"ffn": experts}, "dense": {}}
+    return dense.changed(
+        {"blocks": names, **{f"block.{name}": sections[name] for name in dict.fromkeys(names)}}
+    )
+
+
+def _kinds(n_sparse: int, n_layers: int) -> list[bool]:
+    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more."""
+    step = n_layers // n_sparse if n_sparse > 0 else n_layers
+    return [step == 1 or (step > 0 and i % step == 1) for i in range(n_layers)]
+
+
+def write(ours: ModelConfig) -> Json:
+    acts = their_activation(ours.ffn.activation)
+    theirs = t5.write(ours)
+    theirs = {key: value for key, value in theirs.items() if key in KEYS and key != "feed_forward_proj"}
+    theirs |= {"dense_act_fn": acts, "router_jitter_noise": 0.0}
+    sparse = [config for config in map(ours.at, range(ours.n_layers)) if isinstance(config.ffn, MoEConfig)]
+    for config in sparse[:1]:
+        experts = expect(config.ffn, MoEConfig, "model.ffn")
+        expect(experts.router, SwitchRouterConfig, "model.ffn.router")
+        if experts.places is None:
+            raise UsageError(
+                "model.ffn.places is not set: transformers' Switch gives each expert a number of places for a row"
+            )
+        theirs |= {"num_experts": experts.n_experts, "expert_capacity": experts.places}
+    for side, n_layers in (("encoder", ours.encoder_layers), ("decoder", ours.n_layers)):
+        wanted = [isinstance(ours.at(depth).ffn, MoEConfig) for depth in range(n_layers)]
+        counts = (n for n in range(n_layers + 1) if _kinds(n, n_layers) == wanted)
+        if (count := next(counts, None)) is None:
+            raise UsageError(
+                f"model.blocks: transformers' Switch can't have experts in these layers of the {side}"
+            )
+        theirs[f"num_sparse_{side}_layers"] = count
+    return theirs
+
+
+def rules(config: ModelConfig) -> list[Rule]:
+    def experts(n: int, number: int) -> list[Rule]:
+        inner = f"layer.{number}.mlp"
+        return [
+            same("ffn.router.weight", f"{inner}.router.classifier.weight"),
+            *(
+                Rule(
+                    (f"ffn.experts.w_{ours}",),
+                    tuple(f"{inner}.experts.expert_{e}.{theirs}.weight" for e in range(n)),
+                    apart,
+                    stacked,
+                )
+                for ours, theirs in (("up", "wi"), ("down", "wo"))
+            ),
+        ]
+
+    def ffn(depth: int, number: int) -> list[Rule]:
+        section = config.at(depth).ffn
+        norm = same("ffn_residual.norm.weight", f"layer.{number}.layer_norm.weight")
+        if isinstance(section, MoEConfig):
+            return [norm, *experts(section.n_experts, number)]
+        parts = (("up", "wi"), ("down", "wo"))
+        return [
+            norm,
+            *(same(f"ffn.w_{ours}.weight", f"layer.{number}.mlp.{theirs}.weight") for ours, theirs in parts),
+        ]
+
+    return t5.rules_around(config, ffn)
+
+
+ARCHITECTURES.register("SwitchTransformersForConditionalGeneration")(
+    Architecture(
+        "switch_transformers",
+        KEYS,
+        read,
+        write,
+        rules,
+        ignored=(r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
+        marks={"family": "encoder_decoder"},
+    )
+)
