@@ -218,11 +218,14 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 
 def _place_experts(placement: Placement, mesh: Mesh) -> Placement:
-    """Cut by experts over their own axis first; tensor parallelism cuts what is left."""
-    if (parts := mesh.size(EXPERT)) == 1:
-        return placement
-    cut = Cut(EXPERT, 0, mesh.rank(EXPERT), parts)
-    return replace(placement, cuts=(cut, *placement.cuts), data=EXPERTS)
+    """Cut by experts over their own axis first; tensor parallelism cuts what is left. Where the data ranks don't divide
+    that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
+    if (parts := mesh.size(EXPERT)) > 1:
+        cut = Cut(EXPERT, 0, mesh.rank(EXPERT), parts)
+        placement = replace(placement, cuts=(cut, *placement.cuts), data=EXPERTS)
+    (_, (experts, *inner)), ranks = placement.region, mesh.size(placement.data.shard)
+    within = experts % ranks and inner and inner[0] % ranks == 0
+    return replace(placement, data_dim=1) if within else placement
 
 
 def _experts_elsewhere(module: nn.Module, mesh: Mesh, own: Own) -> None:

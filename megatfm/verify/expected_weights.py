@@ -116,15 +116,22 @@ class RankParameters:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
         place = place or self.place
         shape, parts = self.shape_at(name, place), self.shards(name) if self.parallel.zero else 1
-        each = -(-shape[0] // parts)
-        part = place.edp if self.is_expert(name) else place.shard
-        rows = max(0, min(each, shape[0] - each * (part if parts > 1 else 0)))
-        return rows * prod(shape[1:])
+        size = shape[self._data_dim(name)]
+        each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
+        return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
 
     def padded(self, name: str) -> int:
         """Elements when each data rank's rows are filled up to equally many."""
         shape, ranks = self.shapes[name], self.shards(name)
-        return ranks * -(-shape[0] // ranks) * prod(shape[1:])
+        size = shape[self._data_dim(name)]
+        return ranks * -(-size // ranks) * (prod(shape) // size)
+
+    def _data_dim(self, name: str) -> int:
+        """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
+        if self._style(name).name != "experts" or self.parallel.zero < 2:
+            return 0
+        (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
+        return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _style(self, name: str) -> Style:
         return self.fitted[name.rpartition(".")[0]]
@@ -294,7 +301,8 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
 def _sends(held: RankParameters, name: str) -> bool:
     """Whether this is the first of the ranks that hold the same block."""
     first_of_tp = held.is_cut(name) or held.place.tp == 0
-    return first_of_tp and (held.parallel.zero > 0 or held.place.shard == 0)
+    copy = held.place.edp if held.is_expert(name) else held.place.shard
+    return first_of_tp and (held.parallel.zero > 0 or copy == 0)
 
 
 def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:

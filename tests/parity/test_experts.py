@@ -75,6 +75,8 @@ EXPERTS_OVER_RANKS = {
         },
         "ep2 × pp2, zero1": ParallelConfig(dp_shard=2, ep=2, pp=2, zero=1),
     },
+    # Three experts on a rank, and two data ranks, which cut within each of them.
+    8: {"ep2 of 4 × tp2": ParallelConfig(dp_shard=4, ep=2, tp=2)},
 }
 LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(accumulate="shards")},
@@ -91,6 +93,7 @@ LAYOUTS = {
         "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
         "pp2 × tp2": ParallelConfig(pp=2, tp=2),
     },
+    8: {},
 }
 
 
@@ -177,8 +180,10 @@ def compare(name: str, ranks: int) -> list[str]:
     return list(layouts_of(ranks))
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, ranks) for name in MODELS for ranks in LAYOUTS if ranks < 8 or name == "top-k"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(layouts_of(ranks))
 
@@ -383,10 +388,10 @@ def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]
     assert not found.unpredicted
 
 
-def traffic_of(name: str, parallel: ParallelConfig) -> Config:
+def traffic_of(name: str, parallel: ParallelConfig, **options: Any) -> Config:
     config = MODELS[name]
     objective = SpanCorruptionObjective() if config.family == "encoder_decoder" else CausalObjective()
-    return test_traffic.config_of(config, objective, parallel)
+    return test_traffic.config_of(config, objective, parallel, **options)
 
 
 @pytest.mark.parametrize("ranks", EXPERTS_OVER_RANKS)
@@ -394,7 +399,10 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int) -> None:
     """Bytes on each rank, by a count of what the plain model's routers choose."""
     layouts = EXPERTS_OVER_RANKS[ranks]
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in layouts.items()}
-    configs |= {name: traffic_of(name, list(layouts.values())[-1]) for name in ("deepseek-v3", "switch")}
+    muon = layouts["ep2, zero3"] if ranks == 2 else next(iter(layouts.values()))
+    configs["muon"] = traffic_of("top-k", muon, optimizer=test_layouts.MUON)
+    if ranks < 8:
+        configs |= {name: traffic_of(name, list(layouts.values())[-1]) for name in ("deepseek-v3", "switch")}
     assert test_traffic.missed(workers, ranks, configs) == {}
 
 
@@ -427,6 +435,29 @@ def one_choice_for_all(name: str, ranks: int) -> None:
             assert gradient[~idle].abs().sum() > 0 == gradient[idle].abs().sum()
 
 
-@pytest.mark.parametrize("ranks", EXPERTS_OVER_RANKS)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int) -> None:
     workers.run(one_choice_for_all, ranks, "top-k", ranks, timeout=180.0)
+
+
+def moved(parallel: ParallelConfig) -> None:
+    """Two steps of Muon move a rank's blocks as they move those of whole experts on each rank."""
+    config = MODELS["top-k"]
+    batch = batch_for(config)
+    objective = objective_of(config, list(one_device(config, batch)[0].eval()(**batch).losses))
+    engines = [
+        test_layouts.make_engine(config, layout, test_layouts.MUON)
+        for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))
+    ]
+    for engine in engines:
+        for _ in range(2):
+            engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+            engine.step(1e-2, clip=0.3)
+    cut, whole = engines
+    for name in MATRICES:
+        wanted = test_layouts.block(cut, name, whole.local[name])
+        torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_muon_moves_experts_wherever_they_are(workers: Workers) -> None:
+    workers.run(moved, 2, EP2, timeout=120.0)

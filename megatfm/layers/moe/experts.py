@@ -46,6 +46,7 @@ class Experts(nn.Module):
             self.initial |= {"w_gate": initial("ffn_gate", d, d_ff)}
         self.w_up = nn.Parameter(torch.empty(n, d_ff, d))
         self.w_down = nn.Parameter(torch.empty(n, d, d_ff))
+        self.roles = dict.fromkeys(self.initial, "matrices")
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
 
