@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from megatfm.config import Config
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
-"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too. Experts fold into dp_shard × cp."""
+"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too. `ep` divides dp_shard."""
 
 
 def misfit(config: Config, processes: int) -> str | None:
@@ -27,6 +27,8 @@ def misfit(config: Config, processes: int) -> str | None:
         named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
         layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
+    if shard % parallel.ep:
+        return f"parallel.ep = {parallel.ep} does not divide {shard} ranks of dp_shard"
     data_ranks = sizes["dp_replicate"] * shard
     if train.global_batch % (train.micro_batch * data_ranks):
         return (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import ParallelConfig
-from tests.parity import test_families, test_pipelines
+from tests.parity import test_experts, test_families, test_pipelines
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- made by tests/layout_table.py -->", "<!-- end -->"
@@ -32,6 +32,10 @@ def named(parallel: ParallelConfig) -> str:
         words.append(f"pp{parallel.pp} {parallel.schedule}")
     if parallel.dp_replicate > 1:
         words.append("replicas")
+    if parallel.ep > 1:
+        words.append(
+            f"ep{parallel.ep}" + (f" of {parallel.dp_shard}" if parallel.dp_shard > parallel.ep else "")
+        )
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
     if parallel.tp > 1:
@@ -49,6 +53,10 @@ def proven() -> Proven:
             found[named(parallel)] |= set(test_families.NAMES)
     for models, parallel in pipelines():
         found[named(parallel)] |= set(models)
+    for model, ranks in test_experts.CASES:
+        for parallel in test_experts.layouts_of(ranks).values():
+            if parallel.accumulate == "whole" and max(parallel.dp_shard, ranks) > 1:
+                found[named(parallel)].add(f"experts, {model}")
     return found
 
 

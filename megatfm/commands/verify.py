@@ -50,6 +50,8 @@ def _heading(comparison: "Comparison") -> str:
         layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"
     if parallel.tp > 1 and not parallel.sequence_parallel:
         layout += " without sequence parallelism"
+    if parallel.ep > 1:
+        layout += f", experts over {parallel.ep} of the data ranks"
     if parallel.dp_shard > 1:
         layout += f", ZeRO {parallel.zero}"
     shrunk = "\n".join(f"  {change}" for change in comparison.shrunk)

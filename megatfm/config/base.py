@@ -18,6 +18,11 @@ WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
 """Of a model: far above any that was ever trained, and far below what hangs or overflows where it is made."""
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of a number that is nearest to another; of two, the smaller."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
 class LacksOptionError(UsageError, AttributeError):
     """A part reads a key that its section has not. An AttributeError too: parts ask for keys with `getattr`."""
 

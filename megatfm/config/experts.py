@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name
+from megatfm.config.base import LONGEST, WIDEST, Rate, Section, by_name, nearest_divisor
 from megatfm.config.model_parts import DenseFFNConfig, PluginFFNConfig
 
 
@@ -164,7 +164,7 @@ FFNConfig = Annotated[
 def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
     n, groups, best = experts.n_experts, router.n_groups, router.top_groups
     if n % groups:
-        nearest = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - groups), d))
+        nearest = nearest_divisor(n, groups)
         raise ValueError(
             f"router.n_groups = {groups} does not divide n_experts = {n}: the nearest that does is {nearest}"
         )

@@ -6,7 +6,7 @@ from typing import Self, get_args
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config.base import PathStr, Section
+from megatfm.config.base import PathStr, Section, nearest_divisor
 from megatfm.config.experts import MoEConfig
 from megatfm.config.families import FAMILIES, meant_by
 from megatfm.config.model import ModelConfig
@@ -132,6 +132,29 @@ class Config(Section):
                 f"parallel.tp = {tp}: model.attention.name = {self.model.attention.name!r} cuts its queries in groups "
                 f"of {together}, not a multiple of it: choose tp = {gcd(tp, together)}, or "
                 "parallel.sequence_parallel=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_divided(self) -> Self:
+        ep, tp = self.parallel.ep, self.parallel.tp
+        experts = {key: n // tp for key, n in self.model.divided.items() if key.endswith("n_experts")}
+        if ep > 1 and not experts:
+            raise ValueError(
+                f"parallel.ep = {ep}, but the model has no experts to divide: set parallel.ep = 1, or "
+                "model.ffn.name = 'moe'"
+            )
+        for key, n in experts.items():
+            if n % ep:
+                among = f" and parallel.tp = {tp}" if tp > 1 else ""
+                raise ValueError(
+                    f"parallel.ep = {ep}{among} do{'' if among else 'es'} not divide model.{key} = {n * tp}: the "
+                    f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
+                )
+        if ep > 1 and self.train.recompute.endswith("B"):
+            raise ValueError(
+                f"train.recompute = {self.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "
+                f"{ep}, and would not compute the same blocks again: set train.recompute = 'full' or 'selective'"
             )
         return self
 

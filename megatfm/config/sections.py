@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatfm.config.base import LONGEST, WIDEST, PathStr, Section
+from megatfm.config.base import LONGEST, WIDEST, PathStr, Section, nearest_divisor
 from megatfm.config.data import DataConfig as DataConfig
 
 
@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, le=WIDEST)
     """Context-parallel ranks (reserved: only 1 yet)."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
-    """Expert-parallel ranks (reserved: only 1 yet)."""
+    """Ranks of dp_shard among which experts are divided, and which send each other tokens; divides dp_shard."""
 
     @model_validator(mode="after")
     def _pipeline(self) -> Self:
@@ -65,12 +65,10 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _reserved(self) -> Self:
-        for axis in ("cp", "ep"):
-            if getattr(self, axis) != 1:
-                raise ValueError(
-                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp, pp or "
-                    "dp_shard"
-                )
+        if self.cp != 1:
+            raise ValueError(
+                f"cp = {self.cp}: this axis is not there yet: use cp = 1 with tp, pp or dp_shard"
+            )
         if self.accumulate == "shards" and self.zero < 2:
             raise ValueError(
                 f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
@@ -78,6 +76,11 @@ class ParallelConfig(Section):
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
+        if self.dp_shard > 0 and self.dp_shard % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide dp_shard = {self.dp_shard}, over which experts lie: the nearest that "
+                f"does is {nearest_divisor(self.dp_shard, self.ep)}"
+            )
         return self
 
 

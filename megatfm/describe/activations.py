@@ -35,6 +35,7 @@ class Kept:
 
     @property
     def bytes(self) -> int:
+        """So far."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
     @contextmanager

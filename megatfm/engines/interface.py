@@ -84,6 +84,7 @@ class OptimizerGroup:
     make: from parameter groups as torch takes them, each with the options that its names share.
     options: name → its options, such as weight_decay. lr_ratios: name → its rate as a multiple of the run's, else 1.
     counters: options that the optimizer itself changes from step to step, and which are saved with the state.
+    stacked: names of tensors that are several along the first dim, each moved by itself; whole_tensor only.
     averaged: (block, state, options) → the weights to evaluate and save, where these are not the ones that are
     trained; elementwise only.
     """
@@ -94,6 +95,7 @@ class OptimizerGroup:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lr_ratios: Mapping[str, float] = field(default_factory=dict)
     counters: Sequence[str] = ()
+    stacked: frozenset[str] = frozenset()
     averaged: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
 
     def __post_init__(self) -> None:

@@ -27,8 +27,11 @@ class TorchOptimizer:
     """
 
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self.counters = dict(tensors), group.counters
+        self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked
         made = group.parameter_groups(self.tensors)
+        self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
+        for names, options in made:
+            options["params"] = [part for name in names for part in self._parts[name]]
         # A rank may own nothing, and torch refuses an optimizer without parameters.
         self.optimizer = group.make([options for _, options in made]) if made else None
         groups = self.optimizer.param_groups if self.optimizer else []
@@ -42,23 +45,28 @@ class TorchOptimizer:
             return
         for options in self.optimizer.param_groups:
             options["lr"] = lr * options["lr_ratio"]
-        for name, tensor in self.tensors.items():
-            tensor.grad = gradients[name]
+        for name, parts in self._parts.items():
+            for part, gradient in zip(parts, self._split(name, gradients[name]), strict=True):
+                part.grad = gradient
         self.optimizer.step()
-        for tensor in self.tensors.values():
-            tensor.grad = None
-            state = self.optimizer.state[tensor]
+        for part in (part for parts in self._parts.values() for part in parts):
+            part.grad = None
+            state = self.optimizer.state[part]
             for key, value in state.items():  # LAPACK, for one, gives columns, where a resume would have rows
                 if isinstance(value, Tensor):
                     state[key] = aligned(value)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Tensor's name → its state, counters included; not copies, and empty before the first step."""
+        """Tensor's name → its state, counters included; not copies but of stacks, and empty before the first step."""
         return {name: self._state_of(name) for name in self.tensors}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         assert self.optimizer is not None
-        state = dict(self.optimizer.state[self.tensors[name]])
+        states = [self.optimizer.state[part] for part in self._parts[name]]
+        state = dict(states[0])
+        if name in self._stacked:  # a step count is that of all
+            for key, first in states[0].items():
+                state[key] = torch.stack([each[key] for each in states]) if first.dim() else first
         if state:
             for key in self.counters:
                 state[key] = torch.tensor(self.options[name][key], dtype=torch.float64)
@@ -66,13 +74,18 @@ class TorchOptimizer:
 
     def load(self, state: State) -> None:
         """Put in place what `state` gave, for exactly these tensors; KeyError for one that is missing."""
-        for name, tensor in self.tensors.items():
+        for name, parts in self._parts.items():
             assert self.optimizer is not None
             values = {key: aligned(value) for key, value in state[name].items()}
             for key in self.counters:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
-            self.optimizer.state[tensor] = values
+            for i, part in enumerate(parts):
+                own = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
+                self.optimizer.state[part] = own if name in self._stacked else values
+
+    def _split(self, name: str, tensor: Tensor) -> list[Tensor]:
+        return list(tensor) if name in self._stacked else [tensor]
 
 
 class ElementwiseOptimizer:

@@ -33,7 +33,7 @@ def evaluate_run(
     import_plugins(config.plugins)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
     parallel = config.parallel.model_copy(
-        update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1}
+        update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1, "ep": 1}
     )
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
     if with_compressors and not (tokenizer and tokenizer.lossless):

@@ -15,6 +15,8 @@ def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
     ends: int32, not falling; a group may be empty. Rows beyond the last end are undefined, and so are their gradients.
     """
+    if not len(x_MI):  # torch's operator takes no empty x
+        return looped_linear(x_MI, weight_GOI, ends_G)
     if has_grouped_product(x_MI, weight_GOI):
         product: Tensor = F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
         return product

@@ -141,6 +141,34 @@ def copy_to_shards(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Copy.apply(x, group)
 
 
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """All-to-all of rows: so many sent to, and so many received from each rank."""
+    first = x.contiguous()
+    if _functional():
+        arrived: Tensor = _ops.wait_tensor(_ops.all_to_all_single(first, received, sent, group.group_name))
+    else:
+        arrived = first.new_empty((sum(received), *first.shape[1:]))
+        group.alltoall_base(arrived, first, received, sent).wait()
+    return arrived
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group):  # type: ignore[no-untyped-def]
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Rows sorted by the rank that they go to → rows sorted by the rank that they come from; how many go to and come
+    from each. Adjoint: the same the other way round."""
+    return _ExchangeRows.apply(x, sent, received, group)
+
+
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]

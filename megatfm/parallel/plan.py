@@ -62,6 +62,7 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> ParameterLa
                     "give both the same cut, or untie them"
                 )
             setattr(module, key, local[tensor][1])
+        style.beside(module, mesh, own)
         if ranks:
             style.install(module, ranks, own)
     placements = {placement.name: placement for placement, _ in local.values()}

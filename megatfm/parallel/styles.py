@@ -21,9 +21,10 @@ from megatfm.parallel.collectives import (
     scatter_sum,
     sum_partial,
 )
+from megatfm.parallel.experts import travelling
 from megatfm.parallel.forward import replace_forward
-from megatfm.parallel.layout import Placement
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.layout import Cut, Placement
+from megatfm.parallel.mesh import EXPERT, EXPERTS, Mesh
 from megatfm.parallel.vocabulary import cross_entropy_shard, embed_shard
 from megatfm.registry import Registry
 
@@ -68,6 +69,7 @@ class Ranks:
 
 Install = Callable[[nn.Module, Ranks, Own], None]
 PlacementRule = Callable[[Placement, Mesh], Placement]
+InstallBeside = Callable[[nn.Module, Mesh, Own], None]
 
 
 def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -76,6 +78,10 @@ def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
 
 def _as_it_is(placement: Placement, mesh: Mesh) -> Placement:
     return placement
+
+
+def _nothing_beside(module: nn.Module, mesh: Mesh, own: Own) -> None:
+    """Nothing travels."""
 
 
 Sends = Literal[
@@ -99,6 +105,7 @@ class Style:
     stream, so a partial one with sequence parallelism; "partial": always its own share, e.g. that of its heads.
     uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
     place: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that has done.
+    beside: adds what travels over these axes, before `install` does; called whatever their sizes are.
     shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
     sends: in words of `Sends`, so that `megatfm verify` can say how much it should be; None: it can't.
     """
@@ -109,6 +116,7 @@ class Style:
     uneven: bool = False
     install: Install = _nothing
     place: PlacementRule = _as_it_is
+    beside: InstallBeside = _nothing_beside
     shown: bool = False
     instead: "Style | None" = None
     sends: tuple[Sends, ...] | None = None
@@ -216,8 +224,28 @@ def _vocabulary_head(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.register_forward_hook(whole_logits)
 
 
+def _place_experts(placement: Placement, mesh: Mesh) -> Placement:
+    """Cut by experts over their own axis first; tensor parallelism cuts what is left. Where the data ranks don't divide
+    that, ZeRO cuts within each expert: of 2 experts on 8 ranks it would fill 6 ranks up with nothing."""
+    if (parts := mesh.size(EXPERT)) > 1:
+        cut = Cut(EXPERT, 0, mesh.rank(EXPERT), parts)
+        placement = replace(placement, cuts=(cut, *placement.cuts), data=EXPERTS)
+    (_, (experts, *inner)), ranks = placement.region, mesh.size(placement.data.shard)
+    within = experts % ranks and inner and inner[0] % ranks == 0
+    return replace(placement, data_dim=1) if within else placement
+
+
+def _experts_elsewhere(module: nn.Module, mesh: Mesh, own: Own) -> None:
+    if (parts := mesh.size(EXPERT)) > 1:
+        each: Callable[[Tensor, Tensor], Tensor] = module.each  # type: ignore[assignment]
+        module.groups, module.each = parts, travelling(each, mesh.group(EXPERT))  # type: ignore[assignment]
+        # FSDP2, which takes experts by themselves, puts its hooks on what a module returns, and warns of a view.
+        module.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
+
+
 def _experts(module: nn.Module, ranks: Ranks, own: Own) -> None:
-    module.first = own["w_up"].region[0][0]  # type: ignore[assignment]
+    (first, *_), (experts, *_) = own["w_up"].region[0], own["w_up"].shape
+    module.first = first % (experts // module.groups)  # type: ignore[assignment, operator]
 
 
 def _partial_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
@@ -279,7 +307,9 @@ SUMMED_OVER_PARTS = Style(
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
-EXPERTS = Style("experts", dim=0, install=_experts, sends=())
+STACKED_EXPERTS = Style(
+    "experts", dim=0, install=_experts, place=_place_experts, beside=_experts_elsewhere, sends=()
+)
 """Matrices of experts, cut by experts, in a module that has seams for what travels."""
 
 PARTIAL_OUTPUT = Style("partial output", install=_partial_output, shown=True, sends=("output summed",))
@@ -335,7 +365,7 @@ for _style in (
     SEQUENCE_SUM,
     SUMMED_OVER_PARTS,
     TOKEN_SUM,
-    EXPERTS,
+    STACKED_EXPERTS,
     PARTIAL_OUTPUT,
 ):
     STYLES.register(_style.name)(_style)

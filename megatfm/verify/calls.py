@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
 from megatfm.layers.extra import summed
+from megatfm.layers.moe import Experts
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline, StageOutput
 from megatfm.verify.batch import Arrays, objective_of
@@ -22,6 +24,7 @@ class Call:
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
     tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
     something for the backward pass after this call, so that recomputing the block goes through all of it.
+    given_has_gradient: of its first input. routed: of experts, how many rows each takes; tokens: of their input.
     """
 
     path: str
@@ -34,6 +37,9 @@ class Call:
     in_block: bool = False
     keeps_more: bool = False
     is_block: bool = False
+    given_has_gradient: bool = False
+    routed: tuple[int, ...] = ()
+    tokens: int = 0
 
 
 class Watcher:
@@ -48,7 +54,7 @@ class Watcher:
         for path, module in model.named_modules():
             if module in in_blocks:
                 module.register_forward_pre_hook(lambda *_: self._enter())
-            module.register_forward_hook(lambda _, given, made, path=path: self._note(path, given, made))
+            module.register_forward_hook(partial(self._note, path))
             if module in in_blocks:
                 module.register_forward_hook(lambda *_: self._leave())
 
@@ -78,11 +84,19 @@ class Watcher:
             self._calls[-1] = replace(call, is_block=True), kept
         self._inside = None
 
-    def _note(self, path: str, inputs: tuple[Any, ...], output: Any) -> None:
+    def _note(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         first, made = _tensor((*inputs, None)[0]), _tensor(output)
         rows = first.shape[0] if first.dim() else 1
         shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
-        self._calls.append((Call(path, self.stage, *shapes), self._kept))
+        call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad)
+        if isinstance(module, Experts):
+            routed = _rows_by_expert(module.n_experts, inputs[2], output[1])
+            call = replace(call, routed=routed, tokens=first.shape[:-1].numel())
+        self._calls.append((call, self._kept))
+
+
+def _rows_by_expert(n_experts: int, choices_BTK: Tensor, taken_BTK: Tensor) -> tuple[int, ...]:
+    return tuple(torch.bincount(choices_BTK[taken_BTK], minlength=n_experts).tolist())
 
 
 def _tensor(value: Any) -> Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.layers.initialisation import initialise
-from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import NO_ROW, match
 from megatfm.parallel.styles import Style
@@ -20,6 +19,7 @@ from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call, observe
 from megatfm.verify.expected_weights import (
+    EXPERT_REPLICAS,
     REPLICAS,
     WHOLE_TENSORS,
     MeshPosition,
@@ -27,6 +27,7 @@ from megatfm.verify.expected_weights import (
     weights_and_gradients,
 )
 from megatfm.verify.ledger import Flows, Ledger
+from megatfm.verify.reference import perturbed
 
 CHUNK = 1024
 """Rows of the cross-entropy that are reduced together."""
@@ -57,7 +58,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     """Of one step, by rank. For axes of which `unpredicted` speaks, what is here is not to be relied on."""
     with torch.random.fork_rng():
         model = build_model(config).double().train()
-    initialise(model, config.train.seed)
+    perturbed(model, config.train.seed)
     parallel = config.parallel
     pipeline = cut_model(config, model) if parallel.pp > 1 else None
     planned = match(model, complete=parallel.tp > 1)
@@ -69,13 +70,19 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     for rank in range(parallel.pp * data_ranks * parallel.tp):
         rest, tp = divmod(rank, parallel.tp)
         pp, data_rank = divmod(rest, data_ranks)
-        place = MeshPosition(pp, data_rank % parallel.dp_shard, tp)
+        place = MeshPosition(pp, data_rank % parallel.dp_shard, tp, parallel.ep)
         mine = range(data_rank * each, (data_rank + 1) * each)
         stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
         microbatches = [[call for call in calls[i] if call.stage in stages] for i in mine]
-        ledger = Ledger(_sizes(config))
+        same = {EXPERT: SHARD} if parallel.ep == parallel.dp_shard else {}  # the same ranks
+        ledger = Ledger(_sizes(config), same)
         for each_calls in microbatches if parallel.tp > 1 else ():
             _activations(ledger, config, model, fitted, each_calls)
+        first = data_rank - place.ep
+        for i in range(each) if parallel.ep > 1 else ():
+            peers = [calls[peer * each + i] for peer in range(first, first + parallel.ep)]
+            among = [[call for call in peer if call.stage in stages and call.routed] for peer in peers]
+            _experts(ledger, config, place, among)
         if pipeline:
             _sends(ledger, config, pipeline, pp, batch, mine)
         held = RankParameters(model, fitted, pipeline, place, parallel)
@@ -94,6 +101,9 @@ def _sizes(config: Config) -> dict[str, int]:
         TENSOR: tp,
         REPLICAS: replicas * shard,
         WHOLE_TENSORS: shard * tp,
+        EXPERT: parallel.ep,
+        EXPERT_SHARD: shard // parallel.ep,
+        EXPERT_REPLICAS: replicas * (shard // parallel.ep),
     }
 
 
@@ -131,6 +141,29 @@ def _activations(
         if "loss summed" in sends and sequence:
             ledger.all_reduce(TENSOR, call.made * max(size, 4), times=sums)  # in float32 or better
         _vocabulary(ledger, config, model, fitted, call)
+
+
+def _experts(ledger: Ledger, config: Config, place: MeshPosition, among: Sequence[Sequence[Call]]) -> None:
+    """Expert parallelism, for one micro-batch of each of the ranks that divide experts: rows go to their experts and
+    come back, and so do their gradients, the other way round. Of the experts of a rank, tensor parallelism takes each
+    part to a rank of its own."""
+    size, parts, me = PRECISIONS[config.train.precision].computed.itemsize, len(among), place.ep
+    for calls in zip(*among, strict=True):
+        call, experts = calls[me], len(calls[me].routed) // parts
+        here = experts // config.parallel.tp
+
+        def rows(source: int, target: int, calls: tuple[Call, ...] = calls, n: int = experts) -> int:
+            first = target * n + place.tp * (n // config.parallel.tp)
+            return sum(calls[source].routed[first : first + n // config.parallel.tp])
+
+        others = [rank for rank in range(parts) if rank != me]
+        width = call.given // call.tokens * size
+        sent = sum(rows(me, other) for other in others) * width
+        received = sum(rows(other, me) for other in others) * width
+        forward, _ = _times(call, config.train.recompute)
+        ledger.all_to_all(EXPERT, (parts - 1) * here * 8, times=forward)  # how many rows will come
+        ledger.all_to_all(EXPERT, sent, times=forward + call.has_gradient)
+        ledger.all_to_all(EXPERT, received, times=forward + call.given_has_gradient)
 
 
 def _times(call: Call, recompute: str) -> tuple[int, int]:

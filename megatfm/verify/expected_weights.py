@@ -3,7 +3,7 @@ ranks, partial gradients, optimizers of whole tensors. See `expected.py`."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -12,7 +12,7 @@ from torch import nn
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS, Stateful
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders
 from megatfm.parallel.styles import Style
@@ -22,6 +22,7 @@ from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 
 REPLICAS, WHOLE_TENSORS = f"{REPLICATE} × {SHARD}", f"{SHARD} × {TENSOR}"
+EXPERT_REPLICAS = f"{REPLICATE} × {EXPERT_SHARD}"
 """Axes that are one group for some collectives."""
 
 Shape = tuple[int, ...]
@@ -34,6 +35,17 @@ class MeshPosition:
     pp: int
     shard: int
     tp: int
+    experts_over: int = 1
+
+    @property
+    def ep(self) -> int:
+        """Which of the ranks that divide experts among them."""
+        return self.shard % self.experts_over
+
+    @property
+    def edp(self) -> int:
+        """Which of those that hold the same experts."""
+        return self.shard // self.experts_over
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class RankParameters:
     def shapes(self) -> dict[str, Shape]:
         """Before the data axes cut them, of the parameters that this pipeline rank's stages use."""
         return {
-            name: self.tp_shape(name, self.place.tp)
+            name: self.shape_at(name, self.place)
             for name, _ in self.model.named_parameters()
             if self.pipeline is None or self.place.pp in self.pipeline.holders[name]
         }
@@ -60,15 +72,29 @@ class RankParameters:
         """Names of the parameters held here that have gradients."""
         return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
 
-    def tp_shape(self, name: str, tp: int) -> Shape:
-        """What a tensor-parallel rank holds."""
+    def shape_at(self, name: str, place: MeshPosition) -> Shape:
+        """What a rank holds before the data axes cut it."""
         shape = list(self.model.get_parameter(name).shape)
+        if self.is_expert(name):
+            shape[0] //= self.parallel.ep
         if self.is_cut(name):
             dim, parts = self._style(name).dim, self.parallel.tp
             assert dim is not None
             each = -(-shape[dim] // parts)
-            shape[dim] = max(0, min(each, shape[dim] - each * tp))
+            shape[dim] = max(0, min(each, shape[dim] - each * place.tp))
         return tuple(shape)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether expert parallelism lays blocks of the parameter on different ranks."""
+        return self.parallel.ep > 1 and self._style(name).name == "experts"
+
+    def shard_axis(self, name: str) -> str:
+        """The axis over which ZeRO cuts the parameter."""
+        return EXPERT_SHARD if self.is_expert(name) else SHARD
+
+    def shards(self, name: str) -> int:
+        """Ranks along that axis."""
+        return self.parallel.dp_shard // (self.parallel.ep if self.is_expert(name) else 1)
 
     def is_cut(self, name: str) -> bool:
         """Whether tensor parallelism lays blocks of the parameter on different ranks, rather than copies."""
@@ -89,15 +115,23 @@ class RankParameters:
     def own(self, name: str, place: MeshPosition | None = None) -> int:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
         place = place or self.place
-        shape, parts = self.tp_shape(name, place.tp), self.parallel.dp_shard if self.parallel.zero else 1
-        each = -(-shape[0] // parts)
-        rows = max(0, min(each, shape[0] - each * (place.shard if parts > 1 else 0)))
-        return rows * prod(shape[1:])
+        shape, parts = self.shape_at(name, place), self.shards(name) if self.parallel.zero else 1
+        size = shape[self._data_dim(name)]
+        each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
+        return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
 
     def padded(self, name: str) -> int:
         """Elements when each data rank's rows are filled up to equally many."""
-        shape, ranks = self.shapes[name], self.parallel.dp_shard
-        return ranks * -(-shape[0] // ranks) * prod(shape[1:])
+        shape, ranks = self.shapes[name], self.shards(name)
+        size = shape[self._data_dim(name)]
+        return ranks * -(-size // ranks) * (prod(shape) // size)
+
+    def _data_dim(self, name: str) -> int:
+        """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
+        if self._style(name).name != "experts" or self.parallel.zero < 2:
+            return 0
+        (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
+        return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _style(self, name: str) -> Style:
         return self.fitted[name.rpartition(".")[0]]
@@ -124,22 +158,28 @@ def weights_and_gradients(
 
 
 def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
-    parallel = config.parallel
-    both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
-    axis = REPLICAS if both else SHARD if parallel.dp_shard > 1 else REPLICATE
-    ledger.all_reduce(
-        axis,
-        sum(prod(held.shapes[name]) for name in held.trained)
-        * PRECISIONS[config.train.precision].stored.itemsize,
-    )
+    size = PRECISIONS[config.train.precision].stored.itemsize
+    for shard, names in _by_shard_axis(held, held.trained).items():
+        replicas = REPLICAS if shard == SHARD else EXPERT_REPLICAS
+        both = ledger.sizes[shard] > 1 and ledger.sizes[REPLICATE] > 1
+        axis = replicas if both else shard if ledger.sizes[shard] > 1 else REPLICATE
+        ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in names) * size)
 
 
 def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> None:
-    precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
-    everything = sum(map(held.padded, held.trained))
-    ledger.reduce_scatter(SHARD, everything * precision.stored.itemsize)
-    ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
-    ledger.all_gather(SHARD, everything // ranks * precision.computed.itemsize)
+    precision = PRECISIONS[config.train.precision]
+    for axis, names in _by_shard_axis(held, held.trained).items():
+        everything, ranks = sum(map(held.padded, names)), ledger.sizes[axis]
+        ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
+        ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
+        ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
+
+
+def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found[held.shard_axis(name)].append(name)
+    return found
 
 
 def _fully_sharded(
@@ -162,31 +202,35 @@ def _fully_sharded(
         reductions = len(microbatches) if parallel.accumulate == "shards" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
-        ledger.all_gather(SHARD, elements // parallel.dp_shard * precision.computed.itemsize, times=gathers)
+        axis = held.shard_axis(names[0])
+        ledger.all_gather(axis, elements // ledger.sizes[axis] * precision.computed.itemsize, times=gathers)
         reductions *= trained > 0
-        ledger.reduce_scatter(SHARD, trained * precision.stored.itemsize, times=reductions)
-        shard = trained // parallel.dp_shard * precision.stored.itemsize
+        ledger.reduce_scatter(axis, trained * precision.stored.itemsize, times=reductions)
+        shard = trained // ledger.sizes[axis] * precision.stored.itemsize
         ledger.all_reduce(REPLICATE, shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
     """For one micro-batch: for each pass forward, and for each backward where what the block made has a gradient. The
     frozen block that lies before the first of those is gathered with it, in vain: FSDP2 looks one block ahead."""
-    order = [call for call in calls if call.is_block]
+    is_block = any(call.is_block for call in calls if call.path == path)
+    order = [call for call in calls if call.is_block or (call.path == path and not is_block)]
     mine = [i for i, call in enumerate(order) if call.path == path]
     ahead = [
         i for i in mine if not order[i].has_gradient and i + 1 < len(order) and order[i + 1].has_gradient
     ]
-    return len(mine) + sum(order[i].has_gradient for i in mine) + len(ahead)
+    return len(mine) + sum(order[i].has_gradient for i in mine) + len(ahead) * is_block
 
 
 def _groups(held: RankParameters) -> dict[str, list[str]]:
-    """The block that gathers a parameter → its parameters; "" is the whole model, for all that lies in no block."""
+    """What gathers a parameter → its parameters: a block, or in it experts; "" is the whole model, for all that lies in
+    no block."""
     inside = set(blocks(held.model))
     paths = [path for path, module in held.model.named_modules() if module in inside]
     groups: dict[str, list[str]] = defaultdict(list)
     for name in held.shapes:
-        groups[next((path for path in paths if name.startswith(f"{path}.")), "")].append(name)
+        block = next((path for path in paths if name.startswith(f"{path}.")), "")
+        groups[name.rpartition(".")[0] if held.is_expert(name) else block].append(name)
     return groups
 
 
@@ -230,7 +274,7 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
     """
     parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
     ranks = [
-        MeshPosition(held.place.pp, shard, tp)
+        replace(held.place, shard=shard, tp=tp)
         for shard in range(parallel.dp_shard)
         for tp in range(parallel.tp)
     ]
@@ -257,7 +301,8 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
 def _sends(held: RankParameters, name: str) -> bool:
     """Whether this is the first of the ranks that hold the same block."""
     first_of_tp = held.is_cut(name) or held.place.tp == 0
-    return first_of_tp and (held.parallel.zero > 0 or held.place.shard == 0)
+    copy = held.place.edp if held.is_expert(name) else held.place.shard
+    return first_of_tp and (held.parallel.zero > 0 or copy == 0)
 
 
 def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
@@ -266,10 +311,15 @@ def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
     ledger.all_reduce(PIPELINE, terms)
-    kinds = len({held.is_cut(name) for name, _ in held.model.named_parameters()})
-    ledger.all_reduce(SHARD, kinds * 8, times=config.parallel.zero > 0)
-    ledger.all_reduce(PIPELINE, kinds * 8)
-    ledger.all_reduce(TENSOR, 8)
+    names = [name for name, _ in held.model.named_parameters()]
+    kinds = {(held.is_expert(name), held.is_cut(name)) for name in names}
+    experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
+    if config.parallel.zero:
+        ledger.all_reduce(SHARD, len(kinds) * 8 - experts)
+        ledger.all_reduce(EXPERT_SHARD, experts, times=experts > 0)
+    ledger.all_reduce(PIPELINE, len(kinds) * 8)
+    ledger.all_reduce(EXPERT, experts, times=experts > 0)
+    ledger.all_reduce(TENSOR, cut)
 
 
 def _module_state(ledger: Ledger, held: RankParameters) -> None:

@@ -14,9 +14,10 @@ Flows = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class Ledger:
-    """sizes: of the axes; an axis of one rank sends nothing."""
+    """sizes: of the axes; an axis of one rank sends nothing. called: other names of axes, by which they are entered."""
 
     sizes: Mapping[str, int]
+    called: Mapping[str, str] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -33,9 +34,9 @@ class Ledger:
         ranks = among or self.sizes[axis]
         self._add(axis, "all_reduce", 2 * whole_bytes * (ranks - 1) // ranks, times)
 
-    def all_to_all(self, axis: str, others_bytes: int) -> None:
+    def all_to_all(self, axis: str, others_bytes: int, times: int = 1) -> None:
         """others_bytes: what is sent to other ranks."""
-        self._add(axis, "all_to_all", others_bytes, 1)
+        self._add(axis, "all_to_all", others_bytes, times)
 
     def send(self, axis: str, sent_bytes: int) -> None:
         """Add one message of this rank to a neighbour on the axis."""
@@ -43,6 +44,7 @@ class Ledger:
 
     def _add(self, axis: str, collective: str, sent: int, times: int) -> None:
         if self.sizes[axis] > 1 and times:
+            axis = self.called.get(axis, axis)
             self.calls[axis, collective] += times
             self.sent[axis, collective] += sent * times
 

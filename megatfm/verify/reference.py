@@ -44,7 +44,7 @@ def perturbation(
 def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     """Loss and gradients by plain autograd in float64, the whole global batch at once."""
     model = build_model(config).double().train()
-    _initialise(model, config.train.seed)
+    perturbed(model, config.train.seed)
     for module in model.modules():
         if isinstance(module, Core):
             replace_forward(module, partial(_attention, module))
@@ -63,7 +63,8 @@ def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     return ReferenceStep(loss.item(), gradients)
 
 
-def _initialise(model: nn.Module, seed: int) -> None:
+def perturbed(model: nn.Module, seed: int) -> None:
+    """Set a model's weights to those that both sides compute with."""
     initialise(model, seed)
     for name, tensor, _ in initials(model):
         if isinstance(tensor, nn.Parameter):

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatfm import checkpoint
 from megatfm.config import Config, ModelConfig, ParallelConfig
+from megatfm.config.objective import CausalObjective, SpanCorruptionObjective
 from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
@@ -20,10 +22,11 @@ from megatfm.layers.moe import Experts, MoE, balance, moe
 from megatfm.layers.terms import block_terms
 from megatfm.models import build
 from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel import collectives, experts, styles
+from megatfm.parallel.mesh import DENSE, Mesh
 from megatfm.parallel.styles import Ranks
 from megatfm.verify.verify import verify
-from tests.parity import test_layouts, test_pipelines
+from tests.parity import test_layouts, test_pipelines, test_traffic
 from tests.parity.test_families import SMALL, PassOn, batch_for
 from tests.workers import Workers
 
@@ -31,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 SPARSE = {**SMALL, "dropout": 0.2, "n_layers": 4, "blocks": ["plain", "sparse"], "block.plain": {}}
 ALL = {"balance": 0.3, "sequence_balance": 0.2, "z_loss": 0.1}
-MOE = {"name": "moe", "d_ff": 24, "n_experts": 6, "top_k": 2}
+MOE = {"name": "moe", "d_ff": 24, "n_experts": 12, "top_k": 2}
 BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
 V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
 MODELS = {
@@ -57,6 +60,26 @@ MODELS = {
     ),
 }
 TP2 = ParallelConfig(tp=2)
+EXPERTS_OVER_RANKS = {
+    2: {f"ep2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, zero=zero) for zero in (0, 1, 2, 3)},
+    4: {
+        **{f"ep2 of 4, zero{zero}": ParallelConfig(dp_shard=4, ep=2, zero=zero) for zero in (0, 1, 2, 3)},
+        **{f"ep4, zero{zero}": ParallelConfig(dp_shard=4, ep=4, zero=zero) for zero in (0, 1, 2, 3)},
+        "ep2 × replicas": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2),
+        "ep2 × replicas, zero0": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2, zero=0),
+        "ep2 × tp2": ParallelConfig(dp_shard=2, ep=2, tp=2),
+        "ep2 × tp2 without sequence parallel": ParallelConfig(
+            dp_shard=2, ep=2, tp=2, zero=1, sequence_parallel=False
+        ),
+        **{
+            f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, schedule=schedule)
+            for schedule in ("1f1b", "zbv")
+        },
+        "ep2 × pp2, zero1": ParallelConfig(dp_shard=2, ep=2, pp=2, zero=1),
+    },
+    # Three experts on a rank, and two data ranks, which cut within each of them.
+    8: {"ep2 of 4 × tp2": ParallelConfig(dp_shard=4, ep=2, tp=2)},
+}
 LAYOUTS = {
     1: {"one process": ParallelConfig(), "accumulated shards": ParallelConfig(accumulate="shards")},
     2: {
@@ -72,7 +95,12 @@ LAYOUTS = {
         "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
         "pp2 × tp2": ParallelConfig(pp=2, tp=2),
     },
+    8: {},
 }
+
+
+def layouts_of(ranks: int) -> dict[str, ParallelConfig]:
+    return LAYOUTS[ranks] | EXPERTS_OVER_RANKS.get(ranks, {})
 
 
 def objective_of(config: ModelConfig, terms: list[str]) -> Any:
@@ -130,17 +158,19 @@ def second_step(
 
 
 def compare(name: str, ranks: int) -> list[str]:
-    for layout, parallel in LAYOUTS[ranks].items():
+    for layout, parallel in layouts_of(ranks).items():
         engine, model, losses, wanted = second_step(name, parallel)
         assert losses == pytest.approx(wanted, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert engine.distinct.norm(engine.gradients()) == pytest.approx(float(norm), rel=1e-12), layout
         told = engine.layer_statistics()
         for path, module in mixtures(model).items():
             wanted_here = module.statistics(module.observed)
             assert {key: told[path.removesuffix(".ffn")][key] for key in wanted_here} == pytest.approx(
                 wanted_here
             )
-            assert 1 < wanted_here["load_max"] < 6
+            assert 1 < wanted_here["load_max"] < MOE["n_experts"]
             assert (wanted_here["dropped"] > 0) == (name == "switch")
         held = mixtures(engine.model)
         assert held or parallel.pp > 1
@@ -149,13 +179,15 @@ def compare(name: str, ranks: int) -> list[str]:
             for key, buffer in module.named_buffers():
                 assert torch.equal(buffer, buffers[key]), (layout, path, key)
                 assert not torch.equal(buffer, buffer[:1].expand_as(buffer)), "nothing to compare"
-    return list(LAYOUTS[ranks])
+    return list(layouts_of(ranks))
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, ranks) for name in MODELS for ranks in LAYOUTS if ranks < 8 or name == "top-k"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(LAYOUTS[ranks])
+    assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(layouts_of(ranks))
 
 
 def resume(folder: Path, parallel: ParallelConfig, between: ParallelConfig) -> list[str]:
@@ -191,10 +223,19 @@ def resume(folder: Path, parallel: ParallelConfig, between: ParallelConfig) -> l
     return state
 
 
-@pytest.mark.parametrize("parallel", [TP2, ParallelConfig(dp_shard=2)], ids=["tp2", "zero3"])
-def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, parallel: ParallelConfig) -> None:
+RESUMED = {
+    "tp2": (TP2, ParallelConfig(dp_shard=2, zero=1)),
+    "zero3": (ParallelConfig(dp_shard=2), TP2),
+    "ep2": (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=2, zero=1)),
+    "ep2 between": (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, ep=2, zero=1)),
+}
+
+
+@pytest.mark.parametrize(("parallel", "between"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_has_the_same_bits(
+    workers: Workers, tmp_path: Path, parallel: ParallelConfig, between: ParallelConfig
+) -> None:
     """Through a checkpoint that another layout has opened and saved as it was."""
-    between = ParallelConfig(dp_shard=2, zero=1) if parallel is TP2 else TP2
     stored = workers.run(resume, 2, tmp_path, parallel, between, timeout=180.0)[0]
     assert stored == [
         f"model.decoder.layers.{i}.ffn.{key}" for key in ("shares", "router.bias") for i in (1, 3)
@@ -235,11 +276,51 @@ def forget_the_weights_other_shares(patch: Patch) -> None:
     patch.setattr(Ranks, "enter", enter)
 
 
+def take_experts_for_everybody_s(patch: Patch) -> None:
+    """Gradients of experts are summed over ranks that hold others."""
+    patch.setattr(styles, "EXPERTS", DENSE)
+
+
+def average_over_the_ranks_of_experts(patch: Patch) -> None:
+    real = FSDPModule.set_gradient_divide_factor
+
+    def divide(self: FSDPModule, factor: float) -> None:
+        real(self, 2.0 if isinstance(self, Experts) else factor)
+
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", divide)
+
+
+def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
+    genuine = experts.by_expert_and_source
+
+    def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        order_R, _ = genuine(counts_PE, rows)
+        return order_R, torch.arange(rows)
+
+    patch.setattr(experts, "by_expert_and_source", unsorted)
+
+
+def bring_gradients_back_in_another_order(patch: Patch) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gradient = collectives._exchange(gradient, ctx.received, ctx.sent, ctx.group)
+        return gradient.flip(0), None, None, None
+
+    patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
+
+
+EP2 = ParallelConfig(dp_shard=2, ep=2)
+MATRICES = {f"decoder.layers.{i}.ffn.experts.{key}" for i in (1, 3) for key in ("w_gate", "w_up", "w_down")}
 FAULTS: dict[Callable[[Patch], None], ParallelConfig] = {
     count_one_rank_s_choices: ParallelConfig(dp_shard=2, zero=3),
     balance_each_part_of_a_row: TP2,
     give_each_rank_the_first_experts: TP2,
     forget_the_weights_other_shares: TP2,
+    leave_rows_in_the_order_of_experts: EP2,
+    bring_gradients_back_in_another_order: EP2,
+}
+OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
+    take_experts_for_everybody_s: ParallelConfig(dp_shard=2, ep=2, zero=0),
+    average_over_the_ranks_of_experts: EP2,
 }
 
 
@@ -268,11 +349,32 @@ def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], Non
     assert "decoder.layers.1.ffn.router.weight" in found
 
 
+@pytest.mark.parametrize("fault", OF_EXPERTS_ALONE, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_of_experts_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    found = workers.run(wrong, 2, fault.__name__, OF_EXPERTS_ALONE[fault], timeout=120.0)
+    assert set[str]().union(*found) == MATRICES
+
+
+def send_gradients_as_many_as_tokens(patch: Patch) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return collectives._exchange(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
+
+    patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
+
+
+def test_swapped_numbers_of_rows_are_loud(workers: Workers) -> None:
+    with pytest.raises(Exception, match="Split sizes doesn't match total dim 0 size"):
+        workers.run(wrong, 2, send_gradients_as_many_as_tokens.__name__, EP2, timeout=120.0)
+
+
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
-    assert workers.run(wrong, 2, None, TP2, timeout=120.0) == [set(), set()]
+    for layout in (TP2, EP2):
+        assert workers.run(wrong, 2, None, layout, timeout=120.0) == [set(), set()]
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp_shard": -1, "ep": 2}]
+)
 def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]) -> None:
     values = {
         "name": "experts",
@@ -286,3 +388,78 @@ def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]
     assert not found.wrong
     assert not found.misses
     assert not found.unpredicted
+
+
+def traffic_of(name: str, parallel: ParallelConfig, **options: Any) -> Config:
+    config = MODELS[name]
+    objective = SpanCorruptionObjective() if config.family == "encoder_decoder" else CausalObjective()
+    return test_traffic.config_of(config, objective, parallel, **options)
+
+
+@pytest.mark.parametrize("ranks", EXPERTS_OVER_RANKS)
+def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int) -> None:
+    """Bytes on each rank, by a count of what the plain model's routers choose."""
+    layouts = EXPERTS_OVER_RANKS[ranks]
+    configs = {layout: traffic_of("top-k", parallel) for layout, parallel in layouts.items()}
+    muon = layouts["ep2, zero3"] if ranks == 2 else next(iter(layouts.values()))
+    configs["muon"] = traffic_of("top-k", muon, optimizer=test_layouts.MUON)
+    if ranks < 8:
+        configs |= {name: traffic_of(name, list(layouts.values())[-1]) for name in ("deepseek-v3", "switch")}
+    assert test_traffic.missed(workers, ranks, configs) == {}
+
+
+def one_choice_for_all(name: str, ranks: int) -> None:
+    """All scores tie: every token goes through the first experts, on one rank, and no other rank has a row."""
+    config = MODELS[name]
+    batch = batch_for(config)
+    for layout, parallel in EXPERTS_OVER_RANKS[ranks].items():
+        if parallel.pp > 1:
+            continue
+        model = build(config).double().train()
+        initialise(model, 7)
+        objective = objective_of(config, list(PassOn([])(model.eval(), batch)))
+        engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
+        own = engine.weights()
+        for path in mixtures(model):
+            torch.nn.init.zeros_(model.get_parameter(f"{path}.router.weight"))
+            own[f"{path}.router.weight"].tensor.zero_()
+        engine.weights_changed()
+        loss = loss_of(objective, model.train(), batch)
+        loss.backward()
+        found = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+        assert found.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+        for path, module in mixtures(model).items():
+            idle = module.observed["load"] == 0
+            assert idle.sum() == len(idle) - module.router.top_k
+            gradient = model.get_parameter(f"{path}.experts.w_up").grad
+            assert gradient is not None
+            assert gradient[~idle].abs().sum() > 0 == gradient[idle].abs().sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int) -> None:
+    workers.run(one_choice_for_all, ranks, "top-k", ranks, timeout=180.0)
+
+
+def moved(parallel: ParallelConfig) -> None:
+    """Two steps of Muon move a rank's blocks as they move those of whole experts on each rank."""
+    config = MODELS["top-k"]
+    batch = batch_for(config)
+    objective = objective_of(config, list(one_device(config, batch)[0].eval()(**batch).losses))
+    engines = [
+        test_layouts.make_engine(config, layout, test_layouts.MUON)
+        for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))
+    ]
+    for engine in engines:
+        for _ in range(2):
+            engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+            engine.step(1e-2, clip=0.3)
+    cut, whole = engines
+    for name in MATRICES:
+        wanted = test_layouts.block(cut, name, whole.local[name])
+        torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_muon_moves_experts_wherever_they_are(workers: Workers) -> None:
+    workers.run(moved, 2, EP2, timeout=120.0)

@@ -216,7 +216,8 @@ class NativeEngine:
     def process_groups(self) -> Mapping[str, str]:
         """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
         ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
-        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes)
+        data = {placement.data.all for placement in self.layout.values()}
+        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
         trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}

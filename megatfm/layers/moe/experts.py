@@ -16,7 +16,11 @@ from megatfm.ops.initial import Constant
 
 
 class Experts(nn.Module):
-    """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are here. first: of these, the number among all."""
+    """Σₖ weightₖ FFNₑ₍ₖ₎(x) over the experts that are reached from here.
+
+    groups: into how many, one after the other, experts are divided; of each group those from number `first` on are
+    reached, as many as are here. `each` takes rows to all of them.
+    """
 
     plan = (
         ("", "experts"),
@@ -36,7 +40,7 @@ class Experts(nn.Module):
         )
         self.activation, self.n_experts, self.first = activation, n, 0
         self.capacity, self.places = options.capacity, options.places
-        self.top_k = options.top_k
+        self.top_k, self.groups = options.top_k, 1
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
         if activation.gated:
@@ -50,7 +54,7 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(n, biases[name])) if made else None)
             if made:
                 self.initial[name] = Constant(0.0)
-        self.roles = dict.fromkeys(biases, "vector")
+        self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
 
@@ -71,18 +75,26 @@ class Experts(nn.Module):
         if self.capacity is not None or self.places is not None:
             places = self.places or even_share(choices_BTK, self.n_experts, self.capacity or 1.0)
             taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, places)
-        local_M = choices_BTK.where(taken_BTK, self.n_experts).flatten() - self.first
-        order_M, ends_E = by_expert(local_M, len(self.w_up))
+        reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
+        order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
         is_beyond_M1 = (torch.arange(len(order_M), device=x_BTD.device) >= ends_E[-1])[:, None]
         tokens_M = order_M // choices_BTK.shape[-1]
         # What lies beyond is undefined, forward and backward.
         rows_MD = x_BTD.flatten(0, 1)[tokens_M].masked_fill(is_beyond_M1, 0)
-        made_MD = self._each(rows_MD, ends_E).masked_fill(is_beyond_M1, 0)
+        made_MD = self.each(rows_MD, ends_E).masked_fill(is_beyond_M1, 0)
         made_MD = made_MD * weights_BTK.flatten()[order_M][:, None]
         y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_M, made_MD).view_as(x_BTD)
         return self.summed(y_BTD), self.taken(taken_BTK)
 
-    def _each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+    def _reached(self, choices_M: Tensor) -> Tensor:
+        """The places of choices among the experts that are reached; −1, or one too large, for others."""
+        of_group, here = self.n_experts // self.groups, len(self.w_up)
+        within_M = choices_M % of_group - self.first
+        places_M = choices_M // of_group * here + within_M
+        return places_M.where((within_M >= 0) & (within_M < here), -1)
+
+    def each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """FFNₑ of rows sorted by expert, up to where each expert's end. What lies beyond is undefined."""
         inner_MF = self._product(rows_MD, self.w_up, self.b_up, ends_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)

@@ -1,6 +1,7 @@
 """The layout that fits the processes that are there, for a run that goes on with fewer (or more)."""
 
 import logging
+from math import gcd
 
 from megatfm.config import Config
 from megatfm.errors import UsageError
@@ -23,8 +24,8 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     """The config itself where it fits, else the nearest that does, and what was changed.
 
     Kept: the global batch, and the axes that cut the model (tp, pp, cp). The data axes take what is left, and
-    the micro-batch becomes smaller where it must: neither changes what is computed. Raises UsageError where
-    nothing fits, naming numbers of processes that would.
+    the micro-batch and `ep` become smaller where they must: none of it changes what is computed. Raises UsageError
+    where nothing fits, naming numbers of processes that would.
     """
     try:
         sizes = axis_sizes(config.parallel, world_size)
@@ -40,30 +41,24 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         )
     share = config.train.global_batch // data_ranks
     micro_batch = max(m for m in range(1, config.train.micro_batch + 1) if share % m == 0)
-    replicas = config.parallel.dp_replicate
+    replicas = max(
+        r
+        for r in range(1, config.parallel.dp_replicate + 1)
+        if data_ranks % r == config.parallel.dp_replicate % r == 0
+    )
     changes = {
-        "parallel.dp_replicate": max(
-            r for r in range(1, replicas + 1) if data_ranks % r == replicas % r == 0
-        ),
-        "parallel.dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "train.micro_batch": micro_batch,
+        "dp_replicate": replicas,
+        "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
+        "ep": gcd(config.parallel.ep, data_ranks // replicas),
     }
-    parallel = config.parallel.model_copy(
-        update={
-            "dp_replicate": changes["parallel.dp_replicate"],
-            "dp_shard": changes["parallel.dp_shard"],
-        }
-    )
+    before, parallel = config.parallel.model_dump(), config.parallel.model_copy(update=changes)
+    said = [
+        f"parallel.{key} {before[key]} → {value}" for key, value in changes.items() if before[key] != value
+    ]
+    if micro_batch != config.train.micro_batch:
+        said.append(f"train.micro_batch {config.train.micro_batch} → {micro_batch}")
     train = config.train.model_copy(update={"micro_batch": micro_batch})
-    before = {
-        "parallel.dp_replicate": replicas,
-        "parallel.dp_shard": config.parallel.dp_shard,
-        "train.micro_batch": config.train.micro_batch,
-    }
-    said = ", ".join(
-        f"{key} {before[key]} → {value}" for key, value in changes.items() if before[key] != value
-    )
-    return config.model_copy(update={"parallel": parallel, "train": train}), said
+    return config.model_copy(update={"parallel": parallel, "train": train}), ", ".join(said)
 
 
 def _model_ranks(config: Config) -> int:

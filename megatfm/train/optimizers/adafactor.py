@@ -6,7 +6,7 @@ from torch.optim import Adafactor
 
 from megatfm.config import AdafactorConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.train.optimizers.groups import lr_scales, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, stacks, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 FLOOR = 1e-15
@@ -27,4 +27,5 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
         )
 
     options = weight_decays(parameters, config.weight_decay)
-    return [OptimizerGroup(list(parameters), "whole_tensor", make, options, lr_scales(parameters))]
+    names, rates, stacked = list(parameters), lr_scales(parameters), stacks(parameters)
+    return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked=stacked)]

@@ -20,3 +20,8 @@ def split(parameters: Parameters) -> tuple[Parameters, Parameters]:
     """The blocks' matrices, and all the rest."""
     matrices = {name: p for name, p in parameters.items() if p.is_block_matrix}
     return matrices, {name: p for name, p in parameters.items() if name not in matrices}
+
+
+def stacks(parameters: Parameters) -> frozenset[str]:
+    """Those that are several matrices."""
+    return frozenset(name for name, p in parameters.items() if p.role == "matrices")

@@ -12,7 +12,7 @@ from megatfm.config import OptimizerSection
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 
-Role = Literal["matrix", "embedding", "vector"]
+Role = Literal["matrix", "matrices", "embedding", "vector"]
 
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -27,7 +27,8 @@ class ParameterInfo:
     """One parameter of the whole model, whatever the layout.
 
     role: embedding: a table whose rows are looked up; vector: a norm's gain, a bias, and whatever else is a number
-    for each channel or head, also stacked in more dims; matrix: all others.
+    for each channel or head, also stacked in more dims; matrices: those of experts, stacked along the first dim, each a
+    weight of its own; matrix: all others.
     in_block: whether it lies in one of the stacked layers. lr_scale: its rate as a multiple of the run's.
     """
 
@@ -39,8 +40,8 @@ class ParameterInfo:
 
     @property
     def is_block_matrix(self) -> bool:
-        """What Muon and SOAP are for."""
-        return self.in_block and self.role == "matrix" and len(self.shape) == 2
+        """What Muon and SOAP are for: a matrix, or a stack of them."""
+        return self.in_block and (self.role == "matrices" or (self.role == "matrix" and len(self.shape) == 2))
 
 
 def parameter_table(
@@ -59,7 +60,8 @@ def parameter_table(
         name: ParameterInfo(
             shape=tuple(parameter.shape),
             role=roles[name],
-            decays=roles[name] == "matrix" or (roles[name] == "embedding" and config.decay_embeddings),
+            decays=roles[name] in ("matrix", "matrices")
+            or (roles[name] == "embedding" and config.decay_embeddings),
             in_block=LAYER.search(name) is not None,
             lr_scale=scales.get(name, 1.0) * config.layer_decay ** heights[name],
         )

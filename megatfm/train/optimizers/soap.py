@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import SoapConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
-from megatfm.train.optimizers.groups import lr_scales, split, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, split, stacks, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
 SIDES = ("left", "right")
@@ -19,7 +19,7 @@ SIDES = ("left", "right")
 
 @OPTIMIZERS.register("soap")
 def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """SOAP for 2-dimensional weights inside `layers`, AdamW for embedding, head and vectors."""
+    """SOAP for matrices inside `layers`, AdamW for embedding, head and vectors."""
 
     def make(groups: list[dict[str, Any]]) -> Soap:
         return Soap(groups, lr=config.lr, betas=config.betas, eps=config.eps, every=config.every)
@@ -27,11 +27,11 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
     matrices, rest = split(parameters)
     decays = weight_decays(matrices, config.weight_decay)
     options = {
-        name: {**decays[name], "rotated": tuple(size <= config.max_dim for size in p.shape)}
+        name: {**decays[name], "rotated": tuple(size <= config.max_dim for size in p.shape[-2:])}
         for name, p in matrices.items()
     }
-    names, rates = list(matrices), lr_scales(matrices)
-    group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",))
+    names, rates, stacked = list(matrices), lr_scales(matrices), stacks(matrices)
+    group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked=stacked)
     return [group, *adamw(config, rest)]
 
 

@@ -9,6 +9,7 @@ from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.train.guards.elastic import fit_layout
 
+EXPERTS = ("model.ffn.name=moe", "model.ffn.n_experts=8", "model.ffn.top_k=2")
 LAYOUTS = [
     [],
     ["parallel.tp=2"],
@@ -16,6 +17,7 @@ LAYOUTS = [
     ["parallel.dp_shard=4"],
     ["parallel.pp=2", "parallel.tp=2"],
     ["parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.tp=2"],
+    [*EXPERTS, "parallel.ep=2", "parallel.dp_replicate=2"],
 ]
 
 

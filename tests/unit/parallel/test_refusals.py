@@ -28,6 +28,7 @@ GPT = (
     "train.micro_batch=2",
     "parallel.dp_shard=1",
 )
+MOE = (*GPT, "model.ffn.name=moe", "model.ffn.n_experts=6", "model.ffn.top_k=2", "model.ffn.bias=false")
 XLNET = (
     "xlnet-base",
     "model.vocab_size=96",
@@ -53,7 +54,9 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
         style = planned.fitted(module, parallel.tp)
         for key, tensor in module.named_parameters(recurse=False):
             for part in range(parallel.tp) if parallel.tp > 1 else ():
-                mesh: Any = SimpleNamespace(size=lambda axis: parallel.tp, rank=lambda axis, part=part: part)
+                mesh: Any = SimpleNamespace(
+                    size=lambda axis: getattr(parallel, axis), rank=lambda axis, part=part: part
+                )
                 _place(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
         cut_model(config, model)
@@ -259,12 +262,55 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         r"cp = 2: this axis is not there yet: use (cp = 1) with tp, pp or dp_shard$",
         ["parallel.{0}"],
     ),
+    # expert parallelism
     (
         GPT,
-        ["parallel.ep=2"],
+        ["parallel.ep=2", "parallel.dp_shard=2"],
         None,
-        r"ep = 2: this axis is not there yet: use (ep = 1) with tp, pp or dp_shard$",
-        ["parallel.{0}"],
+        r"parallel\.ep = 2, but the model has no experts to divide: set (parallel\.ep = 1), or",
+        ["{0}"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=4", "parallel.dp_shard=4"],
+        None,
+        r"parallel\.ep = 4 does not divide model\.ffn\.n_experts = 6: the nearest ep that does is (3)$",
+        ["parallel.ep={0}", "parallel.dp_shard={0}", "train.global_batch=12"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=2", "parallel.dp_shard=2", "parallel.tp=2"],
+        None,
+        r"parallel\.ep = 2 and parallel\.tp = 2 do not divide model\.ffn\.n_experts = 6: the nearest .* is (1)$",
+        ["parallel.ep={0}"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=3", "parallel.dp_shard=4"],
+        None,
+        r"ep = 3 does not divide dp_shard = 4, over which experts lie: the nearest that does is (2)$",
+        ["parallel.ep={0}"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=3", "parallel.dp_shard=-1"],
+        4,
+        r"parallel\.ep = 3 does not divide the 4 ranks of parallel\.dp_shard, .* the nearest that does is (2)$",
+        ["parallel.ep={0}", "parallel.dp_shard=4"],
+    ),
+    (
+        MOE,
+        ["model.ffn.top_k=7"],
+        None,
+        r"top_k = 7 is more than n_experts = 6: choose (6) or less$",
+        ["model.ffn.top_k={0}"],
+    ),
+    (
+        MOE,
+        ["model.ffn.capacity=0"],
+        None,
+        r"model\.ffn\.capacity = 0: .* greater than (0)",
+        ["model.ffn.capacity=1.25"],
     ),
 ]
 

@@ -49,6 +49,15 @@ def test_the_data_axes_and_the_micro_batch_give_way(
     assert all(" → " in change for change in said.split(", "))
 
 
+def test_fewer_ranks_divide_experts() -> None:
+    """The experts of a rank are more, and what is computed the same."""
+    experts = {"model.ffn.name": "moe", "model.ffn.n_experts": 8, "model.ffn.top_k": 2}
+    after, said = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
+    assert layout(after, 6)[0]["dp_shard"] == 6
+    assert after.parallel.ep == 2
+    assert said == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
+
+
 @pytest.mark.parametrize(
     ("settings", "world_size", "words"),
     [

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatfm.config import OptimizerConfig
+from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
 from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo
 from megatfm.train.optimizers.parameters import Role
@@ -292,3 +293,28 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     in_double = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     monkeypatch.setattr(importlib.import_module("pytorch_optimizer.optimizer.soap"), "torch", in_double)
     return library
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "lamb", "adafactor"])
+def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
+    """To the bit, also after its state was stored and put in place again."""
+    config = SECTION.validate_python({"name": name, "lr": RATE})
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+
+    def group_of(names: list[str], shape: tuple[int, ...], role: Role) -> OptimizerGroup:
+        infos = {each: ParameterInfo(shape, role, True, True) for each in names}
+        return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
+
+    alone = {str(i): weights[i].clone() for i in range(3)}
+    one_by_one = TorchOptimizer(group_of(list(alone), (6, 4), "matrix"), alone)
+    stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, 6, 4), "matrices")
+    assert group.needs == "whole_tensor"
+    together = TorchOptimizer(group, stack)
+    for step in range(6):
+        gradient = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+        one_by_one.step(dict(zip(alone, gradient, strict=True)), RATE)
+        together.step({"stack": gradient}, RATE)
+        assert torch.equal(stack["stack"], torch.stack(list(alone.values()))), step
+        kept, together = together.state(), TorchOptimizer(group, stack)
+        together.load(kept)
