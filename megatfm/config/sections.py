@@ -35,7 +35,7 @@ class ParallelConfig(Section):
     cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
     cp: PositiveInt = Field(default=1, le=WIDEST)
-    """Context-parallel ranks (reserved: only 1 yet)."""
+    """Context-parallel ranks, each with its part of every row."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
     """Expert-parallel ranks (reserved: only 1 yet)."""
 
@@ -65,12 +65,10 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _reserved(self) -> Self:
-        for axis in ("cp", "ep"):
-            if getattr(self, axis) != 1:
-                raise ValueError(
-                    f"{axis} = {getattr(self, axis)}: this axis is not there yet: use {axis} = 1 with tp, pp or "
-                    "dp_shard"
-                )
+        if self.ep != 1:
+            raise ValueError(
+                f"ep = {self.ep}: this axis is not there yet: use ep = 1 with tp, pp or dp_shard"
+            )
         if self.accumulate == "shards" and self.zero < 2:
             raise ValueError(
                 f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "

@@ -1,0 +1,67 @@
+"""Rows that are cut over ranks: loss and every gradient are those of one device, in float64."""
+
+import pytest
+import torch
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
+from tests.workers import Workers
+
+DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
+ENCODER = {**SMALL, **DROPPED, **BERT, "family": "encoder"}
+MODELS = {
+    "llama": DECODER,
+    "bert": {**ENCODER, "heads": {"sentence": {}}},
+    "alibi": {**DECODER, "position.name": "alibi"},
+    "t5 positions": {**DECODER, "position.name": "t5"},
+    "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
+    "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
+    "bigbird": {**ENCODER, "attention.pattern": {"name": "bigbird", "block": 1, "random": 1}},
+    "latent": {
+        **SMALL,
+        "attention.name": "latent",
+        "attention.kv_rank": 8,
+        "attention.q_rank": 6,
+        "attention.rope_dim": 4,
+    },
+}
+MODELS |= {
+    "first tokens": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "first": 1}},
+    "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "step": 2}},
+    "soft caps, sinks": {**DECODER, "attention.softcap": 2.0, "attention.sinks": True},
+    "two-sided window": {**ENCODER, "attention.pattern": {"name": "window", "width": 4}},
+    "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
+    "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
+    "longformer": {**ENCODER, "attention.pattern": {"name": "longformer", "width": 2}},
+    "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
+}
+LAYOUTS = {2: {"cp2": ParallelConfig(cp=2)}}
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+    config = ModelConfig.of(MODELS[name])
+    batch, model = batch_for(config), build(config).double().train()
+    initialise(model, 7)
+    terms = PassOn([])(model, batch)
+    objective = PassOn([*terms])
+    counts = objective.counts(batch)
+    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss.backward()
+    for layout, parallel in LAYOUTS[ranks].items():
+        make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
+        more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
+        engine = make(config, parallel, *more)
+        stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert test_pipelines.errors(engine, model) == {}, layout
+    return list(LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
+    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
