@@ -21,7 +21,8 @@ class Call:
 
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
     tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
-    something for the backward pass after this call, so that recomputing the block goes through all of it.
+    something for the backward pass after this call, so that recomputing the block goes through all of it. inputs: the
+    shapes of those that are tensors.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Call:
     in_block: bool = False
     keeps_more: bool = False
     is_block: bool = False
+    inputs: tuple[tuple[int, ...] | None, ...] = ()
 
 
 class Watcher:
@@ -82,7 +84,8 @@ class Watcher:
         first, made = _tensor((*inputs, None)[0]), _tensor(output)
         rows = first.shape[0] if first.dim() else 1
         shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
-        self._calls.append((Call(path, self.stage, *shapes), self._kept))
+        given = tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in inputs)
+        self._calls.append((Call(path, self.stage, *shapes, inputs=given), self._kept))
 
 
 def _tensor(value: Any) -> Tensor:

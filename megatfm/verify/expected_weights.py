@@ -12,7 +12,7 @@ from torch import nn
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS, Stateful
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders
 from megatfm.parallel.styles import Style
@@ -21,8 +21,13 @@ from megatfm.verify.batch import objective_of
 from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 
-REPLICAS, WHOLE_TENSORS = f"{REPLICATE} × {SHARD}", f"{SHARD} × {TENSOR}"
+WHOLE_TENSORS = f"{SHARD} × {TENSOR}"
 """Axes that are one group for some collectives."""
+
+
+def joined(parallel: ParallelConfig, *axes: str) -> str:
+    """The name of the group of several axes: of those that have more than one rank."""
+    return " × ".join(axis for axis in axes if getattr(parallel, axis) > 1) or axes[0]
 
 Shape = tuple[int, ...]
 
@@ -107,7 +112,8 @@ def weights_and_gradients(
     ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     """Of one rank in one step. microbatches: the calls of its stages."""
-    zero, size = config.parallel.zero, PRECISIONS[config.train.precision].stored.itemsize
+    parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
+    zero = parallel.zero if parallel.dp_shard * parallel.dp_replicate > 1 else 0  # nobody to share with
     if zero == 0:
         _replicated(ledger, config, held)
     elif zero == 1:
@@ -124,11 +130,8 @@ def weights_and_gradients(
 
 
 def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
-    parallel = config.parallel
-    both = parallel.dp_shard > 1 and parallel.dp_replicate > 1
-    axis = REPLICAS if both else SHARD if parallel.dp_shard > 1 else REPLICATE
     ledger.all_reduce(
-        axis,
+        joined(config.parallel, REPLICATE, SHARD, CONTEXT),
         sum(prod(held.shapes[name]) for name in held.trained)
         * PRECISIONS[config.train.precision].stored.itemsize,
     )
@@ -138,7 +141,8 @@ def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> 
     precision, ranks = PRECISIONS[config.train.precision], config.parallel.dp_shard
     everything = sum(map(held.padded, held.trained))
     ledger.reduce_scatter(SHARD, everything * precision.stored.itemsize)
-    ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
+    for copies in (REPLICATE, CONTEXT):
+        ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
     ledger.all_gather(SHARD, everything // ranks * precision.computed.itemsize)
 
 
@@ -166,7 +170,7 @@ def _fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(SHARD, trained * precision.stored.itemsize, times=reductions)
         shard = trained // parallel.dp_shard * precision.stored.itemsize
-        ledger.all_reduce(REPLICATE, shard, times=reductions)
+        ledger.all_reduce(joined(parallel, REPLICATE, CONTEXT), shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -265,6 +269,7 @@ def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     terms = len(objective_of(config).weights) * 8
     for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
+    ledger.all_reduce(CONTEXT, terms)  # of sums: all that share a row count it whole
     ledger.all_reduce(PIPELINE, terms)
     kinds = len({held.is_cut(name) for name, _ in held.model.named_parameters()})
     ledger.all_reduce(SHARD, kinds * 8, times=config.parallel.zero > 0)
@@ -281,6 +286,6 @@ def _module_state(ledger: Ledger, held: RankParameters) -> None:
             key = held.sums(held.fitted[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
-        for axis in (SHARD, REPLICATE, *([TENSOR] if is_partial else [])):
+        for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):
             ledger.all_reduce(axis, count * 8)
         ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, among=len(ranks))

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config.objective import CausalObjective, MaskedObjective
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
+from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
 
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
@@ -38,7 +40,28 @@ MODELS |= {
     "longformer": {**ENCODER, "attention.pattern": {"name": "longformer", "width": 2}},
     "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
 }
-LAYOUTS = {2: {"cp2": ParallelConfig(cp=2)}}
+LAYOUTS = {
+    2: {"cp2": ParallelConfig(cp=2)},
+    4: {
+        "cp4": ParallelConfig(cp=4),
+        "cp2 × tp2": ParallelConfig(cp=2, tp=2),
+        "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
+        "pp2 1f1b × cp2": ParallelConfig(pp=2, cp=2),
+        "pp2 zbv × cp2": ParallelConfig(pp=2, cp=2, schedule="zbv"),
+        "zero0 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=0),
+        "zero1 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=1),
+        "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2),
+        "zero3 × cp2": ParallelConfig(dp_shard=2, cp=2),
+        "replicas × cp2": ParallelConfig(dp_replicate=2, dp_shard=1, cp=2),
+    },
+    8: {
+        "zero3 × cp2 × tp2": ParallelConfig(dp_shard=2, cp=2, tp=2),
+        "replicas × zero3 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
+        "replicas × zero1 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, zero=1),
+    },
+}
+MANY = {2: tuple(MODELS), 4: ("llama", "bert", "window", "alibi"), 8: ("llama",)}
+"""Models by ranks; those of equally many share one call, and so the reference."""
 
 
 def compare(name: str, ranks: int) -> list[str]:
@@ -61,7 +84,28 @@ def compare(name: str, ranks: int) -> list[str]:
     return list(LAYOUTS[ranks])
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for ranks, names in MANY.items() for name in names])
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
+
+
+TRAFFIC = {
+    "llama": ["cp2", "cp2, recomputed"],
+    "bert": ["cp2"],
+    "alibi": ["cp2"],
+    "window": ["cp2", "cp2, recomputed"],
+    "chunked": ["cp2"],
+}
+
+
+def test_counted_traffic_is_expected(workers: Workers) -> None:
+    configs = {}
+    for name, layouts in TRAFFIC.items():
+        for layout in layouts:
+            which, _, again = layout.partition(", ")
+            objective = MaskedObjective() if name == "bert" else CausalObjective()
+            parallel = LAYOUTS[2][which].model_copy(update={"dp_shard": 1})
+            model = ModelConfig.of({**MODELS[name], "heads": {}})
+            recompute = "full" if again else "none"
+            configs[f"{name}, {layout}"] = config_of(model, objective, parallel, recompute=recompute)
+    assert missed(workers, 2, configs) == {}
