@@ -39,7 +39,9 @@ class RowsCut:
         def at(name: str) -> Tensor:
             return self._dealt["encoder_" if name.startswith("encoder_") else ""][rank]
 
-        return {name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()}
+        return {
+            name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()
+        }
 
     def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
         """Add what a rank sends for one micro-batch."""

@@ -29,6 +29,7 @@ def joined(parallel: ParallelConfig, *axes: str) -> str:
     """The name of the group of several axes: of those that have more than one rank."""
     return " × ".join(axis for axis in axes if getattr(parallel, axis) > 1) or axes[0]
 
+
 Shape = tuple[int, ...]
 
 

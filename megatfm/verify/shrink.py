@@ -30,7 +30,9 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
-        parallel = parallel.model_copy(update={"dp_shard": 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1})
+        parallel = parallel.model_copy(
+            update={"dp_shard": 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1}
+        )
     parallel = parallel.model_copy(update={"cuts": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:

@@ -28,7 +28,7 @@ def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_th
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
     assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [REQUEUE]
     moved = make_config("parallel.cp=2", run="moved")
-    assert workers.run(run_until, 2, moved, 9, timeout=PATIENCE) == [REQUEUE, REQUEUE]
+    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [REQUEUE, REQUEUE]
     assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [DONE]
     lines = curve(tmp_path / "whole")
     for run in ("cut", "moved"):

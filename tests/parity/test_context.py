@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective
@@ -64,8 +65,8 @@ MANY = {2: tuple(MODELS), 4: ("llama", "bert", "window", "alibi"), 8: ("llama",)
 """Models by ranks; those of equally many share one call, and so the reference."""
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, PassOn, float]:
+    """A model with the gradients of one device, the batch and objective that they are of, and the loss."""
     config = ModelConfig.of(MODELS[name])
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
@@ -74,17 +75,27 @@ def compare(name: str, ranks: int) -> list[str]:
     counts = objective.counts(batch)
     loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
+    return config, batch, model, objective, loss.item()
+
+
+def compare(name: str, ranks: int) -> list[str]:
+    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+    config, batch, model, objective, loss = one_device(name)
     for layout, parallel in LAYOUTS[ranks].items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
         engine = make(config, parallel, *more)
         stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
-        assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
+        assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
+        evaluated = engine.evaluate(test_layouts.microbatches(engine, batch), objective)
+        assert evaluated.counts == stats.counts
     return list(LAYOUTS[ranks])
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for ranks, names in MANY.items() for name in names])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for ranks, names in MANY.items() for name in names]
+)
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
 
