@@ -1,7 +1,8 @@
 """What attention should send where rows are cut: keys and values, and their gradients (Liu et al. 2023).
 
-Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward, and
-twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each way.
+Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
+and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
+way.
 """
 
 from collections.abc import Sequence
