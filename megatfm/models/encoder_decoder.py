@@ -25,6 +25,8 @@ class EncoderDecoder(nn.Module):
 
     plan = (("memory", "enter output"),)
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -95,6 +97,7 @@ class EncoderDecoder(nn.Module):
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
             rng_keys_B=None if keys is None else ~keys,
+            of_row=batch.of_row("encoder_"),
         )
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
@@ -103,6 +106,7 @@ class EncoderDecoder(nn.Module):
             batch["encoder_tokens"] if given is None else given[..., 0],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
+            of_row=batch.of_row("encoder_"),
         )
         return sequence_metadata(
             batch["tokens"],
@@ -111,6 +115,7 @@ class EncoderDecoder(nn.Module):
             rng_keys_B=batch.get("keys"),
             cache=batch.cache,
             memory=of_memory,
+            of_row=batch.of_row(),
         )
 
     def _memory(self, batch: ForwardPass) -> Tensor:

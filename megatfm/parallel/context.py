@@ -41,14 +41,14 @@ def install(model: nn.Module, contexts: Contexts) -> None:
     """Have keys and values travel wherever tokens look at one another. Raises UsageError where nobody knows how."""
     refuse(model)
     for module in model.modules():
-        if getattr(type(module), "context", None) == "core":
+        if getattr(module, "context", None) == "core":
             replace_forward(module, across(module, contexts))
 
 
 def refuse(model: nn.Module) -> None:
     """Raises UsageError that names the first part which does not say how it computes on some tokens of rows."""
     for path, module in _seams(model):
-        if getattr(type(module), "context", None) is None:
+        if getattr(module, "context", None) is None:
             said = f"{type(module).__name__}{f' ({path})' if path else ''}"
             raise UsageError(
                 f"parallel.cp > 1: {said} needs whole rows, or does not say how it computes on parts of them "

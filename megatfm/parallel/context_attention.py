@@ -26,10 +26,11 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
     alone: Callable[..., Tensor] = core.forward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or not hasattr(core, "seen"):
-            wanted = sequence.once("everything", lambda: everything(contexts, sequence))
-            return alone(q, *_fetched(k, v, wanted), sequence, bias)
         core_: Any = core
+        looked_at = sequence.memory if core_.pattern.of_memory else sequence
+        if bias is not None or looked_at is not sequence or not hasattr(core, "seen"):
+            wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
+            return alone(q, *_fetched(k, v, wanted), sequence, bias)
         needs = sequence.once(("needs", core_.pattern), lambda: _needs(core_, contexts, sequence))
         if needs is None:
             steps = [

@@ -54,14 +54,16 @@ class RowsCut:
     def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
         forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
-        dealt, ranks = self._dealt[""], range(self._config.parallel.cp)
+        of_encoder = module.pattern.of_memory or call.path.startswith("encoder.")  # type: ignore[union-attr]
+        side = "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+        dealt, ranks = self._dealt[side], range(self._config.parallel.cp)
         a_token = self._bytes_of_a_token(call, computed)
         biased = len(call.inputs) > 4 and call.inputs[4] is not None
         everywhere = [torch.cat(dealt) for _ in ranks]
-        if biased or not hasattr(module, "reached"):
+        if biased or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
             needs: list[Tensor] | None = everywhere
         else:
-            needs = self._needs(microbatch, module)
+            needs = self._needs(microbatch, module, side)
         if needs is None:  # a ring: what rank − s had at first goes on after step s
             for step in ranks[:-1]:
                 for _ in range(forwards + call.has_gradient):
@@ -76,16 +78,16 @@ class RowsCut:
             if taken and other != rank and call.has_gradient:
                 ledger.send(CONTEXT, taken * a_token)
 
-    def _needs(self, microbatch: int, module: nn.Module) -> list[Tensor] | None:
+    def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
         rows = self._config.train.micro_batch
         mine = {
-            name: torch.from_numpy(self._whole[name][microbatch * rows :][:rows])
+            name: torch.from_numpy(self._whole[side + name][microbatch * rows :][:rows])
             for name in ("positions", "documents", "prefix")
-            if name in self._whole
+            if side + name in self._whole
         }
         row = SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
         pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
-        found = [reached(pattern, row, here) for here in self._dealt[""]]
+        found = [reached(pattern, row, here) for here in self._dealt[side]]
         return None if found[0] is None else [each for each in found if each is not None]
 
     def _bytes_of_a_token(self, call: Call, itemsize: int) -> int:

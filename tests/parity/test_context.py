@@ -1,14 +1,16 @@
 """Rows that are cut over ranks: loss and every gradient are those of one device, in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.config.objective import CausalObjective, MaskedObjective
+from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.parity import test_layouts, test_pipelines
+from tests.parity import test_experts, test_families, test_layouts, test_pipelines
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
 from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
@@ -38,11 +40,26 @@ MODELS |= {
     "two-sided window": {**ENCODER, "attention.pattern": {"name": "window", "width": 4}},
     "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
     "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
+    "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
     "longformer": {**ENCODER, "attention.pattern": {"name": "longformer", "width": 2}},
     "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
 }
+MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts": 1}
+FAMILIES = {name: test_families.MODELS[name] for name in ("t5", "albert", "electra")}
+FAMILIES["experts"] = ModelConfig.of(
+    **{key: value for key, value in SMALL.items() if key != "ffn.d_ff"},
+    dropout=0.2,
+    ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
+)
+MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
+UNEVEN = ("llama", "bert", "bigbird", "window", "two-sided window")
+"""Also on rows of one document each, of a length that no number of ranks divides."""
+MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
+MODELS["prefix language model"] = MODELS["llama"]
+MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
     2: {"cp2": ParallelConfig(cp=2)},
+    3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
@@ -61,17 +78,28 @@ LAYOUTS = {
         "replicas × zero1 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, zero=1),
     },
 }
-MANY = {2: tuple(MODELS), 4: ("llama", "bert", "window", "alibi"), 8: ("llama",)}
+MANY = {
+    2: tuple(MODELS),
+    3: ("llama, rows of 11 tokens", "window, rows of 11 tokens"),
+    4: ("llama", "bert", "window", "alibi", "t5"),
+    8: ("llama",),
+}
 """Models by ranks; those of equally many share one call, and so the reference."""
 
 
-def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, PassOn, float]:
+def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, Any, float]:
     """A model with the gradients of one device, the batch and objective that they are of, and the loss."""
-    config = ModelConfig.of(MODELS[name])
+    config = MODELS[name]
     batch, model = batch_for(config), build(config).double().train()
+    if "prefix" in name:
+        batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
+    if "11" in name:
+        batch = {field: values if field == "keys" else values[:, :11] for field, values in batch.items()}
+        batch["positions"] = torch.arange(11).expand(test_layouts.ROWS, -1)
+        del batch["documents"]
     initialise(model, 7)
     terms = PassOn([])(model, batch)
-    objective = PassOn([*terms])
+    objective = test_experts.objective_of(config, [*terms])
     counts = objective.counts(batch)
     loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
@@ -101,12 +129,14 @@ def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> 
 
 
 TRAFFIC = {
+    "t5": ["cp2"],
     "llama": ["cp2", "cp2, recomputed"],
     "bert": ["cp2"],
     "alibi": ["cp2"],
     "window": ["cp2", "cp2, recomputed"],
     "chunked": ["cp2"],
 }
+OBJECTIVES = {"t5": SpanCorruptionObjective(), "bert": MaskedObjective()}
 
 
 def test_counted_traffic_is_expected(workers: Workers) -> None:
@@ -114,9 +144,9 @@ def test_counted_traffic_is_expected(workers: Workers) -> None:
     for name, layouts in TRAFFIC.items():
         for layout in layouts:
             which, _, again = layout.partition(", ")
-            objective = MaskedObjective() if name == "bert" else CausalObjective()
+            objective = OBJECTIVES.get(name, CausalObjective())
             parallel = LAYOUTS[2][which].model_copy(update={"dp_shard": 1})
-            model = ModelConfig.of({**MODELS[name], "heads": {}})
+            model = MODELS[name].changed({"heads": {}})
             recompute = "full" if again else "none"
             configs[f"{name}, {layout}"] = config_of(model, objective, parallel, recompute=recompute)
     assert missed(workers, 2, configs) == {}

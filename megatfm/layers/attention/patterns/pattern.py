@@ -196,7 +196,7 @@ class Pattern:
     def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
         if self.of_memory and sequence.memory is not None:
-            return sequence.indices[None], sequence.memory.indices[None]
+            return sequence.indices[None], sequence.memory.key_indices[None]
         if self.is_relative or sequence.document_numbers() is None:
             return sequence.indices[None], sequence.key_indices[None]
         return sequence.document_places()
