@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from megatfm.config import ParallelConfig
-from tests.parity import test_experts, test_families, test_pipelines
+from tests.parity import test_context, test_experts, test_families, test_pipelines
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- made by tests/layout_table.py -->", "<!-- end -->"
+BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/layout_table.py -->"
 GREEN = "✓"
 
 Proven = dict[str, set[str]]
@@ -38,6 +39,8 @@ def named(parallel: ParallelConfig) -> str:
         )
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
+    if parallel.cp > 1:
+        words.append(f"cp{parallel.cp}")
     if parallel.tp > 1:
         words.append(
             f"tp{parallel.tp}" + ("" if parallel.sequence_parallel else " without sequence parallel")
@@ -99,9 +102,21 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def contexts_table() -> str:
+    """Rows are models, columns layouts whose rows are cut."""
+    layouts = [(ranks, named(p)) for ranks, each in test_context.LAYOUTS.items() for p in each.values()]
+    lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    for model in test_context.MODELS:
+        marks = [GREEN if model in test_context.MANY[ranks] else "" for ranks, _ in layouts]
+        lines.append(f"| {model} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
 def page(text: str) -> str:
-    """The page with the table as it should be."""
-    return re.sub(f"(?s)(?<={BEGIN}\n).*(?=\n{END})", lambda _: f"\n{table()}\n", text)
+    """The page with the tables as they should be."""
+    for begin, made in ((BEGIN, table()), (BEGIN_CONTEXTS, contexts_table())):
+        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, made=made: f"\n{made}\n", text, count=1)
+    return text
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
 def _heading(comparison: "Comparison") -> str:
     parallel = comparison.config.parallel
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
+    if parallel.cp > 1:
+        axes["cp"] = parallel.cp
     layout = " × ".join(f"{axis} {size}" for axis, size in axes.items())
     if parallel.pp > 1:
         layout = f"pp {parallel.pp} ({parallel.schedule}) × {layout}"

@@ -126,6 +126,11 @@ class Config(Section):
                     f"{key} = {length} does not divide into parallel.tp = {tp} shards of the sequence: choose "
                     f"{length - length % tp or tp}, or parallel.sequence_parallel=false"
                 )
+            if self.parallel.cp > 1 and 0 < length < 2 * self.parallel.cp * tp:
+                raise ValueError(
+                    f"{key} = {length} is too short for parallel.cp = {self.parallel.cp}, which cuts rows into "
+                    f"{2 * self.parallel.cp} runs of at least {tp}: choose at least {2 * self.parallel.cp * tp}"
+                )
         together = self.model.attention.queries_together
         if together > 1 and together % tp:
             raise ValueError(
@@ -155,6 +160,21 @@ class Config(Section):
             raise ValueError(
                 f"train.recompute = {self.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "
                 f"{ep}, and would not compute the same blocks again: set train.recompute = 'full' or 'selective'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cuts_rows(self) -> Self:
+        parallel = self.parallel
+        if parallel.cp > 1 and parallel.engine != "native":
+            raise ValueError(
+                f"parallel.cp = {parallel.cp}: parallel.engine = {parallel.engine!r} does not cut rows: choose "
+                "engine = 'native', or cp = 1"
+            )
+        if parallel.cp > 1 and self.train.compile:
+            raise ValueError(
+                f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "
+                "train.compile out, or choose cp = 1"
             )
         return self
 

@@ -35,7 +35,7 @@ class ParallelConfig(Section):
     cuts: list[str] = Field(default_factory=list, examples=[["decoder.layers.5"]])
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
     cp: PositiveInt = Field(default=1, le=WIDEST)
-    """Context-parallel ranks (reserved: only 1 yet)."""
+    """Context-parallel ranks, each with its part of every row."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
     """Ranks of dp_shard among which experts are divided, and which send each other tokens; divides dp_shard."""
 
@@ -64,11 +64,7 @@ class ParallelConfig(Section):
         return self.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
 
     @model_validator(mode="after")
-    def _reserved(self) -> Self:
-        if self.cp != 1:
-            raise ValueError(
-                f"cp = {self.cp}: this axis is not there yet: use cp = 1 with tp, pp or dp_shard"
-            )
+    def _fits_together(self) -> Self:
         if self.accumulate == "shards" and self.zero < 2:
             raise ValueError(
                 f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "

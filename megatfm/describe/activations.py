@@ -18,7 +18,7 @@ from megatfm.config import Config
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.embedding import Embedding
-from megatfm.models.steps import ForwardPass, ModelStep
+from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 from megatfm.parallel.blocks import blocks
 from megatfm.train.build import build_model
 
@@ -87,9 +87,10 @@ def _measured(config: Config) -> tuple[int, int]:
             core.pattern, core.dropout.rate = Full(causal=True), 0.0
             core.variant = replace(core.variant, dropout=0.0)
     of_blocks, seen = {id(block) for block in blocks(model)}, dict[tuple[object, ...], int]()
-    batch = ForwardPass(_inputs(config, model))
+    steps: ModelSteps = model.steps  # type: ignore[assignment]
+    batch = ForwardPass(_inputs(config, model, steps))
     whole, inputs, largest, found = 0, 0, 0, 0
-    for step in model.steps:
+    for step in steps:
         block = step.run if id(step.run) in of_blocks else None
         if block is None:
             _skip(step, batch, dtype)
@@ -107,10 +108,10 @@ def _measured(config: Config) -> tuple[int, int]:
     return whole, inputs + largest
 
 
-def _inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
+def _inputs(config: Config, model: nn.Module, steps: ModelSteps) -> dict[str, Tensor]:
     """A batch's fields, as long as rows are: of what embeddings read, shapes matter alone."""
     rows, length = config.train.micro_batch, config.data.sequence_length
-    lengths = {step.tokens.removesuffix("tokens"): length for step in model.steps}
+    lengths = {step.tokens.removesuffix("tokens"): length for step in steps}
     if len(lengths) > 1:
         lengths[""] = config.data.target_length or length
     read = {module.reads for module in model.modules() if isinstance(module, Embedding)} | {"tokens"}

@@ -9,7 +9,7 @@ from megatfm.checkpoint import Box
 from megatfm.engines.interface import Stateful
 from megatfm.engines.ties import Ties
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
+from megatfm.parallel.mesh import DENSE, PIPELINE, Mesh, in_order
 
 
 class ModuleState:
@@ -25,7 +25,7 @@ class ModuleState:
         self._mesh, self._ties = mesh, ties or Ties(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
-            axes = _axes(path, module, layout, mesh)
+            axes = _axes(path, module, layout)
             if isinstance(module, Stateful):
                 self._modules[path] = module, axes
         buffers = dict(model.named_buffers())
@@ -86,7 +86,7 @@ class ModuleState:
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
-def _axes(path: str, module: nn.Module, layout: ParameterLayout, mesh: Mesh) -> tuple[str, ...]:
+def _axes(path: str, module: nn.Module, layout: ParameterLayout) -> tuple[str, ...]:
     own = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
-    data = {axis for placement in own for axis in placement.data.all} or set(mesh.data_axes)
+    data = {axis for placement in own for axis in placement.data.all} or set(DENSE.all)
     return in_order({*data, *(axis for placement in own for axis in placement.sum_over)})

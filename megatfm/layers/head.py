@@ -71,6 +71,8 @@ class Head(nn.Module):
 
     plan = (("", "vocabulary head"),)
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, tied_to: Table | None, *, sparse: bool = False) -> None:
         super().__init__()
         initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
@@ -128,6 +130,8 @@ class SentenceHead(nn.Module):
     predicts = True
 
     plan = (("", "whole input"), ("*", "whole"))
+
+    context = "alone"
 
     def __init__(self, config: ModelConfig, section: Any, tokens: Table | None = None) -> None:
         super().__init__()

@@ -70,6 +70,16 @@ class SequenceMetadata:
         return layer
 
     @property
+    def length(self) -> int:
+        """How many tokens rows have, those in a cache too."""
+        return self.past + self.positions.shape[1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tokens that are here are all of their rows (see `Part`)."""
+        return True
+
+    @property
     def indices(self) -> Tensor:
         """The places [T] of the tokens in their rows."""
         return self.once(

@@ -25,6 +25,8 @@ from megatfm.ops.targets import targets_ahead
 class Decoder(nn.Module):
     """A causal stack and a head."""
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -91,6 +93,7 @@ class Decoder(nn.Module):
             prefix_BT=batch.get("prefix"),
             rng_keys_B=batch.get("keys"),
             cache=batch.cache,
+            of_row=batch.of_row(),
         )
 
     def _head(self, batch: ForwardPass) -> None:

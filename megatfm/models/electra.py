@@ -30,6 +30,8 @@ SAMPLING = 0x5A3B1E
 class Electra(nn.Module):
     """Both share the embeddings of tokens and positions (section 3.2)."""
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -66,19 +68,20 @@ class Electra(nn.Module):
         segments: Tensor | None = None,
         targets: Tensor | None = None,
         keys: Tensor | None = None,
+        **fields: Tensor | None,
     ) -> Output:
         """Without targets, the discriminator's verdict on int64 tokens [B, T].
 
         With targets [B, T] (the tokens that were masked in `tokens`, −100 elsewhere) and `original` [B, T], the losses
         "generator" and "discriminator". A sampled token that equals the original counts as original. Sampling depends
-        on keys [B] and on no other state.
+        on keys [B] and on no other state. fields: of whole rows, where these are parts of them.
         """
         where = {"positions": positions, "documents": documents, "segments": segments, "keys": keys}
         if targets is None:
             return self.discriminator(tokens, **where)
         if original is None or keys is None:
             raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
-        batch = ForwardPass({"tokens": tokens, "original": original, "targets": targets, **where})
+        batch = ForwardPass({"tokens": tokens, "original": original, "targets": targets, **where, **fields})
         for step in self.steps:
             batch.keep(step, step.run(*step.inputs(batch)))
         return batch.output()
@@ -90,7 +93,11 @@ class Electra(nn.Module):
     def _generator_sequence(self, batch: ForwardPass) -> SequenceMetadata:
         # Two stacks of the same depths: the generator's random keys are others.
         return sequence_metadata(
-            batch["tokens"], batch.get("positions"), batch.get("documents"), rng_keys_B=~batch["keys"]
+            batch["tokens"],
+            batch.get("positions"),
+            batch.get("documents"),
+            rng_keys_B=~batch["keys"],
+            of_row=batch.of_row(),
         )
 
     def _generate(self, batch: ForwardPass) -> Tensor:
@@ -101,7 +108,7 @@ class Electra(nn.Module):
         with torch.no_grad():
             masked = targets != IGNORE
             logits_MV = head(made, where_BT=masked)
-            places = torch.arange(targets.shape[1], device=targets.device)
+            places = self.generator_sequence(batch).indices
             rng_keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
             # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
             noise_MV = -torch.log(-torch.log(uniform(rng_keys_M, logits_MV.shape[-1])))
@@ -123,6 +130,8 @@ class Discriminator(nn.Module):
     """
 
     plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
+
+    context = "alone"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -175,6 +184,7 @@ class Discriminator(nn.Module):
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
+            of_row=batch.of_row(),
         )
 
     def _judge(self, batch: ForwardPass) -> None:

@@ -19,6 +19,8 @@ from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 class Encoder(nn.Module):
     """A bidirectional stack, a head over the vocabulary, and other heads, such as for sentences and span boundaries."""
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
         super().__init__()
         self.config = config
@@ -68,6 +70,7 @@ class Encoder(nn.Module):
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
+            of_row=batch.of_row(),
         )
 
     def _head(self, batch: ForwardPass) -> None:

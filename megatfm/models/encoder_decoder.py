@@ -25,6 +25,8 @@ class EncoderDecoder(nn.Module):
 
     plan = (("memory", "enter output"),)
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -98,6 +100,7 @@ class EncoderDecoder(nn.Module):
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
             rng_keys_B=None if keys is None else ~keys,
+            of_row=batch.of_row("encoder_"),
         )
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
@@ -106,6 +109,7 @@ class EncoderDecoder(nn.Module):
             batch["encoder_" + self.encoder.reads] if given is None else given[..., 0],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
+            of_row=batch.of_row("encoder_"),
         )
         return sequence_metadata(
             batch[self.decoder.reads],
@@ -114,6 +118,7 @@ class EncoderDecoder(nn.Module):
             rng_keys_B=batch.get("keys"),
             cache=batch.cache,
             memory=of_memory,
+            of_row=batch.of_row(),
         )
 
     def _memory(self, batch: ForwardPass) -> Tensor:

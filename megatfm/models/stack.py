@@ -16,9 +16,10 @@ from megatfm.layers.block import Block
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
+from megatfm.layers.part import Part
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.steps import Field, ForwardPass, ModelStep
+from megatfm.models.steps import Field, ForwardPass, ModelStep, OfRow
 
 # B batch, T tokens, S tokens of the memory, D model width
 
@@ -27,6 +28,8 @@ class Stack(nn.Module):
     """Tokens to hidden vectors. kind: whose depth and initial weights it has; embedding: one made by another stack."""
 
     plan = (("norm", "sequence"),)
+
+    context = "alone"
 
     def __init__(
         self,
@@ -133,9 +136,13 @@ def sequence_metadata(
     rng_keys_B: Tensor | None = None,
     cache: KVCache | None = None,
     memory: SequenceMetadata | None = None,
+    of_row: OfRow | None = None,
 ) -> SequenceMetadata:
     """Make the metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
-    where the cache ends."""
+    where the cache ends. of_row: of the whole rows, where these are some of their tokens."""
+    if of_row is not None:
+        row = SequenceMetadata(of_row.positions, of_row.documents, prefix=of_row.prefix, rng_keys=rng_keys_B)
+        return Part(row, of_row.places, memory)
     past = cache.length if cache else 0
     if positions_BT is None:
         rows, length = like_BT.shape[:2]

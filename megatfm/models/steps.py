@@ -8,7 +8,7 @@ carry travels.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,15 @@ from megatfm.layers.extra import Extra, summed
 from megatfm.models.output import Output
 
 Made = TypeVar("Made")
+
+
+class OfRow(NamedTuple):
+    """Where tokens stand in their rows, int64 [T], and positions, documents and prefix of all tokens of these."""
+
+    places: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    prefix: Tensor | None
 
 
 class ForwardPass:
@@ -49,6 +58,18 @@ class ForwardPass:
     def get(self, name: str) -> Tensor | None:
         """An input that may be missing."""
         return self.inputs.get(name)
+
+    def of_row(self, side: str = "") -> OfRow | None:
+        """Of the whole rows, where the inputs of a side are some of their tokens."""
+        places = self.inputs.get(f"{side}places")
+        if places is None:
+            return None
+        return OfRow(
+            places,
+            self[f"{side}row_positions"],
+            self.get(f"{side}row_documents"),
+            self.get(f"{side}row_prefix"),
+        )
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What several steps share, e.g. the sequence of the batch: made at the first call with `key`."""

@@ -44,6 +44,12 @@ def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
     return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - LEVELS // 2
 
 
+def keep_at(keys: Tensor, channels: Tensor, threshold: int) -> Tensor:
+    """As `keep`, of the channels with these numbers, which broadcast to the keys."""
+    hashes = mix(keys, channels // 4) >> (16 * (channels % 4))
+    return hashes.to(torch.int16) >= threshold - LEVELS // 2
+
+
 def token_keys(rng_keys_B: Tensor, place: int, indices_T: Tensor) -> Tensor:
     """Keys [B, T] of the tokens at `indices` of their rows, at one place of a layer."""
     return mix(mix(rng_keys_B, place)[:, None], indices_T)

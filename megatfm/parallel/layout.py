@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatfm.errors import UsageError
+from megatfm.parallel.context_exchange import Contexts
 from megatfm.parallel.mesh import DENSE, DataAxes
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -97,12 +98,15 @@ class ParameterLayout(Mapping[str, Placement]):
         table: str,
         buffers: Mapping[str, Placement] | None = None,
         state: Iterable[str] = (),
+        contexts: Contexts | None = None,
     ) -> None:
         self._placements = dict(placements)
         self.buffers = dict(buffers or {})
         """Those of the buffers, which are not trained."""
         self.state = {name: self.buffers[name] for name in state}
         """Of these the ones that a checkpoint holds: state of modules, which doesn't follow from the config."""
+        self.contexts = contexts
+        """How rows are cut over ranks, where they are."""
         self.table = table
         """The plan as it was applied, for people."""
 

@@ -15,33 +15,35 @@ from megatfm.config import ParallelConfig
 from megatfm.config.base import nearest_divisor
 from megatfm.errors import UsageError
 
-PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
-AXES = (PIPELINE, REPLICATE, SHARD, TENSOR)
-"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism; pipeline
-ranks, which talk least, are farthest apart."""
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+AXES = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
+"""From the slowest to the fastest: neighbouring ranks, on one node, share an axis of tensor parallelism, those next to
+them parts of rows; pipeline ranks, which talk least, are farthest apart."""
 EXPERT_SHARD, EXPERT = "edp", "ep"
 EXPERT_AXES = (EXPERT_SHARD, EXPERT)
 FOLDED = (SHARD,)
 """The axes that experts see otherwise: as EXPERT_SHARD × EXPERT. Ranks along EXPERT hold different experts and send
 each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them."""
-ORDER = (PIPELINE, REPLICATE, *FOLDED, *EXPERT_AXES, TENSOR)
+ORDER = (PIPELINE, REPLICATE, *FOLDED, *EXPERT_AXES, CONTEXT, TENSOR)
 """All axes, from the slowest to the fastest."""
 
 
 @dataclass(frozen=True)
 class DataAxes:
-    """The axes over which ranks hold the same block of a parameter and see other rows.
+    """The axes over which ranks hold the same block of a parameter and see other rows, or other parts of rows.
 
-    ZeRO cuts the block over `shard`; copies of what is left are on the ranks of `replicate`, if there is such an axis.
+    ZeRO cuts the block over `shard`; copies of what is left are on the ranks of `replicate` and of `context`, if there
+    are such axes.
     """
 
     shard: str
     replicate: str | None = None
+    context: str | None = None
 
     @property
     def copies(self) -> tuple[str, ...]:
         """The axes that ZeRO leaves whole."""
-        return () if self.replicate is None else (self.replicate,)
+        return tuple(axis for axis in (self.replicate, self.context) if axis is not None)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -49,9 +51,9 @@ class DataAxes:
         return (self.shard, *self.copies)
 
 
-DENSE = DataAxes(SHARD, REPLICATE)
+DENSE = DataAxes(SHARD, REPLICATE, CONTEXT)
 """Of whatever every data rank computes with."""
-EXPERTS = DataAxes(EXPERT_SHARD, REPLICATE)
+EXPERTS = DataAxes(EXPERT_SHARD, REPLICATE, CONTEXT)
 """Of experts that lie on different ranks."""
 OWNERS = (SHARD, TENSOR)
 """Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
@@ -96,14 +98,19 @@ class Mesh:
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
 
     @property
+    def gradient_ranks(self) -> int:
+        """Over how many ranks a gradient is summed: those of the data, and of the contexts that rows are cut over."""
+        return self.data_ranks * self.size(CONTEXT)
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which a global batch is divided."""
-        return DENSE.all
+        return (SHARD, REPLICATE)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes over which the sums of a loss's terms are still to be added up."""
-        return (*self.data_axes, PIPELINE)
+        return (*DENSE.all, PIPELINE)
 
     @property
     def in_summing_order(self) -> tuple[str, ...]:
@@ -111,11 +118,15 @@ class Mesh:
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
     def sharding(self, data: DataAxes) -> DeviceMesh:
-        """The axes that FSDP2 may see: replicate × shard, or shard alone."""
+        """The axes that FSDP2 may see: copies × shard, or shard alone."""
         mesh = self._having(data.shard)
-        if data.replicate is not None and self.size(data.replicate) > 1:
-            return mesh[data.replicate, data.shard]
-        return mesh[data.shard]
+        copies = tuple(axis for axis in in_order(data.copies) if self.size(axis) > 1)
+        if not copies:
+            return mesh[data.shard]
+        if copies == (data.replicate,):
+            return mesh[*copies, data.shard]
+        whole = mesh[copies]._flatten("_".join(copies)) if len(copies) > 1 else mesh[copies[0]]
+        return DeviceMesh._concatenate([whole, mesh[data.shard]])
 
     def sum(self, tensor: Tensor, axes: Sequence[str]) -> None:
         """Sum a tensor in place over the ranks of some axes."""
@@ -130,12 +141,17 @@ class Mesh:
         long = [axis for axis in outer if self.size(axis) > 1]
         if len(long) <= 1:
             return self.group(long[0] if long else outer[0])
-        ordered = in_order(outer)
+        ordered = in_order(long)
         return self._having(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
         """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
-        names = {str(self.flat_group(axes).group_name): " × ".join(in_order(axes)) for axes in several}
+        names = {
+            str(self.flat_group(axes).group_name): " × ".join(
+                axis for axis in in_order(axes) if self.size(axis) > 1
+            )
+            for axes in several
+        }
         # One of several axes may be the same group as the axis alone: then the axis names it.
         if self.experts is not None:
             axes = self.experts.mesh_dim_names or ()
@@ -147,7 +163,7 @@ class Mesh:
         return ranks.gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
-        """The sizes of the axes in words, the pipeline's and the experts' only where there are such."""
+        """The sizes of the axes in words, a pipeline's, contexts' and experts' only where they divide anything."""
         experts = f", experts over {EXPERT} {self.size(EXPERT)} of it" if self.experts is not None else ""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
         return sizes.replace(f"{SHARD} {self.size(SHARD)}", f"{SHARD} {self.size(SHARD)}{experts}")
@@ -171,22 +187,24 @@ def in_order(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """A layout in words; a pipeline only where there is one."""
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != PIPELINE or size > 1)
+    """A layout in words; pipelines and contexts only where there are some."""
+    rare = PIPELINE, CONTEXT
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
-    fixed = config.pp * config.dp_replicate * config.tp
+    fixed = config.pp * config.dp_replicate * config.cp * config.tp
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
-    sizes = {PIPELINE: config.pp, REPLICATE: config.dp_replicate, SHARD: shard, TENSOR: config.tp}
+    each = config.pp, config.dp_replicate, shard, config.cp, config.tp
+    sizes = dict(zip(AXES, each, strict=True))
     if math.prod(sizes.values()) != world_size:
         wanted = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(
             f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
-            "or change parallel.tp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
+            "or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
     if shard % config.ep:
         raise UsageError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.errors import UsageError
+from megatfm.parallel.context import contexts_of, install
 from megatfm.parallel.layout import Cut, ParameterLayout, Placement
 from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, Ranks, Style
@@ -65,8 +66,11 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> ParameterLa
         style.beside(module, mesh, own)
         if ranks:
             style.install(module, ranks, own)
+    contexts = contexts_of(model, mesh, sequence_parallel=sequence_parallel)
+    if contexts:
+        install(model, contexts)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return ParameterLayout(placements, _table(model, styles, placements, mesh), buffers, state)
+    return ParameterLayout(placements, _table(model, styles, placements, mesh), buffers, state, contexts)
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:

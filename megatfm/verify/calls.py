@@ -24,7 +24,8 @@ class Call:
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
     tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
     something for the backward pass after this call, so that recomputing the block goes through all of it.
-    given_has_gradient: of its first input. routed: of experts, how many rows each takes; tokens: of their input.
+    given_has_gradient: of its first input. inputs: the shapes of those that are tensors. routed: of experts, how many
+    rows each takes; tokens: of their input.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Call:
     given_has_gradient: bool = False
     routed: tuple[int, ...] = ()
     tokens: int = 0
+    inputs: tuple[tuple[int, ...] | None, ...] = ()
 
 
 class Watcher:
@@ -88,7 +90,8 @@ class Watcher:
         first, made = _tensor((*inputs, None)[0]), _tensor(output)
         rows = first.shape[0] if first.dim() else 1
         shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
-        call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad)
+        given = tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in inputs)
+        call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad, inputs=given)
         if isinstance(module, Experts):
             routed = _rows_by_expert(module.n_experts, inputs[2], output[1])
             call = replace(call, routed=routed, tokens=first.shape[:-1].numel())

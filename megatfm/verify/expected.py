@@ -5,22 +5,22 @@ This file has what activations cause (Korthikanti et al. 2022); `expected_weight
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import NO_ROW, match
 from megatfm.parallel.styles import Style
 from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call, observe
+from megatfm.verify.expected_context import RowsCut
 from megatfm.verify.expected_weights import (
-    EXPERT_REPLICAS,
-    REPLICAS,
     WHOLE_TENSORS,
     MeshPosition,
     RankParameters,
@@ -63,13 +63,17 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
     pipeline = cut_model(config, model) if parallel.pp > 1 else None
     planned = match(model, complete=parallel.tp > 1)
     fitted = {path: style.fitted(model.get_submodule(path), parallel.tp) for path, style in planned.items()}
-    calls = observe(config, model, batch, pipeline)
+    cut = RowsCut(config, model, batch) if parallel.cp > 1 else None
+    batches = cut.batches if cut else [batch]
+    calls_of = [observe(config, model, part, pipeline) for part in batches]
     data_ranks = parallel.dp_replicate * parallel.dp_shard
-    each = len(calls) // data_ranks
+    each = len(calls_of[0]) // data_ranks
     found = []
-    for rank in range(parallel.pp * data_ranks * parallel.tp):
+    for rank in range(parallel.pp * data_ranks * parallel.cp * parallel.tp):
         rest, tp = divmod(rank, parallel.tp)
+        rest, cp = divmod(rest, parallel.cp)
         pp, data_rank = divmod(rest, data_ranks)
+        calls = calls_of[cp]
         place = MeshPosition(pp, data_rank % parallel.dp_shard, tp, parallel.ep)
         mine = range(data_rank * each, (data_rank + 1) * each)
         stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
@@ -83,8 +87,11 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
             peers = [calls[peer * each + i] for peer in range(first, first + parallel.ep)]
             among = [[call for call in peer if call.stage in stages and call.routed] for peer in peers]
             _experts(ledger, config, place, among)
+        if cut:
+            for i, each_calls in zip(mine, microbatches, strict=True):
+                cut.keys_and_values(ledger, i, cp, each_calls)
         if pipeline:
-            _sends(ledger, config, pipeline, pp, batch, mine)
+            _sends(ledger, config, pipeline, pp, batches[cp], mine)
         held = RankParameters(model, fitted, pipeline, place, parallel)
         weights_and_gradients(ledger, config, held, microbatches)
         found.append(ledger.flows())
@@ -93,18 +100,21 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
 
 def _sizes(config: Config) -> dict[str, int]:
     parallel = config.parallel
-    shard, replicas, tp = parallel.dp_shard, parallel.dp_replicate, parallel.tp
-    return {
+    shard, replicas, cp, tp = parallel.dp_shard, parallel.dp_replicate, parallel.cp, parallel.tp
+    single = {
         PIPELINE: parallel.pp,
         REPLICATE: replicas,
         SHARD: shard,
-        TENSOR: tp,
-        REPLICAS: replicas * shard,
-        WHOLE_TENSORS: shard * tp,
-        EXPERT: parallel.ep,
         EXPERT_SHARD: shard // parallel.ep,
-        EXPERT_REPLICAS: replicas * (shard // parallel.ep),
+        EXPERT: parallel.ep,
+        CONTEXT: cp,
+        TENSOR: tp,
     }
+    copies: list[tuple[str, ...]] = [(REPLICATE, CONTEXT)]
+    for axis in (SHARD, EXPERT_SHARD):
+        copies += [(REPLICATE, axis), (axis, CONTEXT), (REPLICATE, axis, CONTEXT)]
+    several = {" × ".join(axes): prod(single[axis] for axis in axes) for axes in copies}
+    return {**single, **several, WHOLE_TENSORS: shard * tp}
 
 
 def _activations(

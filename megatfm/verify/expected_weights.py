@@ -12,7 +12,7 @@ from torch import nn
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS, Stateful
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import orders
 from megatfm.parallel.styles import Style
@@ -21,9 +21,14 @@ from megatfm.verify.batch import objective_of
 from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 
-REPLICAS, WHOLE_TENSORS = f"{REPLICATE} × {SHARD}", f"{SHARD} × {TENSOR}"
-EXPERT_REPLICAS = f"{REPLICATE} × {EXPERT_SHARD}"
+WHOLE_TENSORS = f"{SHARD} × {TENSOR}"
 """Axes that are one group for some collectives."""
+
+
+def joined(ledger: Ledger, *axes: str) -> str:
+    """The name of the group of several axes: of those that have more than one rank."""
+    return " × ".join(axis for axis in axes if ledger.sizes[axis] > 1) or axes[0]
+
 
 Shape = tuple[int, ...]
 
@@ -141,7 +146,8 @@ def weights_and_gradients(
     ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     """Of one rank in one step. microbatches: the calls of its stages."""
-    zero, size = config.parallel.zero, PRECISIONS[config.train.precision].stored.itemsize
+    parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
+    zero = parallel.zero if parallel.dp_shard * parallel.dp_replicate > 1 else 0  # nobody to share with
     if zero == 0:
         _replicated(ledger, config, held)
     elif zero == 1:
@@ -160,9 +166,7 @@ def weights_and_gradients(
 def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].stored.itemsize
     for shard, names in _by_shard_axis(held, held.trained).items():
-        replicas = REPLICAS if shard == SHARD else EXPERT_REPLICAS
-        both = ledger.sizes[shard] > 1 and ledger.sizes[REPLICATE] > 1
-        axis = replicas if both else shard if ledger.sizes[shard] > 1 else REPLICATE
+        axis = joined(ledger, REPLICATE, shard, CONTEXT)
         ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in names) * size)
 
 
@@ -171,7 +175,8 @@ def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> 
     for axis, names in _by_shard_axis(held, held.trained).items():
         everything, ranks = sum(map(held.padded, names)), ledger.sizes[axis]
         ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
-        ledger.all_reduce(REPLICATE, everything // ranks * precision.stored.itemsize)
+        for copies in (REPLICATE, CONTEXT):
+            ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
         ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
 
 
@@ -207,7 +212,7 @@ def _fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.stored.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.stored.itemsize
-        ledger.all_reduce(REPLICATE, shard, times=reductions)
+        ledger.all_reduce(joined(ledger, REPLICATE, CONTEXT), shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -310,6 +315,7 @@ def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     terms = len(objective_of(config).weights) * 8
     for axis in (SHARD, REPLICATE):
         ledger.all_reduce(axis, terms, times=2)
+    ledger.all_reduce(CONTEXT, terms)  # of sums: all that share a row count it whole
     ledger.all_reduce(PIPELINE, terms)
     names = [name for name, _ in held.model.named_parameters()]
     kinds = {(held.is_expert(name), held.is_cut(name)) for name in names}
@@ -331,6 +337,6 @@ def _module_state(ledger: Ledger, held: RankParameters) -> None:
             key = held.sums(held.fitted[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
-        for axis in (SHARD, REPLICATE, *([TENSOR] if is_partial else [])):
+        for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):
             ledger.all_reduce(axis, count * 8)
         ledger.all_reduce(PIPELINE, count * 8, times=len(ranks) > 1, among=len(ranks))

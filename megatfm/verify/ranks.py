@@ -39,7 +39,7 @@ def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
     be); all processes have ended by then.
     """
     parallel = config.parallel
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     team: list[Member] = []
     with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
         try:

@@ -30,10 +30,10 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
-        few = 2 if parallel.tp * parallel.pp == 1 else 1
+        few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
         parallel = parallel.model_copy(update={"dp_shard": max(few, parallel.ep)})
     parallel = parallel.model_copy(update={"cuts": []})
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
+    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:
         raise UsageError(
             f"this layout has {world_size} processes, and verify starts them all on this machine, at most "

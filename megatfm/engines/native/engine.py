@@ -33,6 +33,7 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.context import cut
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
@@ -108,7 +109,7 @@ class NativeEngine:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
         self.model.train()
         self.norms.watch(watch)
-        batches = [to_device(batch, self.device) for batch in microbatches]
+        batches = [self._here(batch) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
 
@@ -151,10 +152,14 @@ class NativeEngine:
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(self.data.weights_changed):
             for microbatch in batches:
-                batch = to_device(microbatch, self.device)
-                losses.add(self.passes.evaluate(batch, objective))
+                losses.add(self.passes.evaluate(self._here(microbatch), objective))
                 losses.count([microbatch])
         return losses.result()
+
+    def _here(self, batch: Arrays) -> dict[str, Tensor]:
+        """A micro-batch on the device, of each row the tokens that are here."""
+        found = to_device(batch, self.device)
+        return found if self.layout.contexts is None else cut(found, self.layout.contexts)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""

@@ -55,7 +55,7 @@ class Replicated:
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
         self._without: set[str] = set()  # parameters that no pass of the step has reached
-        if mesh.data_ranks > 1:
+        if mesh.gradient_ranks > 1:
             self._watch()
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Region] = {}
@@ -97,7 +97,7 @@ class Replicated:
 
     def reduce(self) -> None:
         self._missing = []
-        if self._mesh.data_ranks == 1:  # nothing to sum, so nothing to pack
+        if self._mesh.gradient_ranks == 1:  # nothing to sum, so nothing to pack
             own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             self._gradients = all_aligned(own)
             return

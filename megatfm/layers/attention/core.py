@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, expect
 from megatfm.cost import Cost, Tokens
-from megatfm.layers.attention.patterns import Pattern, Seen
+from megatfm.layers.attention.patterns import Pattern, Seen, reached
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
@@ -25,6 +25,8 @@ class Core(nn.Module):
     """
 
     plan = (("dropout", "keys of own part"),)
+
+    context = "core"
 
     def __init__(
         self,
@@ -47,6 +49,14 @@ class Core(nn.Module):
             dropout=options.dropout,
         )
 
+    def seen(self, sequence: SequenceMetadata, n_heads: int) -> Seen:
+        """What the queries of the heads that are here see."""
+        return Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+
+    def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor | None:
+        """The places of whole rows that queries at some may look at; None: all of them."""
+        return reached(self.pattern.within(row.length), row, places)
+
     def cost(self, tokens: Tokens) -> Cost:
         """Of the scores and of the sums of values."""
         return self.pattern.cost(tokens, self.channels, self.n_heads)
@@ -62,7 +72,7 @@ class Core(nn.Module):
         """[B, N, T, H]; bias broadcasts to [B, N, T, S]."""
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads)
-        seen = Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
+        seen = self.seen(sequence, n_heads)
         sinks = None if self.sinks is None else self.sinks.weight
         case = Case.of(
             q_BNTH,

@@ -23,6 +23,8 @@ class HeadsAttention(nn.Module):
 
     plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("[qk]_norm", "shared by heads"))
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         self.head_dim, self.of_memory = config.head_width, pattern.of_memory

@@ -34,6 +34,8 @@ class LatentAttention(nn.Module):
         ("wo", "row"),
     )
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         latent = expect(config.attention, LatentAttentionConfig, "model.attention")

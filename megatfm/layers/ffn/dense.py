@@ -23,6 +23,8 @@ class FFN(nn.Module):
         ("w_down", "row"),
     )
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         activation, d, d_ff = ACTIVATIONS.get(config.ffn.activation), config.d_model, config.ffn.d_ff

@@ -29,6 +29,10 @@ class Experts(nn.Module):
         ("summed", "partial output"),
     )
 
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = expect(config.ffn, MoEConfig, "model.ffn")

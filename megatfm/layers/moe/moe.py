@@ -60,6 +60,11 @@ class MoE(nn.Module):
         self.initial = {"shares": Constant(1 / options.n_experts)}
         self.observed: dict[str, Tensor] = {}
 
+    @property
+    def context(self) -> str | None:
+        """See `parallel.context`: a capacity, and the balance of each row, need whole rows."""
+        return None if self.options.sequence_balance or self.experts.capacity is not None else "alone"
+
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:
         """The router's loss terms whose weight is not 0."""

@@ -25,6 +25,8 @@ class ShawCore(nn.Module):
 
     plan = (("", "shared by heads"), ("dropout", "keys of own part"))
 
+    context = "core"
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: "Pattern") -> None:
         super().__init__()
         options = expect(config.attention, ScaledAttention, "model.attention")

@@ -6,7 +6,7 @@ scores again from the logarithm of their sum (Dao et al. 2022), and adds up what
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatfm.ops.attention.pieces import Grid, Piece, pieces
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
-from megatfm.ops.dropout import LEVELS, mix
+from megatfm.ops.dropout import LEVELS, keep_at, mix
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, b tokens of a block
 # R rows (query blocks) of a chunk, K' heads that share gathered keys, g queries' heads on one of those
@@ -45,35 +45,51 @@ def blocked(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases; a query that sees nothing gets 0."""
-    own = seen.grain or 0
-    size = own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
+    size = block_size(seen)
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     visits = seen.once(("pieces", size), lambda: pieces(seen, grid))
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
-    q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % size)).contiguous() for x in (q_BNTH, k_BKSH, v_BKSV))
+    q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
-    how = How(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS))
+    how = How.of(visits, size, q.shape[-1], variant)
     made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)
     return made[:, :, : grid.queries]
 
 
+def block_size(seen: Visible) -> int:
+    """Tokens of a block: of what is seen, if it is made of blocks of about the right size."""
+    own = seen.grain or 0
+    return own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
+
+
 @dataclass(frozen=True)
 class How:
-    """What is not a tensor. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped."""
+    """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
+
+    places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
+    """
 
     visits: list[Piece]
     size: int
     scale: float
     softcap: float
     threshold: int
+    places: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, visits: list[Piece], size: int, width: int, variant: Variant, places: Tensor | None = None
+    ) -> Self:
+        """width: of a head."""
+        scale = width**-0.5 if variant.scale is None else variant.scale
+        return cls(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places)
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Some rows that are computed together. flat: numbers of the gathered key blocks in all of the batch and heads.
 
-    bias: −∞ where a query does not look, [R or 1, K' or 1, g·b, M·b]. channels: numbers of groups of four keys.
+    bias: −∞ where a query does not look, [R or 1, K' or 1, g·b, M·b]. table: as of a piece.
     """
 
     rows: Tensor
@@ -81,7 +97,7 @@ class Chunk:
     heads: int
     size: int
     bias: Tensor | None
-    channels: Tensor
+    table: Tensor
 
 
 class _Blocked(torch.autograd.Function):
@@ -89,17 +105,7 @@ class _Blocked(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None, how: How
     ) -> Tensor:
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
-        lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for chunk in _chunks(how, q, k):
-            (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
-            keep = _kept(chunk, drawn, how)
-            part, total = _core(qc, kc, vc, chunk.bias, keep, how)
-            _put(out, part, chunk)
-            _put(lse, total, chunk)
-        if sinks is not None:
-            whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
-            out, lse = out.mul_((lse - whole).exp().to(out.dtype)), whole
+        out, lse = with_sinks(*forward(q, k, v, drawn, how), sinks)
         ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
         ctx.how = how
         return out
@@ -107,23 +113,55 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q)
-        dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, ctx.how.size * x.shape[-1]) for x in (k, v))
-        lse = lse.masked_fill(lse == -torch.inf, 0)
-        for chunk in _chunks(ctx.how, q, k):
-            (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
-            keep = _kept(chunk, drawn, ctx.how)
-            dqc, dkc, dvc = _core_backward(gc, qc, kc, vc, oc, lc, chunk.bias, keep, ctx.how)
-            _put(dq, dqc, chunk)
-            for total, part in ((dk, dkc), (dv, dvc)):
-                total.index_add_(0, chunk.flat, part.reshape(len(chunk.flat), -1).to(total.dtype))
-        of_sinks = None
-        if sinks is not None:  # as a key's whose value is 0
-            share = (sinks.to(lse.dtype)[:, None, None] - lse).exp()
-            of_sinks = (
-                -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
-            )
-        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, of_sinks, None
+        dq, dk, dv = backward(g, q, k, v, out, lse, drawn, ctx.how)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, gradient_of_sinks(g, out, lse, sinks), None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+    """Output and logarithms of the sums [B, N, T, 1] over these keys, −∞ where none is seen; T and S divide into
+    blocks."""
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for chunk in _chunks(how, q, k):
+        (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
+        keep = _kept(chunk, drawn, how)
+        part, total = _core(qc, kc, vc, chunk.bias, keep, how)
+        _put(out, part, chunk)
+        _put(lse, total, chunk)
+    return out, lse
+
+
+def backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too."""
+    dq = torch.zeros_like(q)
+    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, how.size * x.shape[-1]) for x in (k, v))
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    for chunk in _chunks(how, q, k):
+        (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
+        keep = _kept(chunk, drawn, how)
+        dqc, dkc, dvc = _core_backward(gc, qc, kc, vc, oc, lc, chunk.bias, keep, how)
+        _put(dq, dqc, chunk)
+        for total, part in ((dk, dkc), (dv, dvc)):
+            total.index_add_(0, chunk.flat, part.reshape(len(chunk.flat), -1).to(total.dtype))
+    return dq, dk.view(k.shape), dv.view(v.shape)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both, with the scores [N] of sinks among those that were summed."""
+    if sinks is None:
+        return out, lse
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
+    return out.mul_((lse - whole).exp().to(out.dtype)), whole
+
+
+def gradient_of_sinks(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """As of the score of a key whose value is 0."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype)[:, None, None] - lse).exp()
+    return -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
 
 
 def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
@@ -132,7 +170,7 @@ def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
     for piece in how.visits:
         differ, count = piece.table.shape[1:]
         heads = N if differ > 1 else K
-        of_head = torch.arange(heads) // (heads // K)
+        of_head = torch.arange(heads, device=q.device) // (heads // K)
         step = max(1, SCORES // (N * size * size * count))
         # One mask for all rows is made into a bias once.
         shared = None
@@ -144,13 +182,12 @@ def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
             bias = shared
             if piece.mask is not None and shared is None:
                 bias = _bias(piece.mask[at : at + step], count * size, N // heads, q.dtype)
-            channels = (table[..., None] * (size // 4) + torch.arange(size // 4)).flatten(2)[:, :, None]
-            yield Chunk(rows, flat, heads, size, bias, channels)
+            yield Chunk(rows, flat, heads, size, bias, table)
 
 
 def _bias(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
     """−∞ where masked, [R, n, g·b, M·b], of which the mask says the last columns."""
-    bias = torch.zeros(*mask.shape[:3], keys, dtype=dtype)
+    bias = torch.zeros(*mask.shape[:3], keys, dtype=dtype, device=mask.device)
     bias[..., keys - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
     return bias.repeat(1, 1, groups, 1)
 
@@ -182,8 +219,12 @@ def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
     if drawn is None:
         return None
     (keys,) = _queries(chunk, drawn[..., None])
-    hashes = mix(keys, chunk.channels)
-    return hashes.view(torch.int16) >= how.threshold - LEVELS // 2
+    table, size = chunk.table, chunk.size
+    if how.places is not None:
+        channels = F.pad(how.places, (0, -len(how.places) % size)).view(-1, size)[table]
+        return keep_at(keys, channels.flatten(2)[:, :, None], how.threshold)
+    groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
+    return mix(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - LEVELS // 2
 
 
 def _core(
@@ -244,6 +285,12 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor
     return (scores if bias is None else scores.add_(bias)), slope
 
 
+def padded(x: Tensor, size: int) -> Tensor:
+    """[B, n, T, ·] with zeros up to whole blocks, contiguous."""
+    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).contiguous()
+
+
 def _is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: How) -> bool:
     """Whether the fused kernel serves a chunk."""
-    return q.dtype in FLASH and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap
+    is_flash = q.device.type == "cpu" and q.dtype in FLASH
+    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap

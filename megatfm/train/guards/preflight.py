@@ -131,7 +131,8 @@ def block_input(config: Config, itemsize: int) -> int:
     """Bytes of a micro-batch in the residual stream of one rank."""
     data, parallel = config.data, config.parallel
     tokens = min(data.sequence_length, data.target_length or data.sequence_length)
-    rows = config.train.micro_batch * tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    rows = config.train.micro_batch * tokens // parts
     return rows * config.model.d_model * itemsize
 
 

@@ -271,12 +271,13 @@ def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: 
 @pytest.mark.parametrize(
     ("config", "world", "sizes"),
     [
-        (ParallelConfig(), 1, (1, 1, 1, 1)),
-        (ParallelConfig(), 6, (1, 1, 6, 1)),
-        (ParallelConfig(tp=2), 6, (1, 1, 3, 2)),
-        (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 2)),
-        (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 2)),
-        (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 2)),
+        (ParallelConfig(), 1, (1, 1, 1, 1, 1)),
+        (ParallelConfig(), 6, (1, 1, 6, 1, 1)),
+        (ParallelConfig(tp=2), 6, (1, 1, 3, 1, 2)),
+        (ParallelConfig(dp_replicate=3, tp=2), 6, (1, 3, 1, 1, 2)),
+        (ParallelConfig(dp_replicate=2, dp_shard=2, tp=2), 8, (1, 2, 2, 1, 2)),
+        (ParallelConfig(pp=2, tp=2), 8, (2, 1, 2, 1, 2)),
+        (ParallelConfig(dp_replicate=2, cp=2), 8, (1, 2, 2, 2, 1)),
     ],
 )
 def test_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:

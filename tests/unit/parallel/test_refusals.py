@@ -257,10 +257,24 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         GPT,
-        ["parallel.cp=2"],
+        ["parallel.cp=2", "train.compile=true"],
         None,
-        r"cp = 2: this axis is not there yet: use (cp = 1) with tp, pp or dp_shard$",
+        r"cp = 2: what a rank sends depends on the batch, .*: leave train.compile out, or choose (cp = 1)$",
         ["parallel.{0}"],
+    ),
+    (
+        GPT,
+        ["parallel.cp=2", "data.sequence_length=3"],
+        2,
+        r"data\.sequence_length = 3 is too short for parallel\.cp = 2, .*: choose at least (4)$",
+        ["data.sequence_length={0}"],
+    ),
+    (
+        GPT,
+        ["parallel.cp=2", "parallel.engine=other"],
+        2,
+        r"cp = 2: parallel\.engine = 'other' does not cut rows: choose engine = '(native)', or cp = 1$",
+        ["parallel.engine={0}"],
     ),
     # expert parallelism
     (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 
 LOOKED_AT = 9
@@ -48,9 +48,16 @@ class BigBird(Pattern):
     def of_length(self) -> bool:
         return not self.causal
 
-    @property
-    def across(self) -> str:
-        return "blocks"
+    def reach(self, first: int, last: int, length: int) -> Runs:
+        size, end = self.block, -(-length // self.block) * self.block
+        near = (first // size - 1) * size, (-(-last // size) + 1) * size
+        ahead = 0, max(self.extra or size, size * self._short if self.n_random else 0)
+        if self.causal:
+            return near, (0, min(last, ahead[1]))
+        wide = first < self.extra if self.extra else first < size or last > end - size
+        if wide or length <= self._short * size:
+            return ((0, length),)
+        return (near, ahead) if self.extra else (near, ahead, (end - size, end))
 
     def within(self, length: int) -> Self:
         rows = -(-length // self.block)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatfm.config import ChunkedPatternConfig, ModelConfig, expect
 from megatfm.layers.attention.patterns.full import Full
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 
 
@@ -21,9 +21,9 @@ class Chunked(Pattern):
     def keeps(self) -> int | None:
         return self.size - 1 if self.causal else None
 
-    @property
-    def across(self) -> str:
-        return "halo"
+    def reach(self, first: int, last: int, length: int) -> Runs:
+        end = last if self.causal else -(-last // self.size) * self.size
+        return ((first // self.size * self.size, end),)
 
     def within(self, length: int) -> Pattern:
         return Full(self.causal) if self.size >= length else self

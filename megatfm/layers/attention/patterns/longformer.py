@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatfm.config import LongformerPatternConfig, ModelConfig, expect
 from megatfm.errors import UsageError
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 
 
@@ -17,9 +17,10 @@ class Longformer(Pattern):
     side: int
     tokens: tuple[int, ...]
 
-    @property
-    def across(self) -> str:
-        return "globals"
+    def reach(self, first: int, last: int, length: int) -> Runs:
+        if any(first <= token < last for token in self.tokens):
+            return ((0, length),)
+        return (first - self.side, last + self.side), *((token, token + 1) for token in self.tokens)
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q - k).abs() <= self.side

@@ -1,6 +1,6 @@
 """What a query sees: the base of all patterns, and what kernels are given of one."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Self, TypeVar
@@ -15,6 +15,7 @@ from megatfm.ops.attention import Plain
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
 
 Made = TypeVar("Made")
+Runs = Sequence[tuple[int, int]]
 
 BLOCK = 64
 """Pairs are counted by blocks of so many tokens, unless a pattern has a grain."""
@@ -78,10 +79,10 @@ class Pattern:
         """Of how many tokens before a new one a cache has to keep keys and values; None: of all."""
         return None
 
-    @property
-    def across(self) -> str:
-        """The name of its way over ranks that share a row (context parallelism)."""
-        return "ring"
+    def reach(self, first: int, last: int, length: int) -> Runs | None:
+        """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
+        runs (begin, end), which may lie beyond its ends; None: they may be anywhere."""
+        return None
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         """Whether the query at place q of a document sees the key at its place k; boolean [B or 1, n or 1, T, S].
@@ -154,7 +155,10 @@ class Pattern:
         """Whether `plain` says all of it for a sequence."""
         alone = sequence.document_numbers(of_memory=self.of_memory) is None
         return alone and (
-            self.plain == "all" or (self.plain == "causal" and sequence.opened is None and not sequence.past)
+            self.plain == "all"
+            or (
+                self.plain == "causal" and sequence.is_whole and sequence.opened is None and not sequence.past
+            )
         )
 
     def mask(self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
@@ -205,13 +209,13 @@ class Pattern:
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Of the queries' documents [B or 1, T or 1]; whatever they are, where that makes no difference."""
         if not self.of_length or sequence.document_numbers() is None:
-            return torch.full((1, 1), sequence.past + len(sequence.indices), device=sequence.indices.device)
+            return torch.full((1, 1), sequence.length, device=sequence.indices.device)
         return sequence.document_lengths()
 
     def places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         """Of queries [B or 1, T] and keys [B or 1, S]: in the row where that says the same, else in the document."""
         if self.of_memory and sequence.memory is not None:
-            return sequence.indices[None], sequence.memory.indices[None]
+            return sequence.indices[None], sequence.memory.key_indices[None]
         if self.is_relative or sequence.document_numbers() is None:
             return sequence.indices[None], sequence.key_indices[None]
         return sequence.document_places()
@@ -223,7 +227,7 @@ class Seen:
     def __init__(
         self, pattern: Pattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
     ) -> None:
-        self._pattern, self._sequence = pattern.within(sequence.past + len(sequence.indices)), sequence
+        self._pattern, self._sequence = pattern.within(sequence.length), sequence
         self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
 
     @property
@@ -256,7 +260,7 @@ class Seen:
 
     def repeats(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks of one document, in a pattern that distances say all of."""
-        if not self._pattern.is_relative or self._sequence.opened is not None:
+        if not (self._pattern.is_relative and self._sequence.is_whole) or self._sequence.opened is not None:
             return None
         numbers = self._sequence.document_numbers(of_memory=self._pattern.of_memory)
         if numbers is None:

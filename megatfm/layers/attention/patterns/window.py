@@ -8,7 +8,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig, WindowPatternConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.full import Full
-from megatfm.layers.attention.patterns.pattern import Pattern, Span
+from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 
 
@@ -32,9 +32,8 @@ class Window(Pattern):
     def keeps(self) -> int | None:
         return self.left if not (self.right or self.first) else None
 
-    @property
-    def across(self) -> str:
-        return "halo"
+    def reach(self, first: int, last: int, length: int) -> Runs:
+        return (first - self.left, last + self.right), (0, min(self.first, last))
 
     def within(self, length: int) -> Pattern:
         causal = self.right == 0

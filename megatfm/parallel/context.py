@@ -1,0 +1,100 @@
+"""Context parallelism: rows are cut over ranks, and where tokens look at one another, keys and values travel.
+
+A part of a model says in `context` how it computes on some tokens of rows: "alone", each by itself (or by parts that
+say it themselves); "core", attention of queries, keys and values. What says nothing, nobody knows to be right, and is
+refused.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from megatfm.errors import UsageError
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.context_attention import across
+from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.forward import replace_forward
+from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
+
+SIDES = ("", "encoder_")
+"""Prefixes of the fields of a row."""
+
+Batch = dict[str, Tensor]
+
+
+def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Contexts | None:
+    """How the rows of a model are cut; None where each rank has them whole."""
+    if mesh.size(CONTEXT) == 1:
+        return None
+    unit = mesh.size(TENSOR) if sequence_parallel else 1
+    return Contexts(mesh.group(CONTEXT), is_folded(model), unit)
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Whether later tokens have more to look at than earlier ones, so that runs alone would be unequal work."""
+    return any(
+        getattr(module, "pattern", None) and module.pattern.plain == "causal" for module in model.modules()
+    )
+
+
+def install(model: nn.Module, contexts: Contexts) -> None:
+    """Have keys and values travel wherever tokens look at one another. Raises UsageError where nobody knows how."""
+    refuse(model)
+    for module in model.modules():
+        if getattr(module, "context", None) == "core":
+            replace_forward(module, across(module, contexts))
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises UsageError that names the first part which does not say how it computes on some tokens of rows."""
+    for path, module in _seams(model):
+        if getattr(module, "context", None) is None:
+            said = f"{type(module).__name__}{f' ({path})' if path else ''}"
+            raise UsageError(
+                f"parallel.cp > 1: {said} needs whole rows, or does not say how it computes on parts of them "
+                "(`context`): use parallel.cp = 1 with dp_shard, tp or pp, or another part"
+            )
+
+
+def _seams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model, what lies beside its stacks, and of each block attention, its core, and the feed-forward network."""
+    yield "", model
+    inside = {block: [*block.modules()] for block in blocks(model)}
+    within = {module for modules in inside.values() for module in modules}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if module in within:
+            if name in ("attn", "cross", "ffn", "core"):
+                yield path, module
+        elif ("." not in path and path and not type(module).__module__.startswith("torch.")) or (
+            path.startswith("future.") and path.count(".") == 1
+        ):
+            yield path, module
+
+
+def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
+    """The fields of a micro-batch at the tokens that are here, and of the whole rows what attention needs of them.
+
+    Raises UsageError for a field that is neither one number a row nor one a token.
+    """
+    found = dict(batch)
+    for side in SIDES:
+        positions = batch.get(f"{side}positions")
+        if positions is None:
+            continue
+        length = positions.shape[1]
+        here = contexts.places(length)[contexts.rank].to(positions.device)
+        for name, field in batch.items():
+            if field.dim() < 2 or name.startswith("encoder_") != bool(side):
+                continue
+            if field.shape[1] != length:
+                raise UsageError(
+                    f"parallel.cp > 1: the objective's field {name!r} {list(field.shape)} has not one place for each "
+                    f"of {length} tokens, and can't be cut with them: use parallel.cp = 1"
+                )
+            found[name] = field[:, here]
+        found[f"{side}places"] = here
+        for name in ("positions", "documents", "prefix"):
+            if (field := batch.get(side + name)) is not None:
+                found[f"{side}row_{name}"] = field
+    return found

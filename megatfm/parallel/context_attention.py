@@ -1,0 +1,165 @@
+"""Attention of the queries here to keys and values of all ranks that share rows.
+
+What queries may look at is fetched where a pattern says which tokens these are (windows, chunks); where all look at
+all, keys and values go round a ring of ranks (Liu et al. 2023), one part of the row a step. Where attention has numbers
+for all pairs (biases), or is one of its own, all keys are fetched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.ops.attention import blocks
+from megatfm.ops.attention.blocks import How, padded
+from megatfm.ops.attention.pieces import Grid, pieces
+from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
+
+# B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
+
+
+def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
+    """What is run instead of a core's `forward`, by which it is computed once all keys are there."""
+    alone: Callable[..., Tensor] = core.forward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
+        core_: Any = core
+        looked_at = sequence.memory if core_.pattern.of_memory else sequence
+        if bias is not None or looked_at is not sequence or not hasattr(core, "seen"):
+            wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
+            return alone(q, *_fetched(k, v, wanted), sequence, bias)
+        needs = sequence.once(("needs", core_.pattern), lambda: _needs(core_, contexts, sequence))
+        if needs is None:
+            steps = [
+                _Step(("rank", rank), contexts.places(sequence.length)[rank])
+                for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
+            ]
+        else:
+            k, v = _fetched(k, v, needs)
+            steps = [_Step(("fetched", core_.pattern), needs.looked_at)]
+        return _attend(core_, q, k, v, sequence, steps, contexts)
+
+    return forward
+
+
+def everything(contexts: Contexts, sequence: Any) -> Wanted:
+    """All ranks look at all keys."""
+    dealt = contexts.places(sequence.length)
+    return Wanted.of(contexts, dealt, [torch.arange(sequence.length)] * contexts.size)
+
+
+def _needs(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
+    """What a pattern's queries may look at; None where that is anywhere."""
+    dealt = contexts.places(sequence.length)
+    needs = [core.reached(sequence.row, each) for each in dealt]
+    return None if needs[0] is None else Wanted.of(contexts, dealt, needs)
+
+
+def _fetched(k: Tensor, v: Tensor, wanted: Wanted) -> Sequence[Tensor]:
+    return fetch(torch.cat([k, v], -1), wanted).split([k.shape[-1], v.shape[-1]], -1)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Keys that are looked at together: what all layers know them by, and where they stand in the row."""
+
+    key: Any
+    places: Tensor
+
+
+def _attend(
+    core: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Any, steps: Sequence[_Step], contexts: Contexts
+) -> Tensor:
+    """By blocks: the keys of the first step are here, those of each further one come from the rank before."""
+    n_heads, drawn = q.shape[1], core.dropout.head_rng_keys(sequence, q.shape[1])
+    hows = []
+    for step in steps:
+        places = step.places.to(q.device)
+        seen = core.seen(sequence.looking_at(step.key, places), n_heads)
+        size = min(blocks.block_size(seen), -(-max(q.shape[2], len(places)) // 4) * 4)
+        grid = Grid(len(q), q.shape[2], len(places), size)
+        visits = seen.once(("pieces", size), lambda seen=seen, grid=grid: pieces(seen, grid))
+        hows.append(How.of(visits, size, q.shape[-1], core.variant, places))
+    sinks = None if core.sinks is None else core.sinks.weight
+    made: Tensor = _Ring.apply(q, k, v, drawn, sinks, hows, contexts)
+    return made
+
+
+class _Ring(torch.autograd.Function):
+    """Keys and values go round; in the backward pass their gradients follow them one step behind, and end at home."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None,
+        hows: Sequence[How], contexts: Contexts,
+    ) -> Tensor:  # fmt: skip
+        kv = torch.cat([k, v], -1) if len(hows) > 1 else None
+        out, lse = _part(q, k, v, drawn, hows[0])
+        for how in hows[1:]:
+            assert kv is not None
+            kv = _shift(kv, contexts, how)
+            more = _part(q, *_split(kv, k, v), drawn, how)
+            out, lse = _merged(out, lse, *more)
+        out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
+        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
+        ctx.rest = hows, contexts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
+        hows, contexts = ctx.rest
+        dq, *own = _part_backward(g, q, k, v, out, lse, drawn, hows[0])
+        kv = torch.cat([k, v], -1) if len(hows) > 1 else None
+        travelling: Tensor | None = None
+        for how in hows[1:]:
+            assert kv is not None
+            kv = _shift(kv, contexts, how)
+            more, *parts = _part_backward(g, q, *_split(kv, k, v), out, lse, drawn, how)
+            part = torch.cat(parts, -1)
+            dq = dq + more
+            travelling = part if travelling is None else _shift(travelling, contexts, how) + part
+        if travelling is not None:
+            of_k, of_v = _split(_shift(travelling, contexts, hows[0]), k, v)
+            own = [own[0] + of_k, own[1] + of_v]
+        dk, dv = own[0].to(k.dtype), own[1].to(v.dtype)
+        return dq, dk, dv, None, blocks.gradient_of_sinks(g, out, lse, sinks), None, None
+
+
+def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
+    """Sends x to the next rank, and gives what the one before had: as many tokens as are looked at now."""
+    assert how.places is not None
+    after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
+    came = x.new_empty(*x.shape[:2], len(how.places), x.shape[3])
+    return Flight(contexts.group, [(after, x)], [(before, came)]).wait()[0]
+
+
+def _split(kv: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    return kv.split([k.shape[-1], v.shape[-1]], -1)
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sums over some keys."""
+    queries = q.shape[2]
+    drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
+    out, lse = blocks.forward(*(padded(x, how.size) for x in (q, k, v)), drawn, how)
+    return out[:, :, :queries], lse[:, :, :queries]
+
+
+def _part_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
+) -> Sequence[Tensor]:
+    sizes = q.shape[2], k.shape[2], v.shape[2]
+    drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
+    found = blocks.backward(*(padded(x, how.size) for x in (g, q, k, v, out, lse)), drawn, how)
+    return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
+
+
+def _merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
+    total = torch.logaddexp(lse, of_more)
+    safe = total.masked_fill(total == -torch.inf, 0)
+    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total

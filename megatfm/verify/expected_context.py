@@ -1,0 +1,104 @@
+"""What attention should send where rows are cut: keys and values, and their gradients (Liu et al. 2023).
+
+Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
+and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
+way.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.engines.interface import PRECISIONS
+from megatfm.layers.attention.patterns import reached
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.parallel.context import SIDES, is_folded
+from megatfm.parallel.context_exchange import places
+from megatfm.parallel.mesh import CONTEXT
+from megatfm.verify.batch import Arrays
+from megatfm.verify.calls import Call
+from megatfm.verify.ledger import Ledger
+
+
+class RowsCut:
+    """A global batch, cut as the layout cuts it. batches: the fields of each rank of a context."""
+
+    def __init__(self, config: Config, model: nn.Module, batch: Arrays) -> None:
+        parallel = config.parallel
+        self._config, self._model, self._whole = config, model, batch
+        unit = parallel.tp if parallel.sequence_parallel else 1
+        self._dealt = {
+            side: places(batch[f"{side}positions"].shape[1], parallel.cp, is_folded(model), unit)
+            for side in SIDES
+            if f"{side}positions" in batch
+        }
+        self.batches: list[Arrays] = [self._part(batch, rank) for rank in range(parallel.cp)]
+
+    def _part(self, batch: Arrays, rank: int) -> Arrays:
+        def at(name: str) -> Tensor:
+            return self._dealt["encoder_" if name.startswith("encoder_") else ""][rank]
+
+        return {
+            name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()
+        }
+
+    def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
+        """Add what a rank sends for one micro-batch."""
+        for call in calls:
+            module = self._model.get_submodule(call.path)
+            if getattr(type(module), "context", None) == "core":
+                self._core(ledger, microbatch, rank, call, module)
+
+    def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        computed = PRECISIONS[self._config.train.precision].computed.itemsize
+        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+        of_encoder = module.pattern.of_memory or call.path.startswith("encoder.")  # type: ignore[union-attr]
+        side = "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+        dealt, ranks = self._dealt[side], range(self._config.parallel.cp)
+        a_token = self._bytes_of_a_token(call, computed)
+        biased = len(call.inputs) > 4 and call.inputs[4] is not None
+        everywhere = [torch.cat(dealt) for _ in ranks]
+        if biased or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
+            needs: list[Tensor] | None = everywhere
+        else:
+            needs = self._needs(microbatch, module, side)
+        if needs is None:  # a ring: what rank − s had at first goes on after step s
+            for step in ranks[:-1]:
+                for _ in range(forwards + call.has_gradient):
+                    ledger.send(CONTEXT, len(dealt[rank - step]) * a_token)
+                if call.has_gradient:  # in float32 or better, one step behind
+                    ledger.send(CONTEXT, len(dealt[rank - step - 1]) * a_token * max(4, computed) // computed)
+            return
+        for other in ranks:
+            given, taken = _common(dealt[rank], needs[other]), _common(dealt[other], needs[rank])
+            for _ in range(forwards if given and other != rank else 0):
+                ledger.send(CONTEXT, given * a_token)
+            if taken and other != rank and call.has_gradient:
+                ledger.send(CONTEXT, taken * a_token)
+
+    def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
+        rows = self._config.train.micro_batch
+        mine = {
+            name: torch.from_numpy(self._whole[side + name][microbatch * rows :][:rows])
+            for name in ("positions", "documents", "prefix")
+            if side + name in self._whole
+        }
+        row = SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
+        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
+        found = [reached(pattern, row, here) for here in self._dealt[side]]
+        return None if found[0] is None else [each for each in found if each is not None]
+
+    def _bytes_of_a_token(self, call: Call, itemsize: int) -> int:
+        """Of its keys and values, in all rows, on one of the tensor-parallel ranks."""
+        width = 0
+        for shape in call.inputs[1:3]:
+            assert shape is not None
+            rows, heads, _, channels = shape
+            width += rows * max(1, heads // self._config.parallel.tp) * channels
+        return width * itemsize
+
+
+def _common(places: Tensor, wanted: Tensor) -> int:
+    return int(torch.isin(places, wanted).sum())

@@ -1,0 +1,41 @@
+"""A run whose rows are cut over ranks is the run of one process, and goes on as one whose rows are whole, and back."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatfm.config import Config
+from megatfm.errors import DONE, REQUEUE
+from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
+from tests.workers import Workers
+
+PATIENCE = 300.0  # on a busy machine; it takes a tenth
+
+
+def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [DONE]
+    config = make_config("parallel.cp=2", run="cut")
+    assert workers.run(run_training, 2, config, timeout=PATIENCE) == [DONE, DONE]
+    plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
+    assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
+    stopped = make_config("parallel.cp=2", run="stopped")
+    assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [REQUEUE, REQUEUE]
+    assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [DONE, DONE]
+    assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
+    assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [REQUEUE]
+    moved = make_config("parallel.cp=2", run="moved")
+    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [REQUEUE, REQUEUE]
+    assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [DONE]
+    lines = curve(tmp_path / "whole")
+    for run in ("cut", "moved"):
+        others = curve(tmp_path / run)
+        assert [line["step"] for line in others] == list(range(1, 13))
+        for line, other in zip(lines, others, strict=True):
+            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-3)
+        ends = (each[-1]["evaluation"]["held-out"]["bits_per_byte"] for each in (lines, others))  # type: ignore[index]
+        assert next(ends) == pytest.approx(next(ends), rel=1e-4)

@@ -1,0 +1,111 @@
+"""Faults that one could make where rows are cut over ranks: the comparison with one device must find each of them."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.layers.attention.patterns import Window
+from megatfm.layers.part import Part
+from megatfm.parallel import context_attention, context_exchange
+from megatfm.parallel.mesh import SHARD, Mesh
+from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_context import one_device
+from tests.workers import Workers
+
+BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
+"""Some of the parameters that what becomes of keys and values reaches."""
+
+
+def a_ring_step_is_skipped(patch: Patch) -> None:
+    patch.setattr(context_attention, "_merged", lambda out, lse, *_: (out, lse))
+
+
+def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
+    real = context_attention._shift
+
+    def shift(x: Tensor, contexts: Any, how: Any) -> Tensor:
+        came: Tensor = real(x, contexts, how)
+        is_home = torch.equal(how.places, contexts.places(test_layouts.LENGTH)[contexts.rank])
+        return torch.zeros_like(came) if is_home else came
+
+    patch.setattr(context_attention, "_shift", shift)
+
+
+def gradients_of_fetched_keys_stay(patch: Patch) -> None:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        laid = torch.empty_like(g)
+        laid[:, :, ctx.wanted.order] = g
+        return laid[:, :, : g.shape[2] - sum(map(len, ctx.wanted.gets))].clone(), None
+
+    patch_backward(patch, context_exchange._Fetch, backward)
+
+
+def a_halo_is_one_short(patch: Patch) -> None:
+    real = Window.reach
+    patch.setattr(Window, "reach", lambda self, first, last, n: real(self, first + 1, last, n))
+
+
+def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
+    real = Part.document_numbers
+
+    def numbers(self: Part, **options: Any) -> Any:
+        there = self.looked_at is not None and not torch.equal(self.looked_at, self.places)
+        return None if there else real(self, **options)
+
+    patch.setattr(Part, "document_numbers", numbers)
+
+
+def gradients_are_not_summed_over_contexts(patch: Patch) -> None:
+    patch.setattr(Mesh, "flat_group", lambda self, axes: self.group(SHARD))
+
+
+def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
+    patch.setattr(Part, "indices", property(lambda self: torch.arange(len(self.places))))
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
+    a_ring_step_is_skipped: ("llama", EVERYTHING),
+    gradients_of_keys_stay_with_the_last_rank: ("llama", BELOW_ATTENTION),
+    gradients_of_fetched_keys_stay: ("window", BELOW_ATTENTION),
+    a_halo_is_one_short: ("window", EVERYTHING),
+    a_document_s_boundary_is_lost_at_a_cut: ("llama", EVERYTHING),
+    gradients_are_not_summed_over_contexts: ("llama", EVERYTHING),
+    dropout_counts_tokens_from_the_cut: ("llama", EVERYTHING),
+}
+"""Fault → the model that shows it, and parameters whose gradients must be found wrong."""
+
+
+def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
+    """Of models, the parameters that are wrong under each of the faults, and under none."""
+    found = {}
+    for name in names:
+        config, batch, model, objective, _ = one_device(name)
+        parameters = {name for name, _ in model.named_parameters()}
+        found[name] = [parameters]
+        for fault in (None, *(fault for fault, (shows, _) in FAULTS.items() if shows == name)):
+            with pytest.MonkeyPatch.context() as patch:
+                if fault:
+                    fault(patch)
+                engine = test_layouts.make_engine(config, ParallelConfig(cp=2), test_layouts.ADAMW)
+                engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+                found[name].append(set(test_pipelines.errors(engine, model)))
+    return found
+
+
+def test_each_fault_is_found(workers: Workers) -> None:
+    by_rank = workers.run(wrong_gradients, 2, ["llama", "window"], timeout=180.0)
+    for name in ("llama", "window"):
+        (parameters, *_), *_ = (rank[name] for rank in by_rank)
+        _, none, *wrong = (set().union(*each) for each in zip(*(rank[name] for rank in by_rank), strict=True))
+        assert none == set()
+        faults = [(fault, patterns) for fault, (shows, patterns) in FAULTS.items() if shows == name]
+        for (fault, patterns), found in zip(faults, wrong, strict=True):
+            expected = {p for p in parameters if any(fnmatchcase(p, pattern) for pattern in patterns)}
+            assert expected, patterns
+            assert expected <= found, f"{fault.__name__}: {sorted(expected - found)}"

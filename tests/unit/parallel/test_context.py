@@ -1,0 +1,164 @@
+"""Rows that are cut over ranks: which models and objectives are carried, and what the others are told."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+
+from megatfm.config import Config, ModelConfig, ParallelConfig, objective
+from megatfm.errors import UsageError
+from megatfm.models import build
+from megatfm.objectives import OBJECTIVES
+from megatfm.parallel.context import cut, is_folded, refuse
+from megatfm.parallel.context_exchange import Contexts, places
+from megatfm.verify.batch import random_batch
+from tests.parity import test_context, test_experts, test_families, test_patterns, test_traffic
+
+REFUSED = {
+    "gpt": "FutureHead (future.1)",
+    "bert": "BoundaryHead (boundary)",
+    "deberta": "DisentangledAttention (encoder.layers.0.attn)",
+    "deberta v3": "DisentangledSharedAttention (encoder.layers.0.attn)",
+    "xlnet": "XLNet",
+    "longformer": "LongformerAttention (encoder.layers.0.attn)",
+    "linformer": "LinformerAttention (encoder.layers.0.attn)",
+    "linformer, shared by heads": "LinformerAttention (encoder.layers.0.attn)",
+    "linformer, shared by keys and values": "LinformerAttention (encoder.layers.0.attn)",
+    "top-k": "MoE (decoder.layers.1.ffn)",
+    "deepseek-v3": "MoE (decoder.layers.1.ffn)",
+    "switch": "MoE (encoder.layers.1.ffn)",
+}
+
+
+def shipped(value: object) -> bool:
+    """Whether it is the section of one of megatfm's objectives."""
+    return isinstance(value, type) and value.__module__ == objective.__name__ and "name" in value.model_fields
+
+
+@dataclass(frozen=True)
+class Here:
+    """Stands for `Contexts`, on one of several ranks."""
+
+    rank: int
+    size: int
+    folded: bool
+
+    def places(self, length: int) -> list[torch.Tensor]:
+        return places(length, self.size, self.folded)
+
+
+def kind(config: ModelConfig) -> tuple[object, ...]:
+    """What of a model makes a difference to attention on parts of rows."""
+    kinds = [config.at(depth) for depth in range(max(1, len(config.blocks)))]
+    return (
+        config.family,
+        config.attention.name,
+        frozenset(each.attention.pattern.name for each in kinds) - {"full"},
+        config.position.name
+        if config.position.name in ("alibi", "t5", "shaw")
+        else "of each token by itself",
+        kinds[-1].ffn.name,
+    )
+
+
+def test_every_model_is_compared_with_one_device_or_refused_by_name() -> None:
+    models = {
+        **test_families.MODELS,
+        **{name: ModelConfig.of(**model) for name, model in test_patterns.MODELS.items()},
+        **test_experts.MODELS,
+    }
+    compared = {kind(config) for config in test_context.MODELS.values()}
+    refused = {}
+    for name, config in models.items():
+        with torch.device("meta"):
+            model = build(config)
+        try:
+            refuse(model)
+        except UsageError as error:
+            refused[name] = str(error)
+        else:
+            assert kind(config) in compared, name
+    told = {}
+    for name, line in refused.items():
+        assert "\n" not in line
+        assert "use parallel.cp = 1 with dp_shard, tp or pp, or another part" in line
+        told[name] = line.removeprefix("parallel.cp > 1: ").partition(" needs")[0]
+    assert told == REFUSED
+
+
+FAMILY = {
+    "permutation": "xlnet",
+    "replaced_token": "electra",
+    "span_corruption": "t5",
+    "denoisers": "t5",
+    "causal": "llama",
+    "prefix": "llama",
+}
+"""Others train a BERT."""
+SECTIONS = {
+    section.model_fields["name"].default: section for section in vars(objective).values() if shipped(section)
+}
+
+
+def small(name: str) -> Config:
+    """A config that trains a model by an objective."""
+    heads = {
+        "span_boundary": {"boundary": {}},
+        "next_sentence": {"sentence": {}},
+        "sentence_order": {"sentence": {}},
+    }
+    model = test_families.MODELS[FAMILY.get(name, "bert")]
+    model = model.changed(
+        {"heads": heads.get(name, {}), "position.max_positions": 24} if name not in FAMILY else {}
+    )
+    return test_traffic.config_of(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES.names())
+def test_every_objective_s_fields_are_cut_token_by_token_or_its_model_is_refused(name: str) -> None:
+    config = small(name)
+    batch = {field: torch.from_numpy(values) for field, values in random_batch(config).items()}
+    with torch.device("meta"):
+        model = build(config.model)
+    try:
+        refuse(model)
+    except UsageError:
+        assert name in ("permutation", "span_boundary")
+        return
+    folded = is_folded(model)
+    parts = [cut(batch, cast(Contexts, Here(rank, 3, folded))) for rank in range(3)]
+    for field, values in batch.items():
+        side = "encoder_" if field.startswith("encoder_") else ""
+        if values.dim() == 1:
+            assert all(torch.equal(part[field], values) for part in parts)
+            continue
+        joined = torch.cat([part[field] for part in parts], 1)
+        order = torch.cat([part[f"{side}places"] for part in parts]).argsort()
+        assert torch.equal(joined[:, order], values), field
+
+
+def test_a_field_that_is_not_one_a_token_is_refused() -> None:
+    batch = {"positions": torch.arange(8).expand(2, -1), "patches": torch.zeros(2, 5, 3)}
+    with pytest.raises(UsageError, match=r"'patches' \[2, 5, 3\] has not one place for each of 8 tokens"):
+        cut(batch, cast(Contexts, Here(0, 2, folded=False)))
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_rows_are_dealt_whole_and_evenly(folded: bool) -> None:
+    for length, ranks, unit in ((24, 2, 1), (25, 3, 1), (26, 3, 2), (64, 4, 4)):
+        dealt = places(length, ranks, folded, unit)
+        assert torch.equal(torch.cat(dealt).sort().values, torch.arange(length))
+        sizes = [len(each) for each in dealt]
+        assert max(sizes) - min(sizes) <= (1 + folded) * unit
+        assert all(size % unit == 0 for size in sizes)
+        pairs = [int((each + 1).sum()) for each in dealt]
+        if folded and length % (2 * ranks) == 0:
+            assert len(set(pairs)) == 1, "causal attention is equally much on all"
+
+
+def test_a_row_that_is_too_short_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"a row of 3 tokens can't be cut into 4 runs of at least 1 for parallel\.cp = 2"
+    ):
+        places(3, 2, folded=True)
