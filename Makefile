@@ -25,7 +25,7 @@ help: ## this list
 quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume, samples, a report
 	@$(RUN) -m megatfm quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
 
-test: $(VENV)/.installed-test ## the whole suite on the CPU
+test: $(VENV)/.installed-test $(VENV)/.installed-deepspeed ## the whole suite on the CPU
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
 	$(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
@@ -70,12 +70,9 @@ system-deps: ## what comes from apt (Debian, as root); says what to install else
 	  echo "not root on Debian: install these yourself for the tests that need them: $(SYSTEM_PACKAGES)"; \
 	fi
 
-# DeepSpeed and MegaBlocks are no extras: pip would resolve them together with another torch.
-deepspeed: $(VENV)/.installed ## DeepSpeed 0.19.8 beside the torch that is there
-	$(PIP) setuptools wheel ninja
-	$(PIP) --no-build-isolation deepspeed==0.19.8
-	@$(call check_torch)
+deepspeed: $(VENV)/.installed-deepspeed ## DeepSpeed beside the torch that is there; compiles nothing
 
+# MegaBlocks is no extra: pip would resolve it together with another torch.
 moe: $(VENV)/.installed ## MegaBlocks 0.10.0 (needs a GPU and nvcc)
 	@command -v nvcc >/dev/null && $(RUN) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
 	  { echo "make moe: MegaBlocks compiles for CUDA: it needs nvcc on PATH and a CUDA build of torch"; exit 1; }
@@ -103,6 +100,14 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(RUN)
 
 $(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(RUN)
 	$(call install,test)
+
+# Built with the torch that is there: in an isolated build pip would fetch another one.
+$(VENV)/.installed-deepspeed: pyproject.toml $(CONSTRAINTS) | $(VENV)/.installed
+	@echo "installing DeepSpeed into $(VENV)"
+	@$(PIP) setuptools wheel ninja
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "$$(sed -n 's/^deepspeed = \["\(.*\)"\]/\1/p' pyproject.toml)"
+	@$(call check_torch)
+	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(RUN)
 	$(call install,docs)

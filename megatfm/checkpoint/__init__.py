@@ -8,7 +8,7 @@ A save writes to `.step-00000100.partial-…`, makes it durable, and becomes rea
 folder under its final name finds all of it. `Saver` does so in the background while training goes on.
 """
 
-from megatfm.checkpoint.box import Box
+from megatfm.checkpoint.box import Box, FlatBox
 from megatfm.checkpoint.folder import clean, find_checkpoint, latest, latest_together, verify
 from megatfm.checkpoint.saver import Saver
 from megatfm.checkpoint.store import load, names, read_state, read_tensors, save
@@ -16,6 +16,7 @@ from megatfm.checkpoint.stream import save_stream
 
 __all__ = [
     "Box",
+    "FlatBox",
     "Saver",
     "clean",
     "find_checkpoint",

@@ -1,7 +1,8 @@
 """A box: one contiguous block of a global tensor, as one rank holds it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -40,6 +41,15 @@ class Box:
                 f"a box of shape {sizes} at {tuple(self.offsets)} lies outside "
                 f"its tensor of shape {tuple(self.global_shape)}"
             )
+
+    @property
+    def parts(self) -> Sequence["Box"]:
+        """The blocks that it is made of: itself."""
+        return (self,)
+
+    def over(self, tensor: Tensor) -> "Box":
+        """The same place, filled with another tensor of the same shape."""
+        return self if tensor is self.tensor else Box(tensor, self.global_shape, self.offsets)
 
     @classmethod
     def of(cls, tensor: "Box | Tensor") -> "Box":
@@ -89,6 +99,75 @@ class Box:
             return tensor.new_empty(self.global_shape)
         piece = next(piece for piece in self._pieces() if piece.offsets == index.offset)
         return tensor.narrow(0, piece.offsets[0] - self.offsets[0], piece.sizes[0]) if piece.sizes else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBox(Box):
+    """Elements that follow each other in a block of a global tensor, row by row: what an engine holds that cuts
+    flattened tensors.
+
+    tensor: [elements]. offsets, sizes: of the block; first: the element of the flattened block that `tensor` begins
+    with. It is stored and read as the few blocks that the elements make up, which are views of `tensor`.
+    """
+
+    sizes: tuple[int, ...]
+    first: int
+
+    def __post_init__(self) -> None:
+        if not (self.tensor.dim() == 1 and 0 <= self.first <= prod(self.sizes) - self.tensor.numel()):
+            raise MegatfmError(
+                f"{self.tensor.numel()} elements from {self.first} on lie outside a block of shape {self.sizes}"
+            )
+
+    @cached_property
+    def parts(self) -> Sequence[Box]:
+        """The blocks that the elements make up."""
+        return tuple(
+            Box(
+                self.tensor[start : start + prod(sizes)].view(sizes),
+                self.global_shape,
+                tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)),
+            )
+            for offsets, sizes, start in _blocks(self.sizes, self.first, self.first + self.tensor.numel())
+        )
+
+    def over(self, tensor: Tensor) -> "FlatBox":
+        """The same place, filled with another tensor of the same shape."""
+        return FlatBox(tensor, self.global_shape, self.offsets, self.sizes, self.first)
+
+    def _pieces(self) -> list[ChunkStorageMetadata]:
+        return [piece for part in self.parts for piece in part._pieces()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the piece that starts at `index.offset`, a view of this box's memory."""
+        for part in self.parts:
+            if any(piece.offsets == index.offset for piece in part._pieces()):
+                return part.__get_tensor_shard__(index)
+        raise MegatfmError(f"no piece begins at {index.offset}")
+
+
+def _blocks(
+    sizes: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Offsets, sizes and start of the blocks that elements [first, last) of a flattened tensor make up: rows that are
+    whole together, and what is left of one before and after them."""
+    if first == last:
+        return
+    if len(sizes) <= 1:
+        yield (first,) * len(sizes), (last - first,) * len(sizes), 0
+        return
+    row = prod(sizes[1:])
+    whole, end = -(-first // row), last // row  # rows [whole, end) are there in full
+    if whole > end:  # within one row
+        for offsets, inner, start in _blocks(sizes[1:], first - end * row, last - end * row):
+            yield (end, *offsets), (1, *inner), start
+        return
+    for offsets, inner, start in _blocks(sizes[1:], first % row, row) if first % row else ():
+        yield (whole - 1, *offsets), (1, *inner), start
+    if whole < end:
+        yield (whole, *(0 for _ in sizes[1:])), (end - whole, *sizes[1:]), whole * row - first
+    for offsets, inner, start in _blocks(sizes[1:], 0, last - end * row):
+        yield (end, *offsets), (1, *inner), end * row - first + start
 
 
 def check_cover(

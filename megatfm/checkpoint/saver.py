@@ -214,7 +214,8 @@ class Saver:
     def _agreed_share(self, what: str, boxes: Mapping[str, Box]) -> Share:
         """What this rank writes. It is agreed on anew only when some rank holds other boxes than at the last save."""
         held = {
-            name: (b.tensor.dtype, b.tensor.shape, b.global_shape, b.offsets) for name, b in boxes.items()
+            name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.parts])
+            for name, b in boxes.items()
         }
         if self._share is None or ranks.any_of(what, held != self._known, self._group):
             self._share = None

@@ -1,16 +1,20 @@
-"""`megatfm config show CONFIG [key=value …]` and `megatfm config schema [--prep]`."""
+"""`megatfm config show CONFIG [key=value …] [--deepspeed]` and `megatfm config schema [--prep]`."""
 
 import argparse
 import json
 
 from megatfm.commands import add_config_arguments
 from megatfm.config import Config, load_config, to_toml
+from megatfm.config.deepspeed import derive
+from megatfm.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    add_config_arguments(
-        actions.add_parser("show", help="print a config with all its defaults and overrides")
+    show = actions.add_parser("show", help="print a config with all its defaults and overrides")
+    add_config_arguments(show)
+    show.add_argument(
+        "--deepspeed", action="store_true", help="print the JSON that DeepSpeed is configured with instead"
     )
     schema = actions.add_parser("schema", help="print the JSON schema, for editors")
     schema.add_argument("--prep", action="store_true", help="of `megatfm prep`'s config")
@@ -22,6 +26,15 @@ def main(args: argparse.Namespace) -> int:
 
     if args.action == "schema":
         print(json.dumps((PrepConfig if args.prep else Config).model_json_schema(), indent=2))
+        return 0
+    config = load_config(args.config, args.overrides)
+    if args.deepspeed:
+        if config.parallel.engine != "deepspeed":
+            raise UsageError(
+                f"parallel.engine = {config.parallel.engine!r}: DeepSpeed has no part in it; give "
+                "parallel.engine=deepspeed to see what its config would be"
+            )
+        print(json.dumps(derive(config, config.train.precision), indent=2))
     else:
-        print(to_toml(load_config(args.config, args.overrides)), end="")
+        print(to_toml(config), end="")
     return 0

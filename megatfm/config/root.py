@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
 from megatfm.config.base import PathStr, Section, nearest_divisor
+from megatfm.config.deepspeed import DeepSpeedConfig
+from megatfm.config.deepspeed import check as check_deepspeed
 from megatfm.config.experts import MoEConfig
 from megatfm.config.families import FAMILIES, meant_by
 from megatfm.config.model import ModelConfig
@@ -40,6 +42,7 @@ class Config(Section):
     objective: ObjectiveConfig = CausalObjective()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = CosineSchedule()
     train: TrainConfig
@@ -77,6 +80,11 @@ class Config(Section):
                 f"schedule.name = {self.schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages weights in "
                 "place of a falling rate: choose schedule.name = 'constant' (with warmup_steps)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _deepspeed_carries_it(self) -> Self:
+        check_deepspeed(self)
         return self
 
     @model_validator(mode="after")

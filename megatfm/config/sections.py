@@ -12,7 +12,7 @@ class ParallelConfig(Section):
     """The layout: the product of all axes is the number of processes."""
 
     engine: str = Field(default="native", min_length=1)
-    """Who carries out the steps: "native", or the name of a plugin's engine."""
+    """Who carries out the steps: "native", "deepspeed", or the name of a plugin's engine."""
     dp_replicate: PositiveInt = Field(default=1, le=WIDEST)
     """Data-parallel replicas, each holding a whole copy of its shards (with dp_shard > 1: HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1)

@@ -51,9 +51,13 @@ class LayerStatistics:
         self._watches, self._seen = watches, {}
 
     def measure(
-        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        told: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients. A collective."""
+        """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients, and what modules, by path, tell
+        of themselves. A collective."""
         device = next(iter(weights.values())).device
         # [axes that cut it, layer, kind, sum of squares and count]
         shape = len(self._kinds), len(self._layers), len(KINDS), 2
@@ -65,12 +69,16 @@ class LayerStatistics:
         for path, seen in self._seen.items():
             sums[-1, self._layers.index(path), 2] = seen
         squares, counts = over_ranks(sums, self._kinds, self._mesh).unbind(-1)
-        found = (squares / counts).sqrt().tolist()
+        roots = (squares / counts).sqrt().tolist()
         self._seen = {}
-        return {
+        found = {
             layer: {kind: value for kind, value in zip(KINDS, values, strict=True) if value == value}
-            for layer, values in zip(self._layers, found, strict=True)
+            for layer, values in zip(self._layers, roots, strict=True)
         }
+        for path, numbers in (told or {}).items():
+            layer = max((layer for layer in found if path.startswith(f"{layer}.")), key=len)
+            found[layer] |= numbers
+        return found
 
     def _layer(self, name: str) -> str:
         for path in self._blocks:

@@ -1,10 +1,12 @@
 """What an engine does before its first step: memory for a model on the meta device, initial weights, optimizers."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import swap_tensors
+from torch.utils._pytree import tree_map
 
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import OptimizerGroup
@@ -12,19 +14,23 @@ from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimize
 from megatfm.engines.precision import Precision
 from megatfm.layers.initialisation import initials
 from megatfm.ops.initial import draw
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import OWNERS, Mesh
 
 
-def materialise(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Give meta tensors memory, not yet set: parameters in the computed precision, their gradients in the stored."""
+def materialise(
+    model: nn.Module, precision: Precision, device: torch.device, gradients: torch.dtype | None = None
+) -> None:
+    """Give meta tensors memory, not yet set: parameters in the computed precision, their gradients in the stored, or
+    in that of `gradients`."""
     for parameter in model.parameters():
         real = nn.Parameter(
             torch.empty_like(parameter, dtype=precision.computed, device=device), parameter.requires_grad
         )
         swap_tensors(parameter, real)  # in place, so that ties stay tied
         if precision.is_mixed:
-            parameter.grad_dtype = precision.stored
+            parameter.grad_dtype = gradients or precision.stored
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             dtype = precision.stored if buffer.is_floating_point() else buffer.dtype
@@ -36,12 +42,26 @@ def draw_initial(model: nn.Module, layout: ParameterLayout, weights: Mapping[str
     """Set this rank's blocks of the weights, and its buffers, to what they begin with."""
     for name, tensor, initial in initials(model):
         if name in weights:
-            box = weights[name]
-            block, shape, offsets, sizes = box.tensor, box.global_shape, box.offsets, tuple(box.tensor.shape)
+            parts = weights[name].parts
         else:
             placement = layout.buffers[name]
-            block, shape, (offsets, sizes) = tensor, placement.shape, placement.region
-        block.copy_(draw(initial, seed, name, shape, offsets, sizes))
+            parts = [Box(tensor, placement.shape, placement.region[0])]
+        for box in parts:
+            sizes = tuple(box.tensor.shape)
+            box.tensor.copy_(draw(initial, seed, name, box.global_shape, box.offsets, sizes))
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Blocks take their inputs in the computed precision, as FSDP2 has it: a bias may come from a buffer."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    for block in blocks(model):
+        block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def make_optimizers(

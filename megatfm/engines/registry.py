@@ -28,3 +28,11 @@ def native(setup: EngineSetup) -> Engine:
         recomputed=train.recompute,
         compile_blocks=train.compile,
     )
+
+
+@ENGINES.register("deepspeed")
+def deepspeed(setup: EngineSetup) -> Engine:
+    """DeepSpeed's ZeRO, where it is installed."""
+    from megatfm.engines.deepspeed.engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(setup)

@@ -2,21 +2,39 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import StateDict
-from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
+from megatfm.engines.optimizers import State, WholeTensorOptimizer
 
-Optimizer = ElementwiseOptimizer | WholeTensorOptimizer
+
+class StatefulOptimizer(Protocol):
+    """What is asked of the optimizers of an engine, beside their steps."""
+
+    def blocks(self) -> Mapping[str, Tensor]:
+        """What the optimizer moves: name → block."""
+
+    def refresh(self) -> None:
+        """The weights were set from outside: look again, where there are copies of them."""
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The weights to evaluate and save, of the blocks for which these are not the trained ones."""
+
+    def state(self) -> State:
+        """Name → key → tensor; not copies, and empty before the first step."""
+
+    def load(self, state: State) -> None:
+        """Take over what `state` gave."""
 
 
 class TrainedState:
     """The blocks that this rank's optimizers move (weights: name → block), and what they remember of them."""
 
-    def __init__(self, weights: Mapping[str, Box], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, weights: Mapping[str, Box], optimizers: Sequence[StatefulOptimizer]) -> None:
         self.weights, self.optimizers = weights, optimizers
 
     def state_dict(self) -> StateDict:
@@ -86,10 +104,9 @@ class TrainedState:
 
     def _like(self, name: str, block: Tensor) -> Box:
         """A block shaped like the one of the weight `name`."""
-        box = self.weights[name]
-        return box if block is box.tensor else Box(block, box.global_shape, box.offsets)
+        return self.weights[name].over(block)
 
-    def _stored(self, optimizer: Optimizer, name: str, value: Tensor) -> Box | Tensor:
+    def _stored(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> Box | Tensor:
         if value.dim() == 0 or isinstance(optimizer, WholeTensorOptimizer):
             return value
         return self._like(name, value)

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatfm.checkpoint import Box
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
@@ -37,11 +39,11 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's share of the step: its block of every gradient (zeros where there is none)."""
+    """One rank's share of the step: its blocks of every gradient (zeros where there is none)."""
 
     loss: float
     grad_norm: float
-    blocks: Mapping[str, tuple[Region, NDArray[np.float64]]]
+    blocks: Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
     flows: list[Flow]
 
 
@@ -86,24 +88,30 @@ def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Ar
 
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     mesh = build_mesh(config.parallel, world_size, "cpu")
-    engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
+    engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
     weights = {name: box for name, box in engine.weights().items() if name in engine.layout}
     for name, box in weights.items():
-        sizes = tuple(box.tensor.shape)
-        box.tensor.add_(perturbation(config.train.seed, name, box.global_shape, box.offsets, sizes))
+        for part in box.parts:
+            sizes = tuple(part.tensor.shape)
+            part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.weights_changed()
     with Traffic(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
-    blocks = {
-        name: (
-            (box.offsets, tuple(box.tensor.shape)),
-            gradients.get(name, torch.zeros_like(box.tensor)).numpy(),
-        )
+    return Answer(stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows())
+
+
+def _blocks(
+    weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]
+) -> dict[str, list[tuple[Region, NDArray[np.floating[Any]]]]]:
+    return {
+        name: [
+            ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())
+            for part in box.over(gradients.get(name, torch.zeros_like(box.tensor))).parts
+        ]
         for name, box in weights.items()
     }
-    return Answer(stats.loss, grad_norm, blocks, traffic.flows())
 
 
 def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:

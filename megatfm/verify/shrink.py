@@ -58,7 +58,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                 update={
                     "micro_batch": MICRO_BATCH,
                     "global_batch": MICRO_BATCH * (MICROBATCHES + parallel.pp - 1) * data_ranks,
-                    "precision": "fp64",
+                    # DeepSpeed keeps the weights that an optimizer moves in float32.
+                    "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
                     "device": "cpu",
                     "compile": False,
                 }

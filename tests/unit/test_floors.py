@@ -38,7 +38,10 @@ CORE = {
         "megatfm.config",
     },
 }
-ENGINES = {"megatfm.engines.native": {*CORE["megatfm.engines"], "megatfm.engines"}}
+ENGINES = {
+    "megatfm.engines.native": {*CORE["megatfm.engines"], "megatfm.engines"},
+    "megatfm.engines.deepspeed": {*CORE["megatfm.engines"], "megatfm.engines"},
+}
 RECORD = {
     "megatfm.train.record": {
         "megatfm.ranks",
@@ -102,7 +105,7 @@ ROOMS = {
 }
 
 NO_TORCH = {"megatfm.config", "launchers", "slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
-ONLY_FROM = {"megatfm.engines.native": "megatfm.engines.registry"}
+ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
 DOORS = {"megatfm.engines": ("megatfm.engines.interface", "megatfm.engines.registry")}
 """Room → the only files of it that other rooms may import."""

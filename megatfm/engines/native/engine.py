@@ -167,11 +167,7 @@ class NativeEngine:
 
     def layer_statistics(self) -> dict[str, dict[str, float]]:
         """After `forward_backward`: see LayerStatistics, and what stateful modules tell. A collective."""
-        found = self.norms.measure(self.local, self.gradients())
-        for path, told in self.module_state.statistics().items():
-            layer = max((layer for layer in found if path.startswith(f"{layer}.")), key=len)
-            found[layer] |= told
-        return found
+        return self.norms.measure(self.local, self.gradients(), self.module_state.statistics())
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what modules observed."""

@@ -7,20 +7,17 @@ the pass goes on. In a pipeline, whose passes take turns, buckets go when all pa
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Work
-from torch.utils._pytree import tree_map
 
 from megatfm.engines.native.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
 from megatfm.engines.native.data_parallel import Stages, named_parameters
 from megatfm.engines.precision import Precision
-from megatfm.engines.prepare import materialise
+from megatfm.engines.prepare import cast_inputs, materialise
 from megatfm.ops.aligned import aligned, all_aligned
-from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout, Region
 from megatfm.parallel.mesh import DataAxes, Mesh
 
@@ -42,7 +39,7 @@ class Replicated:
         for stage in stages:
             materialise(stage, precision, device)
             if precision.is_mixed:
-                _cast_inputs(stage, precision.computed)
+                cast_inputs(stage, precision.computed)
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(named_parameters(stages))
         self.sharded = zero == 1
@@ -178,16 +175,3 @@ class Replicated:
             elif self._precision.is_mixed:
                 for name in bucket.shapes:
                     self._parameters[name].copy_(self.local[name])
-
-
-def _cast_inputs(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Blocks take their inputs in the computed precision, as FSDP2 has it: a bias may come from a buffer."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    for block in blocks(stage):
-        block.register_forward_pre_hook(hook, with_kwargs=True)

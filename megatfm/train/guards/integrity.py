@@ -71,7 +71,11 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
 def hashes(state: Mapping[str, Box | Tensor]) -> dict[Block, str]:
     """BLAKE3 of this rank's block of everything in a state dict."""
     boxes = {name: Box.of(value) for name, value in state.items()}
-    return {(name, box.offsets): blake3(_bytes(box.tensor)).hexdigest() for name, box in boxes.items()}
+    return {
+        (name, part.offsets): blake3(_bytes(part.tensor)).hexdigest()
+        for name, box in boxes.items()
+        for part in box.parts
+    }
 
 
 def _bytes(tensor: Tensor) -> memoryview:

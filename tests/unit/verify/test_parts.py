@@ -94,7 +94,7 @@ def test_batches_have_documents_and_padding() -> None:
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> Answer:
     boxes = {
-        name: ((offsets, tuple(block.shape)), block.double().numpy())
+        name: [((offsets, tuple(block.shape)), block.double().numpy())]
         for name, (offsets, block) in blocks.items()
     }
     return Answer(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])

@@ -1,0 +1,285 @@
+"""DeepSpeed's ZeRO behind our protocol: it gathers weights, reduces gradients and steps; the rest is as under native.
+
+What is ours: initial weights, the plan's tensor parallelism, the loss over the global batch, the norm (in float64, each
+element once), clipping, the choice to leave a step out, float16's loss scale, and checkpoints.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.checkpoint import Box, FlatBox
+from megatfm.config.deepspeed import derive, precision_problem
+from megatfm.engines.deepspeed.library import ModelParallelUnit, load, quiet, release
+from megatfm.engines.deepspeed.optimizer import FlatOptimizer
+from megatfm.engines.deepspeed.partitions import Partitions
+from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
+from megatfm.engines.interface import (
+    MOMENTS,
+    Arrays,
+    EngineSetup,
+    LossFunction,
+    MemoryNeeds,
+    OptimizerGroup,
+    StateDict,
+    Sums,
+)
+from megatfm.engines.layer_statistics import LayerStatistics
+from megatfm.engines.loss_scale import LossScale
+from megatfm.engines.losses import HostReads, LossSums, to_device
+from megatfm.engines.module_state import ModuleState
+from megatfm.engines.precision import PRECISIONS
+from megatfm.engines.prepare import cast_inputs, draw_initial, materialise
+from megatfm.engines.recompute import recompute
+from megatfm.engines.state import TrainedState
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.parallel.blocks import blocks
+from megatfm.parallel.mesh import OWNERS, in_order
+
+Terms = dict[str, Tensor]
+
+
+class Pass(nn.Module):
+    """What DeepSpeed takes for the model: an objective may use a model in more ways than by its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[nn.Module], Tensor]) -> Tensor:
+        """Whatever is to be computed of the model."""
+        return run(self.model)
+
+
+class DeepSpeedEngine:
+    """See `interface.Engine`."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        config, mesh = setup.config, setup.mesh
+        self.zero: int = config.parallel.zero
+        if problem := precision_problem(self.zero, setup.precision):
+            raise UsageError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
+        group = one_group(setup.optimizers)
+        self.layout, self.mesh, self.device = setup.layout, mesh, setup.device
+        self.model, self.precision = setup.model, PRECISIONS[setup.precision]
+        self.loss_scale = LossScale() if setup.precision == "fp16" else None
+        package = load(setup.device)
+        recompute(self.model, blocks(self.model), config.train.recompute)
+        materialise(self.model, self.precision, self.device, gradients=self.precision.computed)
+        if self.precision.is_mixed:
+            cast_inputs(self.model, self.precision.computed)
+        self.parameters = dict(self.model.named_parameters())
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        names, options = self._groups(group, trained)
+        with quiet():
+            self.engine, *_ = package.initialize(
+                model=Pass(self.model),
+                optimizer=group.make(options),
+                config=derive(config, setup.precision),
+                mpu=ModelParallelUnit(mesh),
+            )
+        self.partitions = Partitions(self.engine, self.parameters, names, self.zero)
+        weakref.finalize(self, release, self.engine).atexit = False
+        self._watch_gradients(trained)
+        weights = self._weights()
+        draw_initial(self.model, self.layout, weights, config.train.seed)
+        self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions.parts, group)
+        self.module_state = ModuleState(self.model, self.layout, mesh)
+        self.state = TrainedState({**weights, **self.module_state.boxes}, [self.optimizer])
+        self.local = {name: box.tensor for name, box in weights.items()}
+        self.distinct = DistinctBlocks(self.layout, mesh, self.device, sharded=self.zero > 0)
+        self.norms = LayerStatistics(self.model, self.layout, mesh, self.distinct, compiled=False)
+        self.reads = HostReads()
+        self.passed: list[Sums] = []
+        self.weights_changed()
+
+    def _groups(
+        self, group: OptimizerGroup, trained: Mapping[str, nn.Parameter]
+    ) -> tuple[list[list[str]], list[dict[str, Any]]]:
+        """Names and torch's group of the parameters that share options. Those that tensor parallelism leaves whole are
+        by themselves: else what others beside them have of a parameter that it cuts unevenly would shift the parts of
+        these, which must be the same on all tensor-parallel ranks."""
+        names, options = [], []
+        for group_names, made in group.parameter_groups(trained):
+            for cut in (False, True):
+                if own := [name for name in group_names if bool(self.layout[name].cuts) == cut]:
+                    names.append(own)
+                    options.append({**made, "params": [trained[name] for name in own]})
+        return names, options
+
+    def _weights(self) -> dict[str, Box]:
+        """This rank's blocks: of frozen weights all that tensor parallelism leaves here."""
+        weights: dict[str, Box] = {}
+        for name in self.parameters:
+            placement = self.layout[name]
+            offsets, sizes = placement.region
+            if part := self.partitions.parts.get(name):
+                block = part.of(part.owner)
+                weights[name] = FlatBox(block, placement.shape, offsets, sizes, part.first)
+            else:
+                stored = torch.empty(sizes, dtype=self.precision.stored, device=self.device)
+                weights[name] = Box(stored, placement.shape, offsets)
+        return weights
+
+    def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._reached: set[str] = set()
+        reached = self._reached  # not self, which hooks would keep
+        for name, parameter in trained.items():
+            parameter.register_hook(lambda _, name=name: reached.add(name))
+
+    @property
+    def replicated_axes(self) -> Sequence[str]:
+        state = {axis for placement in self.layout.state.values() for axis in placement.data.all}
+        return in_order(state if self.zero else {*state, *self.mesh.data_axes})
+
+    def forward_backward(
+        self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
+    ) -> Sums:
+        """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
+        self.engine.train()
+        self.norms.watch(watch)
+        batches = [to_device(batch, self.device) for batch in microbatches]
+        losses = LossSums(objective, self.mesh, self.device, self.reads)
+        losses.count(microbatches)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        # Stage 3 takes the mean over data ranks; a global loss is a sum.
+        factor = scale * (self.mesh.data_ranks if self.zero == 3 else 1)
+        for batch in batches:
+            self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
+
+            def run(model: nn.Module, batch: Mapping[str, Tensor] = batch) -> Tensor:
+                terms = objective(model, batch)
+                losses.add({name: term.detach() for name, term in terms.items()})
+                return losses.weigh(terms) * factor
+
+            with quiet():
+                self.engine.backward(self.engine(run), scale_wrt_gas=False)
+        gradients = self.gradients()
+        self._all_have_gradients()
+        sum_partial(gradients, self.layout, self.mesh)
+        if scale != 1 and gradients:
+            torch._foreach_mul_(list(gradients.values()), 1 / scale)
+        self.passed.append(losses.result())
+        return self.passed[-1]
+
+    def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
+        """See `Engine.step`."""
+        gradients = self.gradients()
+        (norm,) = self.reads.later(self.distinct.norm(gradients, spoiled=skip)[None])()
+        if not all(math.isfinite(sums.loss) for sums in self.passed):
+            norm = math.nan
+        if math.isfinite(norm):
+            clip_gradients(gradients, norm, clip)
+            self.optimizer.set_rate(lr)
+            with quiet():
+                self.engine.step()
+            if not self.engine.was_step_applied():  # its own norm, in float32, overflowed
+                norm = math.inf
+        if self.loss_scale:
+            self.loss_scale.update(math.isfinite(norm))
+        if math.isfinite(norm):
+            self.module_state.update()
+        self.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
+        """The loss over batches, of which every rank must bring equally many."""
+        self.engine.eval()
+        losses = LossSums(objective, self.mesh, self.device)
+        with self.state.averaged_weights(self.partitions.weights_changed):
+            for microbatch in batches:
+                batch = to_device(microbatch, self.device)
+
+                def run(model: nn.Module, batch: Mapping[str, Tensor] = batch) -> Tensor:
+                    terms = objective(model, batch)
+                    losses.add(terms)
+                    return torch.stack(list(terms.values()))
+
+                with quiet():
+                    self.engine(run)
+                losses.count([microbatch])
+        return losses.result()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of all gradients, flattened; complete over every axis after `forward_backward`."""
+        return self.partitions.gradients()
+
+    def layer_statistics(self) -> dict[str, dict[str, float]]:
+        """After `forward_backward`: see LayerStatistics, and what stateful modules tell. A collective."""
+        return self.norms.measure(self.local, self.gradients(), self.module_state.statistics())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and what modules observed."""
+        self.partitions.forget()
+        self.module_state.forget()
+        self._reached.clear()
+        self.passed = []
+
+    def weights(self) -> Mapping[str, Box]:
+        """This rank's parts, in the stored precision, and the state of modules."""
+        return self.state.weights
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """What the model computes with follows the parts, and the frozen weights."""
+        self.partitions.weights_changed()
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                self.partitions.set_frozen(parameter, self.local[name])
+
+    def state_dict(self) -> StateDict:
+        """See `TrainedState`; and float16's loss scale."""
+        return {**self.state.state_dict(), **(self.loss_scale.state() if self.loss_scale else {})}
+
+    def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
+        """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
+        scale = self.loss_scale.state() if self.loss_scale else {}
+        held = {name: value for name, value in scale.items() if name in stored}
+        return {**self.state.empty_state_dict(stored), **held}
+
+    def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
+        """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
+        self.state.load_state_dict(state)
+        if self.loss_scale:
+            self.loss_scale.load(state)
+        self.weights_changed()
+
+    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
+        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time."""
+        whole = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
+        own = sum(part.size for part in self.partitions.parts.values()) * self.precision.stored.itemsize
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(self.model)]
+        return MemoryNeeds(
+            gradients=own if self.zero >= 2 else whole * self.precision.computed.itemsize,
+            moments=MOMENTS * own,
+            gathered=whole // max(1, len(sizes)) * self.precision.computed.itemsize if self.zero == 3 else 0,
+            inputs=len(sizes) * block_input,
+        )
+
+    def process_groups(self) -> Mapping[str, str]:
+        """DeepSpeed is handed ours."""
+        return self.mesh.group_names(OWNERS, self.mesh.data_axes)
+
+    def _all_have_gradients(self) -> None:
+        if missing := sorted(self.partitions.parts.keys() - self._reached):
+            raise MegatfmError(
+                f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
+                "out of [model], or take an objective that trains it"
+            )
+
+
+def one_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup:
+    """The one optimizer that there is. Raises UsageError for several, or one that DeepSpeed's flat parts don't suit."""
+    (group, *others) = optimizers
+    if others or group.needs != "elementwise":
+        raise UsageError(
+            "parallel.engine = 'deepspeed' with an optimizer that looks at whole tensors, while its ZeRO cuts "
+            "flattened ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = "
+            "'native'"
+        )
+    return group
