@@ -164,6 +164,11 @@ class Config(Section):
                     f"parallel.ep = {ep}{among} do{'' if among else 'es'} not divide model.{key} = {n * tp}: the "
                     f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
                 )
+        if ep > 1 and self.parallel.engine != "native":
+            raise ValueError(
+                f"parallel.ep = {ep}: parallel.engine = {self.parallel.engine!r} does not divide experts: choose "
+                "engine = 'native', or ep = 1"
+            )
         if ep > 1 and self.train.recompute.endswith("B"):
             raise ValueError(
                 f"train.recompute = {self.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "

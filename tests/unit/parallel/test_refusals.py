@@ -300,6 +300,13 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         MOE,
+        ["parallel.ep=2", "parallel.dp_shard=2", "parallel.engine=other"],
+        None,
+        r"ep = 2: parallel\.engine = 'other' does not divide experts: choose engine = '(native)', or ep = 1$",
+        ["parallel.engine={0}"],
+    ),
+    (
+        MOE,
         ["parallel.ep=3", "parallel.dp_shard=4"],
         None,
         r"ep = 3 does not divide dp_shard = 4, over which experts lie: the nearest that does is (2)$",
