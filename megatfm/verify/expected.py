@@ -35,14 +35,19 @@ CHUNK = 1024
 
 def unpredicted(config: Config) -> dict[str, str]:
     """Axis → why there is no closed form for what it sends."""
-    tp, recompute, engine = config.parallel.tp, config.train.recompute, config.parallel.engine
+    parallel, recompute, engine = config.parallel, config.train.recompute, config.parallel.engine
     if engine != "native":
         why = f"the engine {engine!r} comes from a plugin, and only its author knows what it sends"
         return {axis: why for axis, size in _sizes(config).items() if size > 1}
-    if tp == 1:
-        return {}
+    found = {}
+    if parallel.ep > 1 and parallel.cp > 1:
+        found[_name_of_experts(config)] = (
+            "what routers choose is counted on whole rows, and parallel.cp > 1 cuts them over ranks"
+        )
+    if parallel.tp == 1:
+        return found
     if recompute.endswith("B"):
-        return {
+        return found | {
             TENSOR: f"train.recompute = {recompute!r}: what blocks keep is measured while they run, so how many of "
             "them repeat their gathers is not known beforehand"
         }
@@ -50,8 +55,8 @@ def unpredicted(config: Config) -> dict[str, str]:
         planned = match(build_model(config), complete=False)
     silent = [style.name for style in planned.values() if style.sends is None and style is not NO_ROW]
     if silent:
-        return {TENSOR: f"the style {silent[0]!r} doesn't say what it sends (`sends`)"}
-    return {}
+        return found | {TENSOR: f"the style {silent[0]!r} doesn't say what it sends (`sends`)"}
+    return found
 
 
 def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
@@ -78,8 +83,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
         mine = range(data_rank * each, (data_rank + 1) * each)
         stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
         microbatches = [[call for call in calls[i] if call.stage in stages] for i in mine]
-        same = {EXPERT: SHARD} if parallel.ep == parallel.dp_shard else {}  # the same ranks
-        ledger = Ledger(_sizes(config), same)
+        ledger = Ledger(_sizes(config), {EXPERT: _name_of_experts(config)})
         for each_calls in microbatches if parallel.tp > 1 else ():
             _activations(ledger, config, model, fitted, each_calls)
         first = data_rank - place.ep
@@ -96,6 +100,11 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
         weights_and_gradients(ledger, config, held, microbatches)
         found.append(ledger.flows())
     return found
+
+
+def _name_of_experts(config: Config) -> str:
+    """What the group of the axis of experts is called: that of the data ranks where it is the same."""
+    return SHARD if config.parallel.ep == config.parallel.dp_shard else EXPERT
 
 
 def _sizes(config: Config) -> dict[str, int]:

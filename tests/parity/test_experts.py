@@ -39,6 +39,9 @@ BIASED = {**MOE, "bias": True, "activation": "clamped_swiglu"}
 V3 = {"name": "deepseek_v3", "n_groups": 3, "top_groups": 2, "scale": 2.5, "bias_rate": 0.05}
 MODELS = {
     "top-k": ModelConfig.of(**SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", **ALL}}}),
+    "by batch": ModelConfig.of(
+        **SPARSE, **{"block.sparse.ffn": {**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}}}
+    ),
     "deepseek-v3": ModelConfig.of(
         **SPARSE,
         **{"block.sparse.ffn": {**BIASED, "n_shared_experts": 2, "router": {**V3, "sequence_balance": 0.2}}},
@@ -157,8 +160,8 @@ def second_step(
     return engine, model, losses, wanted
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    for layout, parallel in layouts_of(ranks).items():
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    for layout, parallel in layouts.items():
         engine, model, losses, wanted = second_step(name, parallel)
         assert losses == pytest.approx(wanted, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
@@ -179,15 +182,29 @@ def compare(name: str, ranks: int) -> list[str]:
             for key, buffer in module.named_buffers():
                 assert torch.equal(buffer, buffers[key]), (layout, path, key)
                 assert not torch.equal(buffer, buffer[:1].expand_as(buffer)), "nothing to compare"
-    return list(layouts_of(ranks))
+    return list(layouts)
 
 
-CASES = [(name, ranks) for name in MODELS for ranks in LAYOUTS if ranks < 8 or name == "top-k"]
+CASES = [
+    (name, ranks)
+    for name in ("top-k", "deepseek-v3", "switch")
+    for ranks in LAYOUTS
+    if ranks < 8 or name == "top-k"
+]
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=300.0)[0] == list(layouts_of(ranks))
+    layouts = layouts_of(ranks)
+    assert workers.run(compare, ranks, name, layouts, timeout=300.0)[0] == list(layouts)
+
+
+CONTEXTS = {f"ep2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)}
+
+
+def test_rows_are_cut_beside_experts(workers: Workers) -> None:
+    """Of a router that balances no row by itself, for which rows must be whole."""
+    assert workers.run(compare, 4, "by batch", CONTEXTS, timeout=300.0)[0] == list(CONTEXTS)
 
 
 def resume(folder: Path, parallel: ParallelConfig, between: ParallelConfig) -> list[str]:

@@ -63,7 +63,9 @@ class MoE(nn.Module):
     @property
     def context(self) -> str | None:
         """See `parallel.context`: a capacity, and the balance of each row, need whole rows."""
-        return None if self.options.sequence_balance or self.experts.capacity is not None else "alone"
+        experts = self.experts
+        is_dropless = experts.capacity is None and experts.places is None
+        return "alone" if is_dropless and not self.options.sequence_balance else None
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:
