@@ -125,7 +125,10 @@ class Encode:
         (folder / MANIFEST).unlink(missing_ok=True)
         digest = encoder.hash if encoder else NO_TOKENIZER["kind"]
         dtype: TokenDtype = encoder.token_dtype if encoder else "uint16"
-        with ShardWriter(folder, tokenizer_hash=digest, token_dtype=dtype) as writer:
+        plain = self._config.plain_tars
+        with ShardWriter(
+            folder, tokenizer_hash=digest, token_dtype=dtype, compress=not plain, pack=not plain
+        ) as writer:
             number = text_bytes = 0
             statistics = Statistics(encoder)
             for part, facts in enumerate(parts):

@@ -33,7 +33,7 @@ LATER = {
     "read": ("format", "fields", "tokens"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
 }
-LATER_SECTIONS = ("steps", "duplicates")
+LATER_SECTIONS = ("steps", "duplicates", "plain_tars")
 
 
 def identity(config: PrepConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`megatfm data check DIR`, `megatfm data show DIR [--sample K]` and `megatfm data index DIR`."""
+"""`megatfm data check`, `show`, `stats`, `export` and `index`, each of a corpus's folder."""
 
 import argparse
 from pathlib import Path
@@ -9,11 +9,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="read every sample again and compare every hash")
     show = actions.add_parser("show", help="print what a corpus holds, or one sample of it")
     show.add_argument("--sample", type=int, metavar="K", help="print this sample, from 0")
-    show.add_argument("--tokenizer", metavar="FILE", help="decode with this (the one in DIR/..)")
-    for action in (check, show):
+    stats = actions.add_parser("stats", help="count lengths, sources and ids")
+    export = actions.add_parser(
+        "export", help="write it for other programs, in the format that OUT's name says"
+    )
+    for action in (show, stats, export):
+        action.add_argument("--tokenizer", metavar="FILE", help="decode with this (the one in DIR/..)")
+    for action in (check, show, stats, export):
         action.add_argument(
             "dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train, or its URL"
         )
+    export.add_argument(
+        "out",
+        metavar="OUT",
+        help="text: .jsonl, .jsonl.zst, .parquet; Megatron-LM's ids: .bin; a folder: plain .tar shards",
+    )
     index = actions.add_parser("index", help="make WebDataset shards of token ids a corpus")
     index.add_argument("dir", metavar="DIR", help="a folder of .tar or .tar.zst")
     index.add_argument("--tokenizer", metavar="FILE", required=True, help="the one that made the ids")
@@ -21,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Verify, show or index a corpus."""
+    """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
-    from megatfm.data import check, index_folder, show
+    from megatfm.data import Codec, check, export, index_folder, show, stats
 
     if args.action == "check":
         print(check(args.dir))
@@ -35,6 +45,12 @@ def main(args: argparse.Namespace) -> int:
     path = args.tokenizer
     if path is None and "://" not in args.dir:
         path = tokenizers.find(Path(args.dir).resolve().parent)
-    decode = tokenizers.load(path).decode if path else None
-    print(show(args.dir, args.sample, decode))
+    tokenizer = tokenizers.load(path) if path else None
+    if args.action == "export":
+        codec = Codec(tokenizer.decode, tokenizer.eos) if tokenizer else None
+        print(export(args.dir, Path(args.out), codec))
+    elif args.action == "stats":
+        print(stats(args.dir, tokenizer.piece if tokenizer else None))
+    else:
+        print(show(args.dir, args.sample, tokenizer.decode if tokenizer else None))
     return 0

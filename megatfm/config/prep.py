@@ -138,6 +138,9 @@ class PrepConfig(Section):
     memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
     """What a process that looks for identical texts and `duplicates` may hold in memory at a time, about, of an index
     that lies on disk. The result does not depend on it."""
+    plain_tars: bool = False
+    """Shards as plain `.tar` with a sample for each document, as webdataset and Hugging Face's datasets open them; else
+    compressed, with many documents in a sample. They take several times the room."""
     read: ReadConfig
     steps: tuple[StepConfig, ...] = ()
     """What is done with one document at a time, in this order."""

@@ -2,6 +2,7 @@
 
 from megatfm.data.batch_schedule import BatchSchedule, Stage, Streams, streams_for
 from megatfm.data.corpus import Corpus
+from megatfm.data.export import Codec, export
 from megatfm.data.foreign import Indexed, index_folder
 from megatfm.data.inspect import Checked, check, show
 from megatfm.data.loader import Loader, check_batch
@@ -13,6 +14,7 @@ from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Field, Piece, Sequ
 from megatfm.data.quarantine import Quarantine
 from megatfm.data.rows import CorpusRows, PackedRows, Rows
 from megatfm.data.samples import ShuffledSamples
+from megatfm.data.statistics import stats
 from megatfm.data.store import Cache
 from megatfm.data.writer import ShardWriter
 
@@ -22,6 +24,7 @@ __all__ = [
     "BatchSchedule",
     "Cache",
     "Checked",
+    "Codec",
     "Corpus",
     "CorpusRows",
     "Field",
@@ -44,8 +47,10 @@ __all__ = [
     "Streams",
     "check",
     "check_batch",
+    "export",
     "index_folder",
     "show",
     "source_seed",
+    "stats",
     "streams_for",
 ]

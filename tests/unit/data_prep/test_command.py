@@ -12,6 +12,7 @@ import pytest
 import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
+from megatfm.data import check
 from tests.unit.data_prep.conftest import tree, write
 
 Make = Callable[..., PrepConfig]
@@ -43,7 +44,10 @@ def test_skipped_files_are_listed(
 ) -> None:
     write(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
-    assert prep("read.on_bad=skip") == 0
+    assert prep("read.on_bad=skip", "plain_tars=true") == 0
+    shards = sorted(path.name for path in (corpus.parent / "out/train").glob("shard-*.tar*"))
+    assert shards == ["shard-000000.tar"]
+    check(corpus.parent / "out/train")
     said = capfd.readouterr().err
     assert f"skipped: {corpus}/a.png: is a binary file" in said
     assert f"skipped: {corpus}/loop: is a link that leads back" in said

@@ -1,0 +1,158 @@
+"""Corpora for others: text in JSON lines or Parquet, Megatron-LM's ids, or plain tars with a sample a document."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from megatfm.atomic import sync_folder
+from megatfm.data.corpus import Corpus
+from megatfm.data.files import WholeFile, writing
+from megatfm.data.members import Sample
+from megatfm.data.writer import ShardWriter
+from megatfm.errors import MegatfmError, UsageError
+
+TEXT = (".jsonl", ".jsonl.zst", ".parquet")
+IDS = ".bin"
+ROWS = 1024
+"""Documents of a row group in Parquet."""
+
+# https://github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_CODES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}
+"""The type that Megatron-LM has for ours, and its number there."""
+
+
+class Codec(NamedTuple):
+    """What is needed of a tokenizer."""
+
+    decode: Callable[[NDArray[Any]], str]
+    eos: int
+
+
+def export(folder: str | Path, out: Path, codec: Codec | None) -> str:
+    """Write a corpus as the end of `out` says; what was done, in a line.
+
+    `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
+    encoded, its "id" and its "source". `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
+    Any other name: a folder of plain tars, a corpus as well.
+
+    Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
+    """
+    corpus = Corpus.open(folder)
+    if out.exists():
+        raise UsageError(f"{out}: is there already: choose another name")
+    needs_codec = out.name.endswith((*TEXT, IDS))
+    if needs_codec and codec is None:
+        raise UsageError(
+            f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE"
+        )
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if codec is None or not needs_codec:
+        return _tars(corpus, out)
+    if out.name.endswith(IDS):
+        return _megatron(corpus, out, codec.eos)
+    records = _records(corpus, codec)
+    if out.name.endswith(".parquet"):
+        _parquet(records, out)
+    else:
+        _json_lines(records, out)
+    return f"{out}: the text of {corpus.n_samples:,} documents"
+
+
+def _samples(corpus: Corpus) -> Iterator[Sample]:
+    for block in range(corpus.n_blocks):
+        yield from corpus.samples(block)
+
+
+def _records(corpus: Corpus, codec: Codec) -> Iterator[dict[str, str]]:
+    for sample in _samples(corpus):
+        text = codec.decode(sample.tokens)
+        if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
+            raise MegatfmError(
+                f"{corpus.folder}: sample {sample.number} ({sample.source}) decodes to {size} bytes, but had "
+                f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
+            )
+        yield {"text": text, "id": sample.key, "source": sample.source}
+
+
+def _json_lines(records: Iterator[dict[str, str]], out: Path) -> None:
+    file = WholeFile(out)
+    zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
+    packed = out.name.endswith(".zst")
+    try:
+        for record in records:
+            line = f"{json.dumps(record, ensure_ascii=False)}\n".encode()
+            file.write(zstd.compress(line) if packed else line)
+        file.write(zstd.flush() if packed else b"")
+        file.commit()
+    finally:
+        file.discard()
+
+
+def _parquet(records: Iterator[dict[str, str]], out: Path) -> None:
+    import pyarrow  # by name, since it takes a while to import
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source")])
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with writing(out):
+            with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+                rows: list[dict[str, str]] = []
+                for record in records:
+                    rows.append(record)
+                    if len(rows) == ROWS:
+                        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                        rows = []
+                if rows:
+                    writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(out)
+            sync_folder(out.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
+    dtype, code = _CODES[corpus.manifest.token_dtype]
+    lengths = corpus.lengths() + 1
+    if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
+        raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
+    file = WholeFile(out)
+    try:
+        for sample in _samples(corpus):
+            if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
+                raise MegatfmError(
+                    f"{corpus.folder}: sample {sample.number} has ids over {np.iinfo(dtype).max}"
+                )
+            file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
+        file.commit()
+    finally:
+        file.discard()
+    n, width = len(lengths), np.dtype(dtype).itemsize
+    index = WholeFile(out.with_suffix(".idx"))
+    index.write(_MAGIC + np.array([_VERSION], "<u8").tobytes() + bytes([code]))
+    index.write(np.array([n, n + 1], "<u8").tobytes())
+    index.write(lengths.astype("<i4").tobytes())
+    index.write(((np.cumsum(lengths) - lengths) * width).astype("<i8").tobytes())
+    index.write(np.arange(n + 1, dtype="<i8").tobytes())
+    index.commit()
+    return f"{out} and .idx: {lengths.sum():,} ids of {n:,} documents, each ended by {eos}"
+
+
+def _tars(corpus: Corpus, out: Path) -> str:
+    dtype = corpus.manifest.token_dtype
+    options: dict[str, Any] = {"compress": False, "pack": False}
+    with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
+        for sample in _samples(corpus):
+            writer.add(sample.key, sample.tokens, sample.source, sample.text_bytes, sample.members)
+        manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
+    return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"
