@@ -148,11 +148,12 @@ class ModelConfig(Section):
         return self
 
     def _check_experts_see_no_future(self) -> None:
-        ffn = self.ffn
-        soft = isinstance(ffn, SoftMoEConfig)
-        chosen = isinstance(ffn, MoEConfig) and not soft and ffn.router.of_encoders
-        if self.family in ("decoder", "encoder_decoder") and (soft or chosen):
-            key = "ffn.name = 'soft_moe'" if soft else f"ffn.router.name = {ffn.router.name!r}"  # type: ignore[union-attr]
+        ffn, key = self.ffn, ""
+        if isinstance(ffn, SoftMoEConfig):
+            key = "ffn.name = 'soft_moe'"
+        elif isinstance(ffn, MoEConfig) and ffn.router.of_encoders:
+            key = f"ffn.router.name = {ffn.router.name!r}"
+        if key and self.family in ("decoder", "encoder_decoder"):
             raise ValueError(
                 f"{key} leaks the future in a causal model: what a token gets depends on later ones: choose family = "
                 "'encoder', or another router"

@@ -17,11 +17,11 @@ from megatfm.ops.initial import Constant
 
 
 class Noise(Dropout):
-    """Standard normal numbers [B, T, width] in training, keyed as dropout is; None otherwise."""
+    """Standard normal numbers [B, T, width] in training, keyed as dropout is; 0 otherwise."""
 
-    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | None:
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training:
-            return None
+            return torch.zeros_like(x_BTD)
         draws_BTX = keyed.uniform(self.token_rng_keys(sequence), 2 * x_BTD.shape[-1])
         sizes_BTD, turns_BTD = draws_BTX.chunk(2, dim=-1)  # Box and Muller 1958
         return ((-2 * sizes_BTD.log()).sqrt() * (2 * torch.pi * turns_BTD).cos()).to(x_BTD.dtype)
@@ -51,8 +51,7 @@ class NoisyTopKRouter(Router):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Routing:
         clean_BTE = self.logits(x_BTD)
         scale_BTE = F.softplus(F.linear(x_BTD.to(clean_BTE.dtype), self.noise_weight.to(clean_BTE.dtype)))
-        noise_BTE = self.noise(clean_BTE, sequence)
-        logits_BTE = clean_BTE if noise_BTE is None else clean_BTE + noise_BTE * scale_BTE
+        logits_BTE = clean_BTE + self.noise(clean_BTE, sequence) * scale_BTE
         best_BTX = highest(logits_BTE, self.top_k + 1)
         choices_BTK = best_BTX[..., : self.top_k]
         weights_BTK = logits_BTE.gather(-1, choices_BTK).softmax(-1)
