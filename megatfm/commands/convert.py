@@ -1,4 +1,4 @@
-"""`megatfm convert SRC DST --to hf|megatfm`."""
+"""`megatfm convert SRC DST --to hf|megatfm|moe`."""
 
 import argparse
 import re
@@ -15,20 +15,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SRC", help="a run, a checkpoint, or a folder in the Hugging Face format"
     )
     parser.add_argument("target", metavar="DST", help="a new folder")
-    parser.add_argument("--to", choices=("hf", "megatfm"), required=True, help="the format of DST")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "megatfm", "moe"),
+        required=True,
+        help="the format of DST; or a mixture of experts of the dense model SRC, which computes the same",
+    )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights with --to hf (5GB)"
     )
+    experts = parser.add_argument_group("with --to moe")
+    experts.add_argument("--experts", type=int, metavar="N", help="copies of each network")
+    experts.add_argument("--top-k", type=int, metavar="N", help="copies that a token goes through (2)")
+    experts.add_argument("--granularity", type=int, metavar="N", help="experts that a copy is cut into (1)")
+    experts.add_argument("--every", type=int, metavar="N", help="every N-th block has experts (1: all)")
+    experts.add_argument(
+        "--noise",
+        type=float,
+        metavar="X",
+        help="noise on experts' weights, as a multiple of their spread (0)",
+    )
+    experts.add_argument("--seed", type=int, metavar="N", help="of noise and routers (0)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Convert, and say what came of it."""
     from megatfm.convert.convert import convert
+    from megatfm.convert.upcycle import Mixture, upcycle
 
+    options = {
+        key: getattr(args, key) for key in Mixture.__dataclass_fields__ if getattr(args, key) is not None
+    }
+    if args.to == "moe":
+        if "experts" not in options:
+            raise UsageError("--to moe needs --experts: the number of copies, for example --experts 8")
+        first, *notes = upcycle(args.source, args.target, Mixture(**options))
+        return _say(args.target, first, notes)
+    if options:
+        flag = min(options).replace("_", "-")
+        raise UsageError(f"--{flag} is for --to moe: leave it out, or use --to moe")
     first, *notes = convert(args.source, args.target, args.to, shard_bytes=size(args.max_shard_size))
+    return _say(args.target, first, notes)
+
+
+def _say(target: str, first: str, notes: list[str]) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"{args.target}: {first}")
+    print(f"{target}: {first}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """A feed-forward network of experts, and the router that chooses among them."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -27,6 +27,13 @@ class RouterSection(Section):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the loss that keeps logits small (Zoph et al. 2022)."""
 
+    evens: ClassVar[tuple[str, ...]] = ()
+    """Further keys that are weights of terms of the loss."""
+    without: ClassVar[tuple[str, ...]] = ()
+    """Keys of the section of experts, or of the router, that have no meaning with it."""
+    of_encoders: ClassVar[bool] = False
+    """A token's experts depend on later tokens."""
+
 
 class TopKRouterConfig(RouterSection):
     """The experts with the highest softmax (Mixtral, Qwen3, OLMoE)."""
@@ -44,6 +51,38 @@ class SwitchRouterConfig(RouterSection):
     name: Literal["switch"] = "switch"
     jitter: Rate = 0.0
     """In training, the router's input is multiplied by numbers that differ by up to this much from 1."""
+
+
+class NoisyTopKRouterConfig(RouterSection):
+    """The highest logits with noise added, whose strength is learned (Shazeer et al. 2017)."""
+
+    name: Literal["noisy_top_k"] = "noisy_top_k"
+    evens: ClassVar[tuple[str, ...]] = ("importance", "load")
+    importance: NonNegativeFloat = 0.0
+    """Weight of the loss that evens out the weights which experts have over the global batch."""
+    load: NonNegativeFloat = 0.0
+    """Weight of the loss that evens out how probably experts are chosen over the global batch."""
+
+
+class GShardRouterConfig(RouterSection):
+    """The best expert, and by chance the second best (Lepikhin et al. 2021)."""
+
+    name: Literal["gshard"] = "gshard"
+
+
+class HashRouterConfig(RouterSection):
+    """Experts by the token itself; nothing is learned (Roller et al. 2021)."""
+
+    name: Literal["hash"] = "hash"
+    without: ClassVar[tuple[str, ...]] = ("balance", "sequence_balance", "z_loss")
+
+
+class ExpertChoiceRouterConfig(RouterSection):
+    """Experts choose tokens, in encoders; `top_k` is what a token has on average (Zhou et al. 2022)."""
+
+    name: Literal["expert_choice"] = "expert_choice"
+    without: ClassVar[tuple[str, ...]] = ("balance", "sequence_balance", "capacity", "places")
+    of_encoders: ClassVar[bool] = True
 
 
 class GroupedRouterSection(RouterSection):
@@ -84,12 +123,20 @@ class PluginRouterConfig(RouterSection):
 RouterConfig = Annotated[
     TopKRouterConfig
     | SwitchRouterConfig
+    | NoisyTopKRouterConfig
+    | GShardRouterConfig
+    | HashRouterConfig
+    | ExpertChoiceRouterConfig
     | DeepSeekV2RouterConfig
     | DeepSeekV3RouterConfig
     | PluginRouterConfig,
     by_name(
         TopKRouterConfig,
         SwitchRouterConfig,
+        NoisyTopKRouterConfig,
+        GShardRouterConfig,
+        HashRouterConfig,
+        ExpertChoiceRouterConfig,
         DeepSeekV2RouterConfig,
         DeepSeekV3RouterConfig,
         other=PluginRouterConfig,
@@ -151,13 +198,47 @@ class MoEConfig(DenseFFNConfig):
             raise ValueError(
                 f"top_k = {self.top_k}, but router.name = 'switch' chooses one: set top_k = 1, or router.name = 'top_k'"
             )
+        if isinstance(router, GShardRouterConfig) and self.top_k != 2:
+            raise ValueError(f"top_k = {self.top_k}, but router.name = 'gshard' chooses two: set top_k = 2")
+        if isinstance(router, NoisyTopKRouterConfig) and self.top_k == self.n_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} = n_experts leaves router.name = 'noisy_top_k' nothing to choose: set top_k = "
+                f"{self.n_experts - 1} or less"
+            )
+        for key in router.without:
+            given = getattr(router, key) if key in type(router).model_fields else getattr(self, key)
+            if given:
+                raise ValueError(
+                    f"{key} = {given} has no meaning with router.name = {router.name!r}: leave it out"
+                )
         if isinstance(router, GroupedRouterSection):
             _check_groups(self, router)
         return self
 
 
+class SoftMoEConfig(MoEConfig):
+    """Experts that get means of tokens, in encoders (Puigcerver et al. 2024)."""
+
+    name: Literal["soft_moe"] = "soft_moe"  # type: ignore[assignment]
+    slots: PositiveInt = Field(default=1, le=WIDEST)
+    """Means that each expert gets of a document."""
+    top_k: Literal[1] = 1
+    """Experts of a slot."""
+
+    @model_validator(mode="after")
+    def _has_no_router(self) -> Self:
+        given = {"router", "capacity", "places", "n_shared_experts"} & self.model_fields_set
+        for key in sorted(given):
+            if getattr(self, key) not in (None, 0, TopKRouterConfig()):
+                raise ValueError(
+                    f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out"
+                )
+        return self
+
+
 FFNConfig = Annotated[
-    DenseFFNConfig | MoEConfig | PluginFFNConfig, by_name(DenseFFNConfig, MoEConfig, other=PluginFFNConfig)
+    DenseFFNConfig | MoEConfig | SoftMoEConfig | PluginFFNConfig,
+    by_name(DenseFFNConfig, MoEConfig, SoftMoEConfig, other=PluginFFNConfig),
 ]
 
 

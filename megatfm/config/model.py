@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 
 from megatfm.config.attention import AttentionConfig
 from megatfm.config.base import DEEPEST, WIDEST, Rate, Section, nested
-from megatfm.config.experts import FFNConfig, MoEConfig
+from megatfm.config.experts import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.families import FAMILIES, PARTS_OF_SOME, that_know
 from megatfm.config.heads import HeadsConfig
 from megatfm.config.model_parts import (
@@ -138,6 +138,7 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
+        self._check_experts_see_no_future()
         if self.mup and self.embedding.dim:
             raise ValueError("mup is for models of one width: leave out embedding.dim")
         if (self.init.name == "deepnorm") != (self.norm.placement == "deepnorm"):
@@ -145,6 +146,18 @@ class ModelConfig(Section):
                 "norm.placement = 'deepnorm' and init.name = 'deepnorm' belong together: set both, or neither"
             )
         return self
+
+    def _check_experts_see_no_future(self) -> None:
+        ffn, key = self.ffn, ""
+        if isinstance(ffn, SoftMoEConfig):
+            key = "ffn.name = 'soft_moe'"
+        elif isinstance(ffn, MoEConfig) and ffn.router.of_encoders:
+            key = f"ffn.router.name = {ffn.router.name!r}"
+        if key and self.family in ("decoder", "encoder_decoder"):
+            raise ValueError(
+                f"{key} leaks the future in a causal model: what a token gets depends on later ones: choose family = "
+                "'encoder', or another router"
+            )
 
     @model_validator(mode="after")
     def _kinds_fit(self) -> Self:

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from megatfm.config.base import PathStr, Section, nearest_divisor
 from megatfm.config.deepspeed import DeepSpeedConfig
 from megatfm.config.deepspeed import check as check_deepspeed
-from megatfm.config.experts import MoEConfig
+from megatfm.config.experts import MoEConfig, SoftMoEConfig
 from megatfm.config.families import FAMILIES, meant_by
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
@@ -198,6 +198,16 @@ class Config(Section):
             raise ValueError(
                 "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
                 "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _soft_mixtures_are_whole(self) -> Self:
+        kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
+        if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):
+            raise ValueError(
+                f"parallel.tp = {self.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
+                "parallel.tp = 1, and use dp_shard or pp"
             )
         return self
 

@@ -44,7 +44,7 @@ def convert(
         if to == "megatfm":
             _check_is_ours(source)
         raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
-    with _new_folder(target) as partial:
+    with new_folder(target) as partial:
         return _to_hf(source, partial, shard_bytes) if to == "hf" else _to_megatfm(source, partial, target)
 
 
@@ -205,7 +205,7 @@ class _Reader:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` when all is well, and goes otherwise."""
     target = target.absolute()
     disk.make_folder(target.parent)

@@ -48,6 +48,8 @@ class SequenceMetadata:
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
         self.forgotten = 0
         """Of the layer at hand, how many of the `past` tokens its cache has no more."""
+        self.tokens: Tensor | None = None
+        """int64 [B, T], the tokens themselves, where that is what the model reads."""
         self._made: dict[Hashable, object] = {}
 
     def at_layer(self, depth: int, skip_rate: float = 0.0) -> Self:

@@ -154,7 +154,7 @@ def sequence_metadata(
         cache.documents = (
             documents_BT if past_documents is None else torch.cat([past_documents, documents_BT], 1)
         )
-    return SequenceMetadata(
+    made = SequenceMetadata(
         positions_BT,
         documents_BT,
         prefix=prefix_BT,
@@ -163,3 +163,6 @@ def sequence_metadata(
         past_documents=past_documents,
         memory=memory,
     )
+    if like_BT.dim() == 2 and not like_BT.dtype.is_floating_point:
+        made.tokens = like_BT
+    return made

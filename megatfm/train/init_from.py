@@ -91,7 +91,18 @@ def what_fits(wanted: Shapes, stored: Shapes, only: Sequence[str], source: Path)
         more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
         patterns = _fitting(wanted, stored)
         there, here = _parts(stored), _parts(wanted)
-        if patterns:
+        experts_there, experts_here = ({n for n in s if ".ffn.experts." in n} for s in (stored, wanted))
+        if experts_there and not experts_here:
+            way = (
+                "these are the weights of a mixture of experts, and the model is dense, which can't have them: set "
+                "model.ffn.name = 'moe' with its sizes, or take the weights of a dense model"
+            )
+        elif experts_here and not experts_there:
+            way = (
+                "these are the weights of a dense model, and this one has experts: `megatfm convert "
+                f"{shlex.quote(str(source))} NEW --to moe --experts N` makes a mixture that computes the same"
+            )
+        elif patterns:
             way = f"name the weights to take over, {shlex.quote(f'train.init_only={json.dumps(patterns)}')}"
         elif here - there:
             way = (

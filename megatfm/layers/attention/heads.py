@@ -38,8 +38,10 @@ class HeadsAttention(nn.Module):
         self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=bias, heads=options.kv_heads)
         self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=options.kv_heads)
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
-        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        self.wq_norm, self.wk_norm = None, None
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        self.wq_norm: nn.Module | None = None
+        self.wk_norm: nn.Module | None = None
         if options.qk_norm == "whole":
             self.wq_norm, self.wk_norm = (SplitRMSNorm(n, config.norm.eps) for n in (width, kv_width))
         elif options.qk_norm:

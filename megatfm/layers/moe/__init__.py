@@ -1,8 +1,35 @@
 """Mixtures of experts: a router chooses which experts a token goes through, and with which weights."""
 
-from megatfm.layers.moe import deepseek_v2, deepseek_v3, switch, top_k
+from megatfm.layers.moe import (
+    deepseek_v2,
+    deepseek_v3,
+    expert_choice,
+    gshard,
+    hash,
+    noisy_top_k,
+    soft,
+    switch,
+    top_k,
+)
 from megatfm.layers.moe.experts import Experts
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.router import ROUTERS, Router, Routing
+from megatfm.layers.moe.soft import SoftMoE
 
-__all__ = ["ROUTERS", "Experts", "MoE", "Router", "Routing", "deepseek_v2", "deepseek_v3", "switch", "top_k"]
+__all__ = [
+    "ROUTERS",
+    "Experts",
+    "MoE",
+    "Router",
+    "Routing",
+    "SoftMoE",
+    "deepseek_v2",
+    "deepseek_v3",
+    "expert_choice",
+    "gshard",
+    "hash",
+    "noisy_top_k",
+    "soft",
+    "switch",
+    "top_k",
+]

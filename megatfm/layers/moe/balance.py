@@ -1,6 +1,7 @@
 """Terms of the loss that keep a router even, and its logits small."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.layers.moe.router import Routing
@@ -20,7 +21,8 @@ def over_batch(routing: Routing, real_BT: Tensor, shares_E: Tensor) -> Tensor:
 
 def counts_of_rows(routing: Routing, real_BT: Tensor) -> Tensor:
     """[B, 1 + E]: tokens of each row, and how often each expert was chosen for them."""
-    chosen_BTE = torch.zeros_like(routing.probabilities).scatter(-1, routing.choices, 1.0).detach()
+    places_BTX = F.pad(torch.zeros_like(routing.probabilities), (0, 1))  # the last for none
+    chosen_BTE = places_BTX.scatter(-1, routing.choices, 1.0)[..., :-1].detach()
     kept_BT1 = real_BT[..., None].to(chosen_BTE.dtype)
     return torch.cat([kept_BT1.sum(1), (chosen_BTE * kept_BT1).sum(1)], dim=-1)
 
@@ -37,3 +39,23 @@ def over_sequences(routing: Routing, real_BT: Tensor, counts_BX: Tensor) -> Tens
 def of_logits(routing: Routing, real_BT: Tensor) -> Tensor:
     """Σₜ logsumexp(logits)² (Zoph et al. 2022, equation 5)."""
     return routing.logits.logsumexp(-1).square().masked_fill(~real_BT, 0).sum()
+
+
+def variation(numbers_BTE: Tensor, real_BT: Tensor, means_E: Tensor) -> Tensor:
+    """Σ over tokens of what adds up to tokens · CV², the squared coefficient of variation of their sums (Shazeer et al.
+    2017, equations 7 and 11): its tangent at the means of the step before, exact where they are this batch's own."""
+    n, total = len(means_E), means_E.sum()
+    value = n * means_E.square().sum() / total.square() - 1
+    slope_E = 2 * n / total * (means_E / total - means_E.square().sum() / total.square())
+    each_BT = value + numbers_BTE @ slope_E.to(numbers_BTE.dtype)
+    return each_BT.masked_fill(~real_BT, 0).sum()
+
+
+STEP = 2.0**-24
+"""Numbers are counted in steps of this size: whole numbers add up to the same in any order, on any layout."""
+
+
+def in_steps(numbers_BTE: Tensor, real_BT: Tensor) -> Tensor:
+    """int64 [E], the sum over tokens that are no padding."""
+    steps_BTE = (numbers_BTE.detach().double() / STEP).round().to(torch.int64)
+    return steps_BTE.masked_fill(~real_BT[..., None], 0).sum((0, 1))

@@ -1,5 +1,7 @@
 """Sigmoid scores, chosen with a bias that evens the load out, from the best groups (DeepSeek-AI 2024, section 2.1)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,6 @@ class DeepSeekV3Router(Router):
         allowed_BTG.scatter_(-1, highest(ranks_BTG, best), True)
         return grouped_BTGx.masked_fill(~allowed_BTG[..., None], float("-inf")).flatten(-2)
 
-    def update(self, load_E: Tensor) -> None:
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
         load_E = load_E.to(self.bias.dtype)
         self.bias += self.options.bias_rate * (load_E.mean() - load_E).sign()

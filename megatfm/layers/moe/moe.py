@@ -76,6 +76,7 @@ class MoE(nn.Module):
             "sequence_balance": Term(router.sequence_balance, "rows"),
             "router_z": Term(router.z_loss, "tokens"),
         }
+        every |= {name: Term(getattr(router, name), "tokens") for name in router.evens}
         return {name: term for name, term in every.items() if term.weight}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Extra:
@@ -97,6 +98,9 @@ class MoE(nn.Module):
             losses["sequence_balance"] = balance.over_sequences(routing, real_BT, counts_BX)
         if self.options.z_loss:
             losses["router_z"] = balance.of_logits(routing, real_BT)
+        for name, numbers_BTE in routing.evened.items():
+            means_E = self.router.get_buffer(name)
+            losses[name] = balance.variation(numbers_BTE, real_BT, means_E)
         if losses:
             sums = self.total(torch.stack(list(losses.values())))
             losses = {name: sums[i].clone() for i, name in enumerate(losses)}  # FSDP2 warns of views
@@ -106,12 +110,19 @@ class MoE(nn.Module):
     def _counts(
         self, routing: Routing, real_BT: Tensor, choices_BTK: Tensor, taken_BTK: Tensor
     ) -> dict[str, Tensor]:
-        """load [E]: choices by expert, before a capacity; dropped: of these; entropy: summed over tokens, in nats."""
+        """load [E]: choices by expert, before a capacity; dropped: of these; entropy: summed over tokens, in nats; and
+        what is evened."""
         load_E = torch.zeros(len(self.shares) + 1, dtype=torch.int64, device=choices_BTK.device)
         load_E = load_E.scatter_add(0, choices_BTK.flatten(), torch.ones_like(choices_BTK).flatten())[:-1]
         entropy_BT = torch.special.entr(routing.probabilities).sum(-1).masked_fill(~real_BT, 0)
-        dropped = (real_BT[..., None] & ~taken_BTK).sum()
-        return {"load": load_E, "dropped": dropped, "entropy": entropy_BT.double().sum()}
+        dropped = ((choices_BTK < len(self.shares)) & ~taken_BTK).sum()
+        return {
+            "load": load_E,
+            "dropped": dropped,
+            "tokens": real_BT.sum(),
+            "entropy": entropy_BT.double().sum(),
+            **{name: balance.in_steps(numbers, real_BT) for name, numbers in routing.evened.items()},
+        }
 
     def observe(self, counts: Mapping[str, Tensor]) -> None:
         """Add the counts of a micro-batch."""
@@ -121,7 +132,9 @@ class MoE(nn.Module):
         """The shares of this step are those that the next one is balanced by."""
         load_E = observed["load"]
         self.shares.copy_(load_E.double() / load_E.sum().clamp(min=1))
-        self.router.update(load_E)
+        tokens = observed["tokens"].clamp(min=1)
+        evened = observed.keys() & set(self.options.evens)
+        self.router.update(load_E, {name: observed[name].double() * balance.STEP / tokens for name in evened})
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float]:
         """Of a step. load_max, load_min: of the busiest and the idlest expert, as multiples of the mean; dropped: share
@@ -133,7 +146,7 @@ class MoE(nn.Module):
             "load_max": most,
             "load_min": least,
             "dropped": observed["dropped"] / chosen,
-            "entropy": observed["entropy"] * self.router.top_k / chosen,
+            "entropy": observed["entropy"] / observed["tokens"].clamp(min=1),
         }
         return {name: float(value) for name, value in told.items()}
 

@@ -1,7 +1,8 @@
 """What a router is, and how experts are chosen from scores."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,16 @@ from megatfm.registry import Registry
 class Routing(NamedTuple):
     """What a router says of each token.
 
-    choices [B, T, K]: experts, the best first; weights [B, T, K]: of what they make. logits [B, T, E], probabilities
-    [B, T, E]: of which terms of the loss are made; the latter add up to 1.
+    choices [B, T, K]: experts, the best first, or their number for none; weights [B, T, K]: of what they make. logits
+    [B, T, E], probabilities [B, T, E]: of which terms of the loss are made; the latter add up to 1. evened: numbers
+    [B, T, E] by the name of a term of the loss that keeps their sums over the batch even.
     """
 
     choices: Tensor
     weights: Tensor
     logits: Tensor
     probabilities: Tensor
+    evened: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Router(nn.Module):
@@ -48,12 +51,13 @@ class Router(nn.Module):
         """Choose. Raises NotImplementedError: subclasses say how."""
         raise NotImplementedError
 
-    def update(self, load_E: Tensor) -> None:
-        """Told after each step how often each expert was chosen in it, over the global batch."""
+    def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
+        """Told after each step how often each expert was chosen in it, and the means of what is `evened`, both over the
+        global batch."""
 
 
-ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Router]] = Registry("router (model.ffn.router)")
-"""Called with x [B, T, D] and sequence."""
+ROUTERS: Registry[Callable[[ModelConfig, Initialiser], Any]] = Registry("router (model.ffn.router)")
+"""Made: modules that are called with x [B, T, D] and sequence, and have `top_k` and `update` as a Router has."""
 
 
 def highest(scores: Tensor, k: int) -> Tensor:

@@ -1,0 +1,169 @@
+"""A dense model as a mixture of experts that computes the same (Komatsuzaki et al. 2023; He et al. 2024, finer ones)."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue, ValidationError
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.checkpoint import disk
+from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.config.experts import MoEConfig
+from megatfm.convert.convert import meta_shapes, new_folder
+from megatfm.errors import UsageError
+from megatfm.ops.initial import Normal, draw
+from megatfm.registry import import_plugins
+from megatfm.version import __version__
+
+PART = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
+ROUTER_STD = 0.02
+"""Of the routers' initial weights."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a dense model becomes. experts: as many networks as this, of the dense one's width; top_k: that a token goes
+    through; granularity: into how many experts each of these networks is cut, so that there are so many times as many,
+    of which a token goes through so many times as many; every: which blocks have experts, the last of so many; noise:
+    standard deviation of what is added to experts' weights, as a multiple of that of the weights; seed: of noise and
+    routers."""
+
+    experts: int
+    top_k: int = 2
+    granularity: int = 1
+    every: int = 1
+    noise: float = 0.0
+    seed: int = 0
+
+    def model(self, dense: ModelConfig) -> ModelConfig:
+        """The config of the mixture. Raises UsageError for a model that none can be made of."""
+        kinds = [dense, *(dense.of_kind(kind) for kind in dense.block)]
+        if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
+            raise UsageError(
+                "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
+            )
+        if any(kind.ffn.name != "dense" for kind in kinds):
+            raise UsageError(f"model.ffn.name = {dense.ffn.name!r}: only dense networks can become experts")
+        if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
+            raise UsageError(
+                "--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more"
+            )
+        if dense.ffn.d_ff % self.granularity:
+            raise UsageError(
+                f"--granularity {self.granularity} does not divide model.ffn.d_ff = {dense.ffn.d_ff}: choose "
+                f"{max(g for g in range(1, self.granularity) if dense.ffn.d_ff % g == 0)}"
+            )
+        if self.every > 1 and (dense.blocks or dense.distinct_layers):
+            raise UsageError(
+                f"--every {self.every}: the model's blocks differ already, so all get experts: leave it out"
+            )
+        experts = {
+            "name": "moe",
+            "d_ff": dense.ffn.d_ff // self.granularity,
+            "activation": dense.ffn.activation,
+            "bias": dense.ffn.bias,
+            "dropout": 0.0,
+            "n_experts": self.experts * self.granularity,
+            "top_k": self.top_k * self.granularity,
+            "router": {"name": "top_k", "balance": 0.01},
+        }
+        try:
+            if self.every == 1:
+                return dense.changed({"ffn": experts})
+            blocks = ["dense"] * (self.every - 1) + ["sparse"]
+            return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": {"ffn": experts}}})
+        except ValidationError as error:
+            said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+            raise UsageError(f"no mixture can be made of it: {said}") from None
+
+    def tensors(
+        self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The mixture's tensors, one after the other, from the dense model's."""
+        for name, shape in shapes.items():
+            if found := PART.fullmatch(name):
+                yield name, self._experts(name, dense[_of_dense(found)], found)
+            elif name.endswith(".ffn.router.weight"):
+                # The parts of a network are chosen together at first, as they have a router's row in common.
+                rows = (self.experts, shape[1])
+                drawn = draw(Normal(ROUTER_STD), self.seed, name, rows, (0, 0), rows)
+                yield name, drawn.repeat_interleave(self.granularity, 0)
+            elif name.endswith(".ffn.shares"):
+                yield name, torch.full(shape, 1 / shape[0])
+            else:
+                yield name, dense[name]
+
+    def _experts(self, name: str, tensor: Tensor, found: re.Match[str]) -> Tensor:
+        kind, part = found[2], found[3]
+        if part == "down" and kind == "b":
+            parts = tensor.expand(self.granularity, -1)
+        elif (
+            part == "down"
+        ):  # a token's weights add up to 1 over the parts, and their outputs are to be added
+            parts = torch.stack(tensor.chunk(self.granularity, dim=1)) * self.granularity
+        else:
+            parts = torch.stack(tensor.chunk(self.granularity))
+        every = parts.repeat(self.experts, *[1] * (parts.dim() - 1))
+        if not self.noise or kind == "b":
+            return every
+        rows = (len(every), every[0].numel())
+        noise = draw(Normal(self.noise * float(every.double().std())), self.seed, name, rows, (0, 0), rows)
+        return (every.double() + noise.view_as(every).double()).to(tensor.dtype)
+
+
+def _of_dense(found: re.Match[str]) -> str:
+    return f"{found[1]}.w_{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
+
+
+def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[str]:
+    """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
+
+    Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target}: is there already: give a new folder")
+    found = checkpoint.find_checkpoint(source)
+    state = checkpoint.read_state(found)
+    config = Config.model_validate(state.get("config"))
+    import_plugins(config.plugins)
+    try:
+        model = mixture.model(config.model)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+    made = config.changed(
+        {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
+    )
+    shapes = meta_shapes(made.model)
+    kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
+    written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}
+    with new_folder(target) as folder:
+        tensors = mixture.tensors(_Stored(found), shapes)
+        checkpoint.save_stream(
+            folder / "checkpoints", 0, ((f"model.{name}", t) for name, t in tensors), written
+        )
+        header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
+        disk.write_file(folder / "config.toml", [memoryview((header + to_toml(made)).encode())])
+    dropped = config.model.ffn.dropout
+    notes = [f"model.ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
+    return [f"{mixture.experts * mixture.granularity} experts a block, {len(shapes)} tensors", *notes]
+
+
+class _Stored(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getitem__(self, name: str) -> Tensor:
+        return checkpoint.read_tensors(self.path, only={f"model.{name}"})[f"model.{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix("model.") for name in checkpoint.names(self.path))
+
+    def __len__(self) -> int:
+        return len(checkpoint.names(self.path))

@@ -1,0 +1,63 @@
+"""Soft mixtures (Puigcerver et al. 2024, algorithm 1): experts get weighted means of a document's tokens.
+
+For encoders alone: means are over the whole document.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, expect
+from megatfm.config.experts import SoftMoEConfig
+from megatfm.cost import Cost, Tokens, cost_of
+from megatfm.layers.ffn.registry import FFNS
+from megatfm.layers.initialisation import Initialiser
+from megatfm.layers.moe.experts import Experts
+from megatfm.layers.sequence import SequenceMetadata
+
+# B batch, T tokens, D model width, N documents of a row, S slots of all experts together
+
+
+@FFNS.register("soft_moe")
+class SoftMoE(nn.Module):
+    """Each slot is a mean of a document's tokens, and each token gets a mean of what is made of its slots."""
+
+    def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
+        super().__init__()
+        options = expect(config.ffn, SoftMoEConfig, "model.ffn")
+        self.slots = options.slots
+        n_slots = options.n_experts * options.slots
+        self.weight = nn.Parameter(torch.empty(n_slots, config.d_model))
+        self.initial = {"weight": initial("dense", config.d_model, n_slots)}
+        self.experts = Experts(config, initial)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Experts see slots, and both ways between tokens and slots are products of activations."""
+        slots, d = self.weight.shape
+        mixing = 2.0 * tokens.n * slots * d
+        return Cost(products=tokens.n * slots * d, attention=mixing, seen=mixing) + cost_of(
+            self.experts, tokens.of(slots)
+        )
+
+    def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
+        precise = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_BTS = F.linear(x_BTD.to(precise), self.weight.to(precise))
+        owners_BNT = _owners(sequence)
+        shares_BNTS = logits_BTS[:, None].masked_fill(~owners_BNT[..., None], float("-inf")).softmax(2)
+        shares_BNTS = shares_BNTS.nan_to_num(0.0)  # of documents that the row has not
+        B, N, _, S = shares_BNTS.shape
+        slots_BXD = torch.einsum("bnts,btd->bnsd", shares_BNTS.to(x_BTD.dtype), x_BTD).flatten(1, 2)
+        choices_BX1 = (torch.arange(S, device=x_BTD.device) // self.slots).repeat(N).expand(B, -1)[..., None]
+        made_BXD, _ = self.experts(slots_BXD, torch.ones_like(slots_BXD[..., :1]), choices_BX1)
+        means_BNTS = logits_BTS.softmax(-1)[:, None] * owners_BNT[..., None]
+        made_BNSD = made_BXD.unflatten(1, (N, S))
+        return torch.einsum("bnts,bnsd->btd", means_BNTS.to(x_BTD.dtype), made_BNSD)
+
+
+def _owners(sequence: SequenceMetadata) -> Tensor:
+    """Boolean [B, N, T]: which tokens belong to a row's document; padding to none."""
+    if sequence.documents is None:
+        return torch.ones_like(sequence.positions, dtype=torch.bool)[:, None]
+    count = max(int(sequence.documents.max()) + 1, 1)
+    numbers_N1 = torch.arange(count, device=sequence.documents.device)[:, None]
+    return sequence.documents[:, None] == numbers_N1

@@ -1,0 +1,101 @@
+"""A dense model becomes a mixture that computes the same, and learns from there."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatfm
+from megatfm.commands.convert import add_arguments, main
+from megatfm.convert.convert import convert
+from megatfm.convert.upcycle import Mixture, upcycle
+from megatfm.errors import UsageError
+from megatfm.layers.moe import Experts
+from megatfm.train.init_from import what_fits
+from tests.unit.convert.test_convert import TOKENS, gpt2, llama
+
+
+@pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
+def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    request.param().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "dense", "megatfm")
+    return tmp_path / "dense"
+
+
+def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = model.double()(TOKENS).logits
+    logits.sin().sum().backward()
+    return logits, {name: p.grad for name, p in model.named_parameters() if ".ffn." not in name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"experts": 4},
+        {"experts": 3, "top_k": 1, "every": 2},
+        {"experts": 3, "top_k": 2, "granularity": 4},
+    ],
+)
+def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Logits, and the gradient of all that is not a feed-forward network."""
+    upcycle(dense, tmp_path / "moe", Mixture(**options))
+    wanted, ours = (logits_and_gradients(megatfm.load(path)) for path in (dense, tmp_path / "moe"))
+    torch.testing.assert_close(ours[0], wanted[0], rtol=1e-10, atol=1e-10)
+    assert ours[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-9, atol=1e-9)
+    made = megatfm.load(tmp_path / "moe")
+    mixtures = [module for module in made.modules() if isinstance(module, Experts)]
+    assert len(mixtures) == 2 // options.get("every", 1)
+    granularity = options.get("granularity", 1)
+    assert {m.n_experts for m in mixtures} == {options["experts"] * granularity}
+    assert {m.top_k for m in mixtures} == {options.get("top_k", 2) * granularity}
+
+
+def test_noise_makes_copies_differ(dense: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = f"{dense} {tmp_path / 'moe'} --to moe --experts 4 --noise 0.1 --seed 3"
+    assert main(parser.parse_args(words.split())) == 0
+    plain, noisy = megatfm.load(dense), megatfm.load(tmp_path / "moe")
+    down = noisy.get_parameter("decoder.layers.0.ffn.experts.w_down")
+    exact = plain.get_parameter("decoder.layers.0.ffn.w_down.weight")
+    relative = (down - exact).std() / exact.std()
+    assert 0.08 < relative.item() < 0.12
+    assert not torch.equal(down[0], down[1])
+
+
+def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path, tmp_path: Path) -> None:
+    upcycle(dense, tmp_path / "moe", Mixture(4))
+    with pytest.raises(UsageError, match="it has experts already: upcycle a dense model"):
+        upcycle(tmp_path / "moe", tmp_path / "again", Mixture(4))
+    with pytest.raises(UsageError, match=r"--granularity 7 does not divide model\.ffn\.d_ff = \d+: choose"):
+        upcycle(dense, tmp_path / "again", Mixture(4, granularity=7))
+    with pytest.raises(
+        UsageError, match="no mixture can be made of it: top_k = 5 is more than n_experts = 4"
+    ):
+        upcycle(dense, tmp_path / "again", Mixture(4, top_k=5))
+    assert not (tmp_path / "again").exists()
+    shapes = [
+        {name: tuple(p.shape) for name, p in megatfm.load(path).named_parameters()}
+        for path in (dense, tmp_path / "moe")
+    ]
+    with pytest.raises(UsageError, match="weights of a mixture of experts, and the model is dense"):
+        what_fits(shapes[0], shapes[1], (), tmp_path / "moe")
+    with pytest.raises(
+        UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"
+    ):
+        what_fits(shapes[1], shapes[0], (), dense)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--to moe", "--to moe needs --experts"), ("--to hf --experts 4", "--experts is for --to moe")],
+)
+def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(UsageError, match=said):
+        main(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
