@@ -22,12 +22,12 @@ SIDES = ("", "encoder_")
 Batch = dict[str, Tensor]
 
 
-def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Contexts | None:
+def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: str) -> Contexts | None:
     """How the rows of a model are cut; None where each rank has them whole."""
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return Contexts(mesh.group(CONTEXT), is_folded(model), unit)
+    return Contexts(mesh.group(CONTEXT), is_folded(model), unit, way)
 
 
 def is_folded(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from megatfm.ops.attention import blocks
 from megatfm.ops.attention.blocks import How, padded
 from megatfm.ops.attention.pieces import Grid, pieces
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
+from megatfm.parallel.context_heads import by_heads, sends_less
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
@@ -32,6 +33,10 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
             return alone(q, *_fetched(k, v, wanted), sequence, bias)
         needs = sequence.once(("needs", core_.pattern), lambda: _needs(core_, contexts, sequence))
+        if needs is None and (
+            contexts.way == "heads" or (contexts.way == "auto" and sends_less(contexts, q, k, v))
+        ):
+            return by_heads(core_, q, k, v, sequence, contexts)
         if needs is None:
             steps = [
                 _Step(("rank", rank), contexts.places(sequence.length)[rank])

@@ -64,6 +64,9 @@ class RowsCut:
             needs: list[Tensor] | None = everywhere
         else:
             needs = self._needs(microbatch, module, side)
+        if needs is None and self._by_heads(call):
+            self._exchange(ledger, rank, call, dealt, computed, forwards)
+            return
         if needs is None:  # a ring: what rank − s had at first goes on after step s
             for step in ranks[:-1]:
                 for _ in range(forwards + call.has_gradient):
@@ -77,6 +80,35 @@ class RowsCut:
                 ledger.send(CONTEXT, given * a_token)
             if taken and other != rank and call.has_gradient:
                 ledger.send(CONTEXT, taken * a_token)
+
+    def _by_heads(self, call: Call) -> bool:
+        """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring
+        3 K c, by heads 2 (N + max(K, c)) head widths a token)."""
+        parallel = self._config.parallel
+        n, k = self._heads(call)
+        can = n % parallel.cp == 0 and (k % parallel.cp == 0 or parallel.cp % k == 0)
+        less = can and 2 * (n + max(k, parallel.cp)) < 3 * k * parallel.cp
+        return parallel.context == "heads" or (parallel.context == "auto" and less)
+
+    def _heads(self, call: Call) -> tuple[int, int]:
+        """Query and key heads of a tensor-parallel rank."""
+        (_, n, *_), (_, k, *_) = call.inputs[:2]  # type: ignore[misc]
+        tp = self._config.parallel.tp
+        return n // tp, max(1, k // tp)
+
+    def _exchange(
+        self, ledger: Ledger, rank: int, call: Call, dealt: list[Tensor], computed: int, forwards: int
+    ) -> None:
+        """Queries, keys with values, and what was made: to heads (c − 1)/c of the tokens here, back 1/c of the others."""
+        c, (n, k) = len(dealt), self._heads(call)
+        (rows, *_, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
+        here = rows * len(dealt[rank]) * (c - 1)
+        others = rows * sum(len(each) for i, each in enumerate(dealt) if i != rank)
+        for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
+            for _ in range(forwards):
+                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * computed)
+            if call.has_gradient:
+                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * computed)
 
     def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
         rows = self._config.train.micro_batch

@@ -58,10 +58,12 @@ MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
-    2: {"cp2": ParallelConfig(cp=2)},
+    2: {"cp2": ParallelConfig(cp=2), "cp2 by heads": ParallelConfig(cp=2, context="heads")},
     3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
+        "cp4 by heads": ParallelConfig(cp=4, context="heads"),
+        "cp4 by a ring": ParallelConfig(cp=4, context="ring"),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
         "pp2 1f1b × cp2": ParallelConfig(pp=2, cp=2),
@@ -130,7 +132,7 @@ def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> 
 
 TRAFFIC = {
     "t5": ["cp2"],
-    "llama": ["cp2", "cp2, recomputed"],
+    "llama": ["cp2", "cp2, recomputed", "cp2 by heads", "cp2 by heads, recomputed"],
     "bert": ["cp2"],
     "alibi": ["cp2"],
     "window": ["cp2", "cp2, recomputed"],
