@@ -39,7 +39,7 @@ class Dropout(nn.Module):
     def head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, part: int | None = None
     ) -> Tensor | None:
-        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: of the heads, as `part`."""
+        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: instead of its own."""
         if not self.active:
             return None
         first = (self.part if part is None else part) * n_heads

@@ -1,4 +1,4 @@
-"""Attention of rows that are cut, by heads: each rank gets all tokens of some of the heads (Jacobs et al. 2023, Ulysses).
+"""Attention of rows that are cut, by heads: each rank gets all tokens of some of them (Jacobs et al. 2023, Ulysses).
 
 Fewer key heads than ranks are repeated, so that each rank gets the one that its queries need.
 """

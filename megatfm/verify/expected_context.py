@@ -99,7 +99,7 @@ class RowsCut:
     def _exchange(
         self, ledger: Ledger, rank: int, call: Call, dealt: list[Tensor], computed: int, forwards: int
     ) -> None:
-        """Queries, keys with values, and what was made: to heads (c − 1)/c of the tokens here, back 1/c of the others."""
+        """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
         c, (n, k) = len(dealt), self._heads(call)
         (rows, *_, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
         here = rows * len(dealt[rank]) * (c - 1)
