@@ -193,6 +193,12 @@ class Config(Section):
                         f"parallel.context = 'heads': {n} query and {k} key heads of a tensor-parallel rank can't be "
                         f"dealt to parallel.cp = {parallel.cp} ranks: choose context = 'ring'"
                     )
+        if parallel.cp > 1 and self.train.recompute.endswith("B"):
+            raise ValueError(
+                f"parallel.cp = {parallel.cp}: train.recompute = {self.train.recompute!r} measures blocks on each "
+                "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
+                "'selective'"
+            )
         if parallel.cp > 1 and self.train.compile:
             raise ValueError(
                 f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "

@@ -142,15 +142,17 @@ def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
     return Flight(contexts.group, [(after, x)], [(before, came)]).wait()[0]
 
 
-def _split(kv: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    return kv.split([k.shape[-1], v.shape[-1]], -1)
+def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    of_k, of_v = kv.split([k.shape[-1], v.shape[-1]], -1)
+    return of_k, of_v
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sums over some keys."""
     queries = q.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
-    out, lse = blocks.forward(*(padded(x, how.size) for x in (q, k, v)), drawn, how)
+    q, k, v = (padded(x, how.size) for x in (q, k, v))
+    out, lse = blocks.forward(q, k, v, drawn, how)
     return out[:, :, :queries], lse[:, :, :queries]
 
 
@@ -159,7 +161,8 @@ def _part_backward(
 ) -> Sequence[Tensor]:
     sizes = q.shape[2], k.shape[2], v.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
-    found = blocks.backward(*(padded(x, how.size) for x in (g, q, k, v, out, lse)), drawn, how)
+    g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
+    found = blocks.backward(g, q, k, v, out, lse, drawn, how)
     return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
 
 

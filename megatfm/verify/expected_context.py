@@ -50,6 +50,20 @@ class RowsCut:
             module = self._model.get_submodule(call.path)
             if getattr(type(module), "context", None) == "core":
                 self._core(ledger, microbatch, rank, call, module)
+            elif getattr(type(module), "context", None) == "sums":
+                self._sums(ledger, microbatch, call, module)
+
+    def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
+        """Linformer's: `rank` keys and values of each document and head, forward and backward."""
+        computed, heads = (
+            PRECISIONS[self._config.train.precision].computed.itemsize,
+            self._config.model.attention.n_heads,
+        )
+        row, width = self._row(microbatch, ""), 2 * module.head_dim * module.of_keys.rank  # type: ignore[operator, union-attr]
+        documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
+        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+        elements = documents * heads // self._config.parallel.tp * width
+        ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
 
     def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
@@ -111,16 +125,20 @@ class RowsCut:
                 ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * computed)
 
     def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
+        row = self._row(microbatch, side)
+        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
+        found = [reached(pattern, row, here) for here in self._dealt[side]]
+        return None if found[0] is None else [each for each in found if each is not None]
+
+    def _row(self, microbatch: int, side: str) -> SequenceMetadata:
+        """The whole rows of a micro-batch."""
         rows = self._config.train.micro_batch
         mine = {
             name: torch.from_numpy(self._whole[side + name][microbatch * rows :][:rows])
             for name in ("positions", "documents", "prefix")
             if side + name in self._whole
         }
-        row = SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
-        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
-        found = [reached(pattern, row, here) for here in self._dealt[side]]
-        return None if found[0] is None else [each for each in found if each is not None]
+        return SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
 
     def _bytes_of_a_token(self, call: Call, itemsize: int) -> int:
         """Of its keys and values, in all rows, on one of the tensor-parallel ranks."""
