@@ -40,7 +40,8 @@ def named(parallel: ParallelConfig) -> str:
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
     if parallel.cp > 1:
-        words.append(f"cp{parallel.cp}")
+        way = {"auto": "", "ring": " by a ring", "heads": " by heads"}[parallel.context]
+        words.append(f"cp{parallel.cp}{way}")
     if parallel.tp > 1:
         words.append(
             f"tp{parallel.tp}" + ("" if parallel.sequence_parallel else " without sequence parallel")

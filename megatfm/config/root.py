@@ -184,6 +184,21 @@ class Config(Section):
                 f"parallel.cp = {parallel.cp}: parallel.engine = {parallel.engine!r} does not cut rows: choose "
                 "engine = 'native', or cp = 1"
             )
+        if parallel.cp > 1 and parallel.context == "heads":
+            for depth in range(max(1, len(self.model.blocks))):
+                attention = self.model.at(depth).attention
+                n, k = attention.n_heads // parallel.tp, max(1, attention.kv_heads // parallel.tp)
+                if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
+                    raise ValueError(
+                        f"parallel.context = 'heads': {n} query and {k} key heads of a tensor-parallel rank can't be "
+                        f"dealt to parallel.cp = {parallel.cp} ranks: choose context = 'ring'"
+                    )
+        if parallel.cp > 1 and self.train.recompute.endswith("B"):
+            raise ValueError(
+                f"parallel.cp = {parallel.cp}: train.recompute = {self.train.recompute!r} measures blocks on each "
+                "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
+                "'selective'"
+            )
         if parallel.cp > 1 and self.train.compile:
             raise ValueError(
                 f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "

@@ -36,6 +36,9 @@ class ParallelConfig(Section):
     """Steps of the model with which all pipeline stages but the first begin; left out: where costs are most equal."""
     cp: PositiveInt = Field(default=1, le=WIDEST)
     """Context-parallel ranks, each with its part of every row."""
+    context: Literal["auto", "ring", "heads"] = "auto"
+    """How full attention looks across parts: "ring": keys and values go round; "heads": ranks exchange tokens for
+    heads, each has all tokens of some (Ulysses); auto: heads where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
     """Ranks of dp_shard among which experts are divided, and which send each other tokens; divides dp_shard."""
 

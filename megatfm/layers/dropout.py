@@ -36,11 +36,13 @@ class Dropout(nn.Module):
         """int64 [B, T]. Raises UsageError where the batch brings no keys."""
         return keyed.token_keys(rng_keys_of(sequence), self.place, sequence.indices)
 
-    def head_rng_keys(self, sequence: SequenceMetadata, n_heads: int) -> Tensor | None:
-        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped."""
+    def head_rng_keys(
+        self, sequence: SequenceMetadata, n_heads: int, part: int | None = None
+    ) -> Tensor | None:
+        """int64 [B, N, T] for attention's probabilities; None when nothing is dropped. part: instead of its own."""
         if not self.active:
             return None
-        first = self.part * n_heads
+        first = (self.part if part is None else part) * n_heads
         heads = torch.arange(first, first + n_heads, device=sequence.positions.device)
         return keyed.mix(self.token_rng_keys(sequence)[:, None], heads[:, None])
 

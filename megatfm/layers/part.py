@@ -27,6 +27,12 @@ class Part(SequenceMetadata):
         self.row, self.places = row, places
         self.looked_at: Tensor | None = None
 
+    def of_row(self) -> SequenceMetadata:
+        """The whole rows, with the random keys of the layer at hand."""
+        row = copy.copy(self.row)
+        row.rng_keys = self.rng_keys
+        return row
+
     def looking_at(self, key: Hashable, places: Tensor) -> Self:
         """The same with keys at these places of the row alone. key: what all layers that look there share it by."""
         part = copy.copy(self)

@@ -1,16 +1,19 @@
 """Context parallelism: rows are cut over ranks, and where tokens look at one another, keys and values travel.
 
 A part of a model says in `context` how it computes on some tokens of rows: "alone", each by itself (or by parts that
-say it themselves); "core", attention of queries, keys and values. What says nothing, nobody knows to be right, and is
-refused.
+say it themselves); "core", attention of queries, keys and values; "sums", of which the part `summed` is given some that
+are over the tokens here. What says nothing, nobody knows to be right, and is refused.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.collectives import copy_to_shards, sum_partial
 from megatfm.parallel.context_attention import across
 from megatfm.parallel.context_exchange import Contexts
 from megatfm.parallel.forward import replace_forward
@@ -22,19 +25,18 @@ SIDES = ("", "encoder_")
 Batch = dict[str, Tensor]
 
 
-def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Contexts | None:
+def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: str) -> Contexts | None:
     """How the rows of a model are cut; None where each rank has them whole."""
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return Contexts(mesh.group(CONTEXT), is_folded(model), unit)
+    return Contexts(mesh.group(CONTEXT), is_folded(model), unit, way)
 
 
 def is_folded(model: nn.Module) -> bool:
     """Whether later tokens have more to look at than earlier ones, so that runs alone would be unequal work."""
-    return any(
-        getattr(module, "pattern", None) and module.pattern.plain == "causal" for module in model.modules()
-    )
+    patterns = (getattr(module, "pattern", None) for module in model.modules())
+    return any(getattr(pattern, "plain", None) == "causal" for pattern in patterns)
 
 
 def install(model: nn.Module, contexts: Contexts) -> None:
@@ -43,6 +45,13 @@ def install(model: nn.Module, contexts: Contexts) -> None:
     for module in model.modules():
         if getattr(module, "context", None) == "core":
             replace_forward(module, across(module, contexts))
+        elif getattr(module, "context", None) == "sums":
+            replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sums over the tokens here → over all, of which each rank makes something else. Adjoint: the same."""
+    return copy_to_shards(sum_partial(x, group), group)
 
 
 def refuse(model: nn.Module) -> None:
@@ -95,6 +104,6 @@ def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
             found[name] = field[:, here]
         found[f"{side}places"] = here
         for name in ("positions", "documents", "prefix"):
-            if (field := batch.get(side + name)) is not None:
-                found[f"{side}row_{name}"] = field
+            if side + name in batch:
+                found[f"{side}row_{name}"] = batch[side + name]
     return found

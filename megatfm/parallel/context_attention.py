@@ -17,6 +17,7 @@ from megatfm.ops.attention import blocks
 from megatfm.ops.attention.blocks import How, padded
 from megatfm.ops.attention.pieces import Grid, pieces
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
+from megatfm.parallel.context_heads import by_heads, sends_less
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
@@ -32,6 +33,10 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
             return alone(q, *_fetched(k, v, wanted), sequence, bias)
         needs = sequence.once(("needs", core_.pattern), lambda: _needs(core_, contexts, sequence))
+        if needs is None and (
+            contexts.way == "heads" or (contexts.way == "auto" and sends_less(contexts, q, k, v))
+        ):
+            return by_heads(core_, q, k, v, sequence, contexts)
         if needs is None:
             steps = [
                 _Step(("rank", rank), contexts.places(sequence.length)[rank])
@@ -137,15 +142,17 @@ def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
     return Flight(contexts.group, [(after, x)], [(before, came)]).wait()[0]
 
 
-def _split(kv: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    return kv.split([k.shape[-1], v.shape[-1]], -1)
+def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    of_k, of_v = kv.split([k.shape[-1], v.shape[-1]], -1)
+    return of_k, of_v
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sums over some keys."""
     queries = q.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
-    out, lse = blocks.forward(*(padded(x, how.size) for x in (q, k, v)), drawn, how)
+    q, k, v = (padded(x, how.size) for x in (q, k, v))
+    out, lse = blocks.forward(q, k, v, drawn, how)
     return out[:, :, :queries], lse[:, :, :queries]
 
 
@@ -154,7 +161,8 @@ def _part_backward(
 ) -> Sequence[Tensor]:
     sizes = q.shape[2], k.shape[2], v.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
-    found = blocks.backward(*(padded(x, how.size) for x in (g, q, k, v, out, lse)), drawn, how)
+    g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
+    found = blocks.backward(g, q, k, v, out, lse, drawn, how)
     return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
 
 

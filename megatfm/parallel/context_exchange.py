@@ -19,11 +19,13 @@ class Contexts:
 
     folded: a rank has a run from the front and its mirror image from the back, so that causal attention is equally
     much on all (zig-zag); else one run. unit: tokens that stay together, so that sequence parallelism divides them.
+    way: of full attention, "ring", "heads", or "auto", by what is sent.
     """
 
     group: ProcessGroup
     folded: bool = False
     unit: int = 1
+    way: str = "auto"
 
     @property
     def size(self) -> int:

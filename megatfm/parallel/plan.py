@@ -30,7 +30,7 @@ GENERAL = (
 """Packages whose modules are used in many roles: how they are cut is said by what is around them."""
 
 
-def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> ParameterLayout:
+def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto") -> ParameterLayout:
     """Cut the model's parameters (still on the meta device) and install what travels. Returns the layout table.
 
     Raises UsageError when a module has two styles, when one has none and there are several tensor-parallel ranks, or
@@ -66,7 +66,7 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> ParameterLa
         style.beside(module, mesh, own)
         if ranks:
             style.install(module, ranks, own)
-    contexts = contexts_of(model, mesh, sequence_parallel=sequence_parallel)
+    contexts = contexts_of(model, mesh, sequence_parallel=sequence_parallel, way=context)
     if contexts:
         install(model, contexts)
     placements = {placement.name: placement for placement, _ in local.values()}

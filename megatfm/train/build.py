@@ -26,7 +26,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     with torch.device("meta"):
         model = build_model(config)
     optimizers = optimizer_groups(config.optimizer, model)
-    layout = lay(model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+    parallel = config.parallel
+    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
     pipeline = None
     if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)

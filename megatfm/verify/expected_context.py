@@ -50,6 +50,20 @@ class RowsCut:
             module = self._model.get_submodule(call.path)
             if getattr(type(module), "context", None) == "core":
                 self._core(ledger, microbatch, rank, call, module)
+            elif getattr(type(module), "context", None) == "sums":
+                self._sums(ledger, microbatch, call, module)
+
+    def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
+        """Linformer's: `rank` keys and values of each document and head, forward and backward."""
+        computed, heads = (
+            PRECISIONS[self._config.train.precision].computed.itemsize,
+            self._config.model.attention.n_heads,
+        )
+        row, width = self._row(microbatch, ""), 2 * module.head_dim * module.of_keys.rank  # type: ignore[operator, union-attr]
+        documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
+        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+        elements = documents * heads // self._config.parallel.tp * width
+        ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
 
     def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
@@ -64,6 +78,9 @@ class RowsCut:
             needs: list[Tensor] | None = everywhere
         else:
             needs = self._needs(microbatch, module, side)
+        if needs is None and self._by_heads(call):
+            self._exchange(ledger, rank, call, dealt, computed, forwards)
+            return
         if needs is None:  # a ring: what rank − s had at first goes on after step s
             for step in ranks[:-1]:
                 for _ in range(forwards + call.has_gradient):
@@ -78,17 +95,50 @@ class RowsCut:
             if taken and other != rank and call.has_gradient:
                 ledger.send(CONTEXT, taken * a_token)
 
+    def _by_heads(self, call: Call) -> bool:
+        """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring
+        3 K c, by heads 2 (N + max(K, c)) head widths a token)."""
+        parallel = self._config.parallel
+        n, k = self._heads(call)
+        can = n % parallel.cp == 0 and (k % parallel.cp == 0 or parallel.cp % k == 0)
+        less = can and 2 * (n + max(k, parallel.cp)) < 3 * k * parallel.cp
+        return parallel.context == "heads" or (parallel.context == "auto" and less)
+
+    def _heads(self, call: Call) -> tuple[int, int]:
+        """Query and key heads of a tensor-parallel rank."""
+        (_, n, *_), (_, k, *_) = call.inputs[:2]  # type: ignore[misc]
+        tp = self._config.parallel.tp
+        return n // tp, max(1, k // tp)
+
+    def _exchange(
+        self, ledger: Ledger, rank: int, call: Call, dealt: list[Tensor], computed: int, forwards: int
+    ) -> None:
+        """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
+        c, (n, k) = len(dealt), self._heads(call)
+        (rows, *_, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
+        here = rows * len(dealt[rank]) * (c - 1)
+        others = rows * sum(len(each) for i, each in enumerate(dealt) if i != rank)
+        for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
+            for _ in range(forwards):
+                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * computed)
+            if call.has_gradient:
+                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * computed)
+
     def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
+        row = self._row(microbatch, side)
+        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
+        found = [reached(pattern, row, here) for here in self._dealt[side]]
+        return None if found[0] is None else [each for each in found if each is not None]
+
+    def _row(self, microbatch: int, side: str) -> SequenceMetadata:
+        """The whole rows of a micro-batch."""
         rows = self._config.train.micro_batch
         mine = {
             name: torch.from_numpy(self._whole[side + name][microbatch * rows :][:rows])
             for name in ("positions", "documents", "prefix")
             if side + name in self._whole
         }
-        row = SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
-        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
-        found = [reached(pattern, row, here) for here in self._dealt[side]]
-        return None if found[0] is None else [each for each in found if each is not None]
+        return SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
 
     def _bytes_of_a_token(self, call: Call, itemsize: int) -> int:
         """Of its keys and values, in all rows, on one of the tensor-parallel ranks."""

@@ -41,14 +41,14 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
     lengths = {
-        key: length and _fit(length, LENGTH, parallel.tp)
+        key: length and _fit(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
         for key, length in config.data.model_dump(include={"sequence_length", "target_length"}).items()
     }
     small = config.model_copy(
         update={
             "model": _model(
                 config.model,
-                parallel.tp,
+                parallel.tp * parallel.cp,
                 parallel.tp * parallel.dp_shard,
                 parallel.pp * parallel.stages_per_rank,
             ),

@@ -10,7 +10,7 @@ from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.parity import test_experts, test_families, test_layouts, test_pipelines
+from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
 from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
@@ -52,16 +52,20 @@ FAMILIES["experts"] = ModelConfig.of(
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
-UNEVEN = ("llama", "bert", "bigbird", "window", "two-sided window")
+LINFORMERS = [name for name in test_patterns.MODELS if name.startswith("linformer")]
+MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in LINFORMERS}
+UNEVEN = ("linformer", "llama", "bert", "bigbird", "window", "two-sided window")
 """Also on rows of one document each, of a length that no number of ranks divides."""
 MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
-    2: {"cp2": ParallelConfig(cp=2)},
+    2: {"cp2": ParallelConfig(cp=2), "cp2 by heads": ParallelConfig(cp=2, context="heads")},
     3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
+        "cp4 by heads": ParallelConfig(cp=4, context="heads"),
+        "cp4 by a ring": ParallelConfig(cp=4, context="ring"),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
         "pp2 1f1b × cp2": ParallelConfig(pp=2, cp=2),
@@ -130,13 +134,14 @@ def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> 
 
 TRAFFIC = {
     "t5": ["cp2"],
-    "llama": ["cp2", "cp2, recomputed"],
+    "llama": ["cp2", "cp2, recomputed", "cp2 by heads", "cp2 by heads, recomputed"],
     "bert": ["cp2"],
+    "linformer": ["cp2", "cp2, recomputed"],
     "alibi": ["cp2"],
     "window": ["cp2", "cp2, recomputed"],
     "chunked": ["cp2"],
 }
-OBJECTIVES = {"t5": SpanCorruptionObjective(), "bert": MaskedObjective()}
+OBJECTIVES = {"t5": SpanCorruptionObjective(), "bert": MaskedObjective(), "linformer": MaskedObjective()}
 
 
 def test_counted_traffic_is_expected(workers: Workers) -> None:

@@ -104,7 +104,7 @@ def make_engine(
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
-    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel)
+    layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
     return NativeEngine(
         model,
         layout,

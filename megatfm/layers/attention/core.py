@@ -70,10 +70,25 @@ class Core(nn.Module):
         bias: Tensor | None = None,
     ) -> Tensor:
         """[B, N, T, H]; bias broadcasts to [B, N, T, S]."""
+        return self.of_heads(self.dropout.part, q_BNTH, k_BKSH, v_BKSH, sequence, bias)
+
+    def of_heads(
+        self,
+        part: int,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        sequence: SequenceMetadata,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The same of a part of the heads: of all of the model's, those from part · N on."""
         n_heads = q_BNTH.shape[1]
-        rng_keys = self.dropout.head_rng_keys(sequence, n_heads)
-        seen = self.seen(sequence, n_heads)
-        sinks = None if self.sinks is None else self.sinks.weight
+        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, part)
+        seen = Seen(self.pattern, sequence, part * n_heads, n_heads)
+        sinks = None
+        if self.sinks is not None:
+            of_parts = self.sinks.weight.view(-1, n_heads)
+            sinks = of_parts[part % len(of_parts)]
         case = Case.of(
             q_BNTH,
             k_BKSH,

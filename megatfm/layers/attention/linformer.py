@@ -13,6 +13,7 @@ from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
+from megatfm.layers.part import Part
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
 
@@ -24,6 +25,7 @@ class LinformerAttention(nn.Module):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
     plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"), ("dropout", "keys of own part"))
+    context = "sums"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
@@ -46,6 +48,7 @@ class LinformerAttention(nn.Module):
         self.of_values = None if options.share == "key_value" else sketch(options, initial)
         self.scale = options.scale or self.head_dim**-0.5
         self.dropout = Dropout(options.dropout, "attention")
+        self.summed = nn.Identity()  # where sums over some tokens of documents become those over all
 
     def forward(
         self,
@@ -56,14 +59,16 @@ class LinformerAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """[B, T, D]."""
-        if x_BTD.shape[1] > self.of_keys.length:
+        if sequence.length > self.of_keys.length:
             raise UsageError(
-                f"rows of {x_BTD.shape[1]} tokens, but model.attention.length = {self.of_keys.length}: make the rows "
+                f"rows of {sequence.length} tokens, but model.attention.length = {self.of_keys.length}: make the rows "
                 "shorter, or length longer"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
-        if sequence.document_numbers() is None:
+        if isinstance(sequence, Part):
+            heads_BNTH = self._parts(q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
+        elif sequence.document_numbers() is None:
             heads_BNTH = self._document(q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: work and memory grow with their tokens, however many a row has.
@@ -83,9 +88,40 @@ class LinformerAttention(nn.Module):
         self, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
     ) -> Tensor:
         """[B, N, T, H] of documents that begin at the first token; no other is in them."""
+        places_T = torch.arange(k_BNTH.shape[2], device=k_BNTH.device)
+        return self._looked(q_BNTH, *self._sketched(k_BNTH, v_BNTH, places_T), rng_keys_BNT)
+
+    def _sketched(self, k_BNTH: Tensor, v_BNTH: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, R, H] each, of the tokens at these places of a document."""
         of_values = self.of_keys if self.of_values is None else self.of_values
-        scores_BNTR = (q_BNTH * self.scale) @ self.of_keys(k_BNTH).transpose(-1, -2)
-        return probabilities(scores_BNTR, None, self.dropout.rate, rng_keys_BNT) @ of_values(v_BNTH)
+        return self.of_keys(k_BNTH, places_T), of_values(v_BNTH, places_T)
+
+    def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
+        scores_BNTR = (q_BNTH * self.scale) @ k_BNRH.transpose(-1, -2)
+        return probabilities(scores_BNTR, None, self.dropout.rate, rng_keys_BNT) @ v_BNRH
+
+    def _parts(
+        self, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None, part: Part
+    ) -> Tensor:
+        """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
+        documents, sketches = [], []
+        for row, places_S in enumerate(part.row.document_places()[0].expand(len(q_BNTH), -1)):
+            for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
+                first, last = torch.searchsorted(part.places, torch.tensor([start, end])).tolist()
+                at = slice(row, row + 1), slice(None), slice(first, last)
+                documents.append(at)
+                sketches.append(
+                    torch.cat(self._sketched(k_BNTH[at], v_BNTH[at], part.places[at[2]] - start), -1)
+                )
+        k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
+        made = []
+        for i, at in enumerate(documents):
+            rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
+            made.append(self._looked(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
+        rows = [
+            [y for y, at in zip(made, documents, strict=True) if at[0].start == b] for b in range(len(q_BNTH))
+        ]
+        return torch.cat([torch.cat(row, 2) for row in rows])
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -106,10 +142,10 @@ class Sketch(nn.Module):
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
         return (self.length, self.rank)
 
-    def forward(self, x_BNTH: Tensor) -> Tensor:
-        """Keys or values of a document's tokens, the first one first → [B, N, R, H]."""
+    def forward(self, x_BNTH: Tensor, places_T: Tensor) -> Tensor:
+        """Keys or values of a document's tokens, which stand there in it → [B, N, R, H]."""
         weight_PRN = self.weight if self.weight.dim() == 3 else self.weight[..., None]
-        weight_TRN = weight_PRN[: x_BNTH.shape[2]].expand(-1, -1, x_BNTH.shape[1])
+        weight_TRN = weight_PRN[places_T].expand(-1, -1, x_BNTH.shape[1])
         return torch.einsum("trn,bnth->bnrh", weight_TRN, x_BNTH)
 
 

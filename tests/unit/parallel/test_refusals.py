@@ -264,6 +264,20 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         GPT,
+        ["parallel.cp=2", "train.recompute=2 GB"],
+        2,
+        r"cp = 2: train\.recompute = '2 GB' .*: choose (recompute = 'full') or",
+        ["train.{0}"],
+    ),
+    (
+        GPT,
+        ["parallel.cp=3", "parallel.context=heads"],
+        3,
+        r"context = 'heads': \d+ query and \d+ key heads .* parallel\.cp = 3 ranks: choose (context = 'ring')$",
+        ["parallel.{0}"],
+    ),
+    (
+        GPT,
         ["parallel.cp=2", "data.sequence_length=3"],
         2,
         r"data\.sequence_length = 3 is too short for parallel\.cp = 2, .*: choose at least (4)$",

@@ -1,0 +1,88 @@
+"""Attention of rows that are cut, by heads: each rank gets all tokens of some of them (Jacobs et al. 2023, Ulysses).
+
+Fewer key heads than ranks are repeated, so that each rank gets the one that its queries need.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.parallel.context_exchange import Contexts
+
+# B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
+
+
+def sends_less(contexts: Contexts, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> bool:
+    """Whether heads can be dealt, and it sends less in both passes than keys and values that go round a ring."""
+    c, n, k = contexts.size, q_BNTH.shape[1], k_BKTH.shape[1]
+    if n % c or (k % c and c % k):
+        return False
+    return 2 * (n + max(k, c)) < 3 * k * c
+
+
+def by_heads(
+    core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, sequence: Any, contexts: Contexts
+) -> Tensor:
+    """[B, N, T, V]."""
+    if k_BKTH.shape[1] < contexts.size:
+        times = contexts.size // k_BKTH.shape[1]
+        k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
+    q: Tensor = _ToHeads.apply(q_BNTH, contexts, sequence.length)
+    kv: Tensor = _ToHeads.apply(torch.cat([k_BKTH, v_BKTV], -1), contexts, sequence.length)
+    k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
+    part = core.dropout.part * contexts.size + contexts.rank
+    made = core.of_heads(part, q, k, v, sequence.of_row())
+    back: Tensor = _ToTokens.apply(made, contexts, sequence.length)
+    return back
+
+
+class _ToHeads(torch.autograd.Function):
+    """[B, n, T, ·] → [B, n / c, S, ·], tokens in the order of the row; adjoint: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, contexts: Contexts, length: int) -> Tensor:
+        ctx.rest = contexts, length
+        return _to_heads(x, contexts, length)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(g, *ctx.rest), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """[B, n / c, S, ·] → [B, n, T, ·]; adjoint: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, contexts: Contexts, length: int) -> Tensor:
+        ctx.rest = contexts, length
+        return _to_tokens(x, contexts, length)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(g, *ctx.rest), None, None
+
+
+def _to_heads(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+    dealt, heads = contexts.places(length), x.shape[1] // contexts.size
+    shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in dealt]
+    came = _exchange(x.chunk(contexts.size, 1), shapes, contexts)
+    return torch.cat(came, 2)[:, :, torch.cat(dealt).argsort().to(x.device)]
+
+
+def _to_tokens(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+    dealt = contexts.places(length)
+    shape = *x.shape[:2], len(dealt[contexts.rank]), x.shape[3]
+    parts = [x[:, :, at.to(x.device)] for at in dealt]
+    return torch.cat(_exchange(parts, [shape] * contexts.size, contexts), 1)
+
+
+def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], contexts: Contexts) -> list[Tensor]:
+    """Part r goes to rank r; of what comes from each, the shapes."""
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    came = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(came, sent, sizes, [part.numel() for part in parts], group=contexts.group)
+    return [part.view(tuple(shape)) for part, shape in zip(came.split(sizes), shapes, strict=True)]
