@@ -1,4 +1,4 @@
-"""A dense model as a mixture of experts that computes the same (Komatsuzaki et al. 2023; He et al. 2024, finer ones)."""
+"""A dense model as a mixture of experts that computes the same (Komatsuzaki et al. 2023; finer: He et al. 2024)."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -23,5 +23,5 @@ def split(parameters: Parameters) -> tuple[Parameters, Parameters]:
 
 
 def stacks(parameters: Parameters) -> frozenset[str]:
-    """Those that are several matrices."""
+    """Names of the parameters that are several matrices."""
     return frozenset(name for name, p in parameters.items() if p.role == "matrices")
