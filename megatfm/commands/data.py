@@ -45,12 +45,12 @@ def main(args: argparse.Namespace) -> int:
     path = args.tokenizer
     if path is None and "://" not in args.dir:
         path = tokenizers.find(Path(args.dir).resolve().parent)
-    tokenizer = tokenizers.load(path) if path else None
+    of_text = tokenizers.load(path) if path else None
     if args.action == "export":
-        codec = Codec(tokenizer.decode, tokenizer.eos) if tokenizer else None
+        codec = Codec(of_text.decode, of_text.eos) if of_text else None
         print(export(args.dir, Path(args.out), codec))
     elif args.action == "stats":
-        print(stats(args.dir, tokenizer.piece if tokenizer else None))
+        print(stats(args.dir, of_text.piece if of_text else None))
     else:
-        print(show(args.dir, args.sample, tokenizer.decode if tokenizer else None))
+        print(show(args.dir, args.sample, of_text.decode if of_text else None))
     return 0

@@ -59,7 +59,7 @@ class RowsCut:
             PRECISIONS[self._config.train.precision].computed.itemsize,
             self._config.model.attention.n_heads,
         )
-        row, width = self._row(microbatch, ""), 2 * module.head_dim * module.of_keys.rank  # type: ignore[operator, union-attr]
+        row, width = self._row(microbatch, ""), int(2 * module.head_dim * module.of_keys.rank)  # type: ignore[operator, union-attr]
         documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
         forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
         elements = documents * heads // self._config.parallel.tp * width
