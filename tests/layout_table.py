@@ -61,7 +61,7 @@ def proven() -> Proven:
         for parallel in test_experts.layouts_of(ranks).values():
             if parallel.accumulate == "whole" and max(parallel.dp_shard, ranks) > 1:
                 found[named(parallel)].add(f"experts, {model}")
-    for parallel in test_experts.CONTEXTS.values():
+    for parallel in (*test_experts.OTHER_SCHEDULES.values(), *test_experts.CONTEXTS.values()):
         found[named(parallel)].add("experts, top-k")
     return found
 

@@ -220,7 +220,15 @@ def test_gradients_and_state_equal_one_device(workers: Workers, name: str, ranks
     assert workers.run(compare, ranks, name, layouts, timeout=300.0)[0] == list(layouts)
 
 
+OTHER_SCHEDULES = {
+    f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, schedule=schedule)
+    for schedule in ("gpipe", "interleaved", "interleaved-zero-bubble", "dualpipev")
+}
 CONTEXTS = {f"ep2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)}
+
+
+def test_stages_go_in_any_order(workers: Workers) -> None:
+    assert workers.run(compare, 4, "top-k", OTHER_SCHEDULES, timeout=300.0)[0] == list(OTHER_SCHEDULES)
 
 
 def test_rows_are_cut_beside_experts(workers: Workers) -> None:
