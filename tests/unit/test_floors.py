@@ -102,7 +102,7 @@ ROOMS = {
 }
 
 NO_TORCH = {"megatfm.config", "launchers", "slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
-ONLY_FROM = {room: "megatfm.engines.registry" for room in ENGINES}
+ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
 DOORS = {"megatfm.engines": ("megatfm.engines.interface", "megatfm.engines.registry")}
 """Room → the only files of it that other rooms may import."""

@@ -26,7 +26,11 @@ def test_what_is_derived() -> None:
     assert derived["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "bf16" not in derive(config("parallel.zero=2"), "fp32")
     offloaded = derive(
-        config("deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "deepspeed.offload_parameters=cpu"),
+        config(
+            "deepspeed.offload_optimizer=nvme",
+            "deepspeed.nvme_path=/disk",
+            "deepspeed.offload_parameters=cpu",
+        ),
         "fp32",
     )
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/disk"}
@@ -57,7 +61,9 @@ def test_what_it_can_t_carry_is_refused_when_the_config_is_read(overrides: list[
 
 
 def test_its_section_is_for_its_engine_alone() -> None:
-    with pytest.raises(UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"):
+    with pytest.raises(
+        UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"
+    ):
         config("deepspeed.offload_optimizer=cpu", engine="native")
 
 
