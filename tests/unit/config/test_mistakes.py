@@ -97,7 +97,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
         ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
         ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
-        ("parallel.ep=2", "parallel: ep = 2: this axis is not there yet: use ep = 1 with tp, pp or dp_shard"),
+        ("parallel.ep=2", "parallel.ep = 2, but the model has no experts to divide: set parallel.ep = 1, or"),
         ("parallel.virtual_stages=2", "parallel: virtual_stages = 2: schedule = '1f1b' has 1 on each rank: leave it"),
         ('parallel.cuts=["head"]', "parallel: cuts are for pipeline stages, and pp = 1: leave them out"),
         ("parallel.dp_shard=0", "parallel: dp_shard = 0: choose -1 (all ranks that are left) or a positive number"),
