@@ -23,6 +23,9 @@ from data_prep.steps import FixUnicode, pass_through
 from data_prep.thin import Searched, write_part
 from megatfm.errors import UsageError
 
+MANY_COPIES = 0.5
+"""Share of documents from which on copies are told of."""
+
 
 class Clean:
     """Reads files, in runs of about `part_bytes`, and cleans what is in them; then drops identical texts."""
@@ -59,7 +62,7 @@ class Clean:
                     "parts": len(pieces),
                     "blake3": _joined(map(self._identity, range(len(pieces)))),
                     "steps": [*read["steps"], step.as_json()],
-                    "notes": read["notes"],
+                    "notes": [*read["notes"], *_of_copies(step)],
                     "skipped_files": read["skipped_files"],
                 }
 
@@ -81,7 +84,8 @@ class Clean:
                 first, end = ranges[number]
                 known = len(listing.bad)
                 read = Read(listing, limit, listing.files[first:end], found_bad if number == 0 else ())
-                passes: list[steps.DocumentStep] = [FixUnicode(), *self._fresh_steps()]
+                repairs = [FixUnicode()] if self._config.read.repair_unicode else []
+                passes: list[steps.DocumentStep] = [*repairs, *self._fresh_steps()]
                 documents = self._write_pieces(number, pass_through(passes, read.documents(advance)))
                 counts = [read.counts, *(each.counts for each in passes)]
                 return {
@@ -145,7 +149,7 @@ class Clean:
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
         records = any(format_of(file.path, self._config.read) != "text" for file in self._listing.files)
-        if records or choose(sizes, share, seed):
+        if records or not share or choose(sizes, share, seed):
             return limit, []
         finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
         return finer, [f"too few files to hold some out: cut into documents of at most {finer:,} bytes"]
@@ -186,6 +190,17 @@ def _joined(paths: Iterable[Path]) -> str:
     for path in paths:
         whole.update(path.read_bytes())
     return whole.hexdigest()
+
+
+def _of_copies(step: Counts) -> list[str]:
+    """A note on a corpus of which most is there more than once."""
+    copies = step.documents_in - step.documents_out
+    if copies <= MANY_COPIES * step.documents_in:
+        return []
+    return [
+        f"{copies:,} of {step.documents_in:,} documents are copies of others, letter by letter, and were left out: "
+        "look whether files were read twice, or a step leaves the same of all"
+    ]
 
 
 def _name_firsts(step: Counts, examples: list[list[int]], searched: _Pieces, counts: list[int]) -> None:

@@ -43,6 +43,12 @@ class Document:
         return self.source.partition("#")[0]
 
     @property
+    def domain(self) -> str:
+        """The host of its address, without `www.`; empty if it has none."""
+        host = self.url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
+        return host.lower().removeprefix("www.")
+
+    @property
     def entry(self) -> str:
         """The top-level package: the first folder of the path, or the file if it lies in none."""
         return self.file.partition("/")[0]

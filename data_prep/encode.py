@@ -86,7 +86,8 @@ class Encode:
                     texts = [each.text for each in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
-                        found.append([document.source, len(ids), document.text_bytes])
+                        known = [document.domain, document.language]
+                        found.append([document.source, len(ids), document.text_bytes, [], *known])
                         advance(document.text_bytes)
                 file.commit()
                 return {"documents": found}
@@ -111,10 +112,11 @@ class Encode:
         """The files beside each document."""
         with ExitStack() as stack:
             file = None
-            for _, _, _, *sizes in documents:
+            for _, _, _, *more in documents:
+                sizes = more[0] if more else []
                 if sizes and file is None:
                     file = stack.enter_context(open(self.members(name, number), "rb"))
-                yield {extension: file.read(size) for extension, size in sizes[0]} if sizes and file else {}
+                yield {extension: file.read(size) for extension, size in sizes} if sizes and file else {}
 
     def write_shards(
         self, name: str, parts: Iterable[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts

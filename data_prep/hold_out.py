@@ -11,6 +11,9 @@ from data_prep.split import Split, plan_parts_of_files, plan_split
 from data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
+NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
+"""The plan where nothing is held out."""
+
 
 class HoldOut:
     """Splits the documents that wait in the parts of `name`, whose stage noted the bytes of each file in each part."""
@@ -25,6 +28,8 @@ class HoldOut:
     def plan(self, basis: Facts) -> Facts:
         """Choose what is held out: the level, the names, and the parts that have some of it."""
         share, seed = self._config.split.validation, self._config.split.seed
+        if not share:
+            return NOTHING
 
         def by_files() -> Facts:
             sizes: Counter[str] = Counter()
@@ -57,7 +62,7 @@ class HoldOut:
     def run(self, plan: Facts, size: int, basis: Facts) -> Facts:
         """The rest, without near duplicates of what is held out, is for training."""
         split = Split(plan["level"], frozenset(plan["names"]))
-        held_out = self._set_aside(plan, split, basis)
+        held_out = self._set_aside(plan, split, basis) if plan["names"] else {"bytes": 0}
         with self._stages.reporter.stage("split", size) as advance:
 
             def work(number: int) -> Facts:
@@ -65,7 +70,8 @@ class HoldOut:
                 documents = advancing(read_documents(part_path(self._folder, self._name, number)), advance)
                 rest = (document for document in documents if not split.holds_out(document))
                 with DocumentWriter(part_path(self._folder, "train", number)) as writer:
-                    for document in self._near.without(rest, counts):
+                    kept = self._near.without(rest, counts) if plan["names"] else _counted(rest, counts)
+                    for document in kept:
                         writer.add(document)
                     writer.commit()
                 return {"steps": [counts.as_json()]}
@@ -79,7 +85,7 @@ class HoldOut:
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
                     "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
                     "held_out": {"level": plan["level"], "names": plan["names"]},
-                    "notes": [] if split.level == "top-level package" else [notes],
+                    "notes": [] if split.level == "top-level package" or not plan["names"] else [notes],
                     "steps": [counts.as_json()],
                 }
 
@@ -104,6 +110,13 @@ class HoldOut:
                 return {"bytes": sum(each["bytes"] for each in parts)}
 
             return self._stages.parts("held-out", basis, len(plan["parts"]), work, join)
+
+
+def _counted(documents: Iterable[Document], counts: Counts) -> Iterator[Document]:
+    for document in documents:
+        counts.take(document.text_bytes)
+        counts.keep(document.text_bytes)
+        yield document
 
 
 def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:

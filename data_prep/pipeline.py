@@ -20,7 +20,7 @@ from data_prep.stages import Facts, Stages
 from data_prep.summary import PrepSummary
 from data_prep.take_ids import IdFiles
 from data_prep.take_images import ImageFiles
-from data_prep.take_over import Source, TakeOver
+from data_prep.take_over import NONE, SPLITS, Source, TakeOver
 from data_prep.team import FINISH, Alone, Claims, Team
 from data_prep.thin import Thin
 from data_prep.work import Workspace, identity
@@ -28,7 +28,6 @@ from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 
-SPLITS = ("train", "validation")
 LIBRARIES = ("blake3", "ftfy", "rensa", "sentencepiece", "zstandard")
 STEP_LIBRARIES = {
     "html": "resiliparse",
@@ -100,7 +99,8 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         "tokenizer": facts,
     }
     for name in SPLITS:
-        result[name] = encode.run(name, split[name], provenance, basis)
+        empty = name == "validation" and not config.split.validation
+        result[name] = NONE if empty else encode.run(name, split[name], provenance, basis)
 
     return _finish(workspace, stages, result)
 

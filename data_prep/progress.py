@@ -43,16 +43,25 @@ class Reporter:
         self.say(f"{title}: done in {time.monotonic() - begin:.1f} s")
 
     def _lines(self, title: str, total: int) -> Advance:
-        done, said = 0, time.monotonic()
+        done, said = 0, (begin := time.monotonic())
 
         def advance(amount: int) -> None:
             nonlocal done, said
             done += amount
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                self.say(f"{title}: {100 * done // max(total, 1)} %")
+                self.say(f"{title}: {100 * done // max(total, 1)} %{_left(said - begin, done, total)}")
 
         return advance
+
+
+def _left(seconds: float, done: int, total: int) -> str:
+    """How long the rest will take if it goes on like that."""
+    if not 0 < done < total:
+        return ""
+    left = round(seconds * (total - done) / done)
+    hours, minutes = left // 3600, left % 3600 // 60
+    return f", about {hours} h {minutes} min left" if hours else f", about {minutes} min {left % 60} s left"
 
 
 def advancing(documents: Iterator[Document], advance: Advance) -> Iterator[Document]:

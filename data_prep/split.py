@@ -25,7 +25,7 @@ class Split:
 
     def holds_out(self, document: Document) -> bool:
         """Whether a document is for validation, as all are that share its name at the level."""
-        return LEVELS[self.level](document) in self.held_out
+        return bool(self.held_out) and LEVELS[self.level](document) in self.held_out
 
 
 def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:

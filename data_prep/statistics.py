@@ -21,26 +21,45 @@ class Statistics:
         self._uses = np.zeros(tokenizer.vocab_size if tokenizer else 0, np.int64)
         self._lengths: dict[int, int] = {}
         self._sources: dict[str, list[int]] = {}
+        self._domains: dict[str, list[int]] = {}
+        self._languages: dict[str, list[int]] = {}
 
     def add(self, ids: NDArray[Any], documents: Sequence[Sequence[Any]]) -> None:
-        """The ids of documents, one after the other, and of each its source, tokens and bytes of text first."""
+        """The ids of documents, one after the other, and of each its source, tokens and bytes of text, and perhaps what
+        belongs to it, its domain and its language."""
         self._uses += np.bincount(ids, minlength=len(self._uses))
-        for source, tokens, size, *_ in documents:
+        for source, tokens, size, *more in documents:
             bucket = max(0, tokens - 1).bit_length()
             self._lengths[bucket] = self._lengths.get(bucket, 0) + 1
-            total = self._sources.setdefault(Document(source, "").entry, [0, 0, 0])
-            for at, value in enumerate((1, size, tokens)):
-                total[at] += value
+            domain, language = more[1:3] if len(more) > 2 else ("", "")
+            for name, totals in (
+                (Document(source, "").entry, self._sources),
+                (domain, self._domains),
+                (language, self._languages),
+            ):
+                if name:
+                    total = totals.setdefault(name, [0, 0, 0])
+                    for at, value in enumerate((1, size, tokens)):
+                        total[at] += value
 
     def as_json(self) -> dict[str, Any]:
         """`lengths`: [most tokens, documents]; `sources`: the largest, as [name, documents, bytes, tokens], and
-        how many more there are; `vocabulary`, if there is one: ids that occur, and the commonest as [piece, times]."""
-        sources = sorted(self._sources.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
+        how many more there are; the same of `domains` and `languages`, where they are known; `vocabulary`, if there is
+        one: ids that occur, and the commonest as [piece, times]."""
+        tables: dict[str, Any] = {}
+        for name, totals in (
+            ("sources", self._sources),
+            ("domains", self._domains),
+            ("languages", self._languages),
+        ):
+            if totals or name == "sources":
+                largest = sorted(totals.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
+                tables[name] = [[each, *total] for each, total in largest[:LARGEST]]
+                tables[f"more_{name}"] = max(0, len(totals) - LARGEST)
         vocabulary = {"vocabulary": self._vocabulary(self._tokenizer)} if self._tokenizer else {}
         return {
             "lengths": [[2**bucket, count] for bucket, count in sorted(self._lengths.items())],
-            "sources": [[name, *total] for name, total in sources[:LARGEST]],
-            "more_sources": max(0, len(sources) - LARGEST),
+            **tables,
             **vocabulary,
         }
 

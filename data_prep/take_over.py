@@ -23,6 +23,12 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
 SPLITS = ("train", "validation")
+NONE: Facts = {
+    **dict.fromkeys(("documents", "text_bytes", "tokens", "shards", "bytes"), 0),
+    "bytes_per_token": 0.0,
+    "fingerprint": "",
+}
+"""What is said of a split that is not made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +108,8 @@ class TakeOver:
 
     def _join(self, parts: Iterable[Facts], provenance: Callable[[str], Facts]) -> Facts:
         counts = Counts.joined([part["steps"][0] for part in parts])
-        empty = [name for name in SPLITS if not any(part[name] for part in parts)]
+        splits = SPLITS if self._split.validation else SPLITS[:1]
+        empty = [name for name in splits if not any(part[name] for part in parts)]
         if empty:
             raise UsageError(
                 f"{self._stages.config.read.folder}: no document for {empty[0]} ({why([counts])}): add files, or "
@@ -116,10 +123,10 @@ class TakeOver:
             name: self._encode.write_shards(
                 name, ({"documents": part[name]} for part in parts), self._source.tokenizer, made
             )
-            for name in SPLITS
+            for name in splits
         }
         return {
-            **written,
+            **{name: written.get(name, NONE) for name in SPLITS},
             "provenance": made,
             "steps": [counts.as_json()],
             "skipped_files": [line for part in parts for line in part["skipped"]],

@@ -19,7 +19,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.errors import MegatfmError, UsageError
 
-VERSION = 3
+VERSION = 4
 """Raised when a change of the code changes what the same config makes."""
 
 RESULT = "prep.json"
@@ -30,7 +30,7 @@ MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
 LATER = {
-    "read": ("format", "fields", "tokens"),
+    "read": ("format", "fields", "tokens", "repair_unicode"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
 }
 LATER_SECTIONS = ("steps", "duplicates", "plain_tars")
@@ -159,7 +159,7 @@ class Workspace:
         names = [
             *([model] if kind.startswith("sentencepiece") else []),
             *([tokenizer_json] if kind != "none" else []),
-            *(f"{name}/manifest.json" for name in SPLITS),
+            *(f"{name}/manifest.json" for name in SPLITS if result[name]["shards"]),
         ]
         missing = [path for path in map(self.out.joinpath, names) if not path.exists()]
         if missing:

@@ -12,7 +12,7 @@ _FILE = b"ARROW1"
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The rows of a file, by their numbers from 0, whether it is of Arrow's streaming or its file format."""
+    """The rows of a file, by their numbers from 1, whether it is of Arrow's streaming or its file format."""
     row = 0
     try:
         with pyarrow.memory_map(str(path)) as source:
@@ -24,11 +24,12 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 ]
                 batch.validate(full=True)  # else damage is read as memory that is not there
                 for record in batch.select(names).to_pylist():
-                    yield from_fields(str(row), record, config.fields.text, config.fields.url)
                     row += 1
+                    known = batch.schema.names
+                    yield from_fields(str(row), record, config.fields.text, config.fields.url, known)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
-        raise BadFileError(f"is no whole Arrow file, at row {row} ({reason})") from None
+        raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None
 
 
 def _batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:

@@ -16,6 +16,9 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         key = str(number)
         try:
             record = json.loads(line)
+        except UnicodeDecodeError as error:
+            yield Bad(key, f"is not valid UTF-8: byte {error.start} of its line")
+            continue
         except (ValueError, RecursionError):
             yield Bad(key, "is not JSON")
             continue

@@ -13,7 +13,7 @@ BATCH_ROWS = 256
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The rows of a file, by their numbers from 0. Only the columns that are needed are read."""
+    """The rows of a file, by their numbers from 1. Only the columns that are needed are read."""
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -21,10 +21,11 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
             for batch in file.iter_batches(BATCH_ROWS, columns=columns):
                 batch.validate(full=True)
                 for record in batch.to_pylist():
-                    yield from_fields(str(row), record, config.fields.text, config.fields.url)
                     row += 1
+                    names = file.schema_arrow.names
+                    yield from_fields(str(row), record, config.fields.text, config.fields.url, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise BadFileError(f"is no whole Parquet file, at row {row} ({_line(error)})") from None
+        raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
 
 
 def _wanted(config: ReadConfig) -> list[str]:

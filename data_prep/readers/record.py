@@ -4,7 +4,7 @@ import bz2
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,9 @@ import zstandard
 
 MAX_RECORD_BYTES = 2**28
 """A longer record is no text that anyone wants: a broken file, or a bomb."""
+
+MOST_NAMES = 30
+"""Fields of a record that are told."""
 
 # What the libraries of compression raise on damage. A gzip file that ends too soon is an EOFError.
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
@@ -130,10 +133,15 @@ def field(record: Any, name: str) -> Any:
     return record
 
 
-def from_fields(key: str, record: Any, text_field: str, url_field: str) -> Record | Bad:
-    """The text of a record with fields."""
+def from_fields(
+    key: str, record: Any, text_field: str, url_field: str, known: Sequence[str] | None = None
+) -> Record | Bad:
+    """The text of a record with fields. known: their names, where the record has but those that were asked for."""
     text, url = field(record, text_field), field(record, url_field)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
-        return Bad(key, f"has {kind} field {text_field!r}")
+        names = known or (list(record) if isinstance(record, dict) else [])
+        there = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
+        way_out = "; name the one that holds the text: read.fields.text" if names and text is None else ""
+        return Bad(key, f"has {kind} field {text_field!r}{there}{way_out}")
     return Record(key, text, url if isinstance(url, str) else "")

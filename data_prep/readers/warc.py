@@ -18,12 +18,12 @@ _MAX_HEADER_LINES = 200
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
-    """The pages of an archive, by the numbers of their records from 0, as they were sent: `html` in `steps` takes
+    """The pages of an archive, by the numbers of their records from 1, as they were sent: `html` in `steps` takes
     the text out of them. Bodies are unpacked (chunks, gzip, …), and text is decoded as it says, or as it looks.
     Requests and metadata are passed over."""
     with opened(path) as file:
-        number = -1
-        for number, data in enumerate(_frames(file)):
+        number = 1
+        for number, data in enumerate(_frames(file), 1):
             try:
                 record = _record(data, "all")
                 found = None if record is None else _page(str(number), record, data)
@@ -31,7 +31,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 found = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
             if found is not None:
                 yield found
-        if number < 0:
+        if number == 0:
             raise BadFileError("holds no record")
 
 
@@ -61,7 +61,7 @@ def _page(key: str, record: WarcRecord, whole: bytes) -> Record | Bad:
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
     """The bytes of each record (ISO 28500, section 4). The library would pass over one that is cut off or whose
     length is wrong, so the frames are checked here."""
-    number = 0
+    number = 1
     while line := file.readline(2**16):
         if not line.strip():
             continue  # two empty lines end a record

@@ -41,7 +41,9 @@ def render(result: Mapping[str, Any]) -> str:
             for step in steps
             if step.get("found")
         ],
-        splits=[(name, result[name], charts(result[name], images)) for name in SPLITS],
+        splits=[
+            (name, result[name], charts(result[name], images)) for name in SPLITS if result[name]["shards"]
+        ],
         result=result,
         settings=list(flat(result["config"])),
         style=Markup(styles.read_text(encoding="utf-8") + (here / "report.css").read_text(encoding="utf-8")),
@@ -100,12 +102,18 @@ def reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapp
 
 def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
     """The bars of a split; a corpus of an older version has none, and one without tokens few."""
-    more, lengths = split.get("more_sources", 0), split.get("lengths", ()) if split["tokens"] else ()
-    sources = [(name, documents if images else text) for name, documents, text, _ in split.get("sources", ())]
+    lengths = split.get("lengths", ()) if split["tokens"] else ()
+
+    def largest(what: str) -> list[Bar]:
+        found = [(name, documents if images else text) for name, documents, text, _ in split.get(what, ())]
+        more = split.get(f"more_{what}", 0)
+        return bars(found, number if images else size) + (
+            [Bar(f"and {number(more)} more", "", 0.0)] if more else []
+        )
+
     return {
         "lengths": bars([(f"up to {number(most)}", count) for most, count in lengths]),
-        "sources": bars(sources, number if images else size)
-        + ([Bar(f"and {number(more)} more", "", 0.0)] if more else []),
+        **{what: largest(what) for what in ("sources", "domains", "languages")},
         "pieces": bars(
             [(spelled(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),

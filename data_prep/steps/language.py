@@ -11,6 +11,8 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from megatfm.config.prep_steps import LanguageConfig
+from megatfm.errors import UsageError
+from megatfm.registry import did_you_mean
 
 WINDOWS = 5
 LONGEST = 6
@@ -31,6 +33,13 @@ class Language:
     def __init__(self, config: LanguageConfig) -> None:
         self._config = config
         self._keep = frozenset(config.keep)
+        known = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
+        if unknown := sorted(self._keep.difference(known)) if known else []:
+            raise UsageError(
+                f"steps: language: keep = {unknown[0]!r} is no code of a language"
+                f"{did_you_mean(unknown[0].lower()[:2], known)}; "
+                f"the codes are {', '.join(known)}"
+            )
 
     def apply(self, document: Document, counts: Counts) -> Document | str:
         found, probability = _identifier().classify(_looked_at(document.text, self._config.characters))

@@ -51,6 +51,11 @@ def load(
     Relative paths in a file are relative to the file; in a preset that ships with megatfm, and in overrides,
     to the current directory. Raises UsageError: one line with key, value, reason and a way out.
     """
+    if kind is PrepConfig and Path(path_or_preset).is_dir():
+        raise UsageError(
+            f"{path_or_preset}: is a folder, not a config: to prepare the text in it, `megatfm prep quickstart-data "
+            f"read.folder={path_or_preset} out=corpora/NAME`"
+        )
     path, is_preset = find_config(path_or_preset)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -47,6 +47,9 @@ class ReadConfig(Section):
     on_bad: Literal["error", "skip"] = "error"
     """What to do about a file or record that can't be used (no permission, binary, not UTF-8, a broken link, no such
     field): stop at the first one, or skip it, count it and list it."""
+    repair_unicode: bool = True
+    """Whether text that was decoded wrongly is mended (`cafÃ©` becomes `café`), and stray control characters go. Set
+    it to false for source code that means what it says."""
     max_document_bytes: Annotated[int, Field(ge=1024, le=2**26)] = 2**20
     """A longer file or record is cut into several documents, at blank lines where there are any."""
 
@@ -54,6 +57,15 @@ class ReadConfig(Section):
     def takes_over(self) -> bool:
         """Whether nothing is cleaned, split by source or searched for duplicates."""
         return self.format in ("images", "megatron", "tokens")
+
+    @model_validator(mode="after")
+    def _is_a_folder(self) -> Self:
+        if self.folder is not None and "://" in self.folder:
+            raise ValueError(
+                f"folder = {self.folder!r} is a URL, and text is read from folders: fetch it first, for example with "
+                "`aws s3 sync`, `gcloud storage rsync`, `hf download` or `wget -r`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -67,8 +79,9 @@ class ReadConfig(Section):
 class SplitConfig(Section):
     """Which documents are held out."""
 
-    validation: Annotated[float, Field(gt=0, le=0.5)] = 0.06
-    """Share of the bytes that is held out for validation, at most."""
+    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
+    """Share of the bytes that is held out for validation, at most. With 0 there is no validation/: prepare a folder
+    of your own, with this tokenizer as its tokenizer.file."""
     seed: NonNegativeInt = 0
     """Another seed holds out other documents."""
 
@@ -149,6 +162,15 @@ class PrepConfig(Section):
     split: SplitConfig = SplitConfig()
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
+
+    @model_validator(mode="after")
+    def _is_written_here(self) -> Self:
+        if "://" in self.out:
+            raise ValueError(
+                f"out = {self.out!r} is a URL, and corpora are written to folders: choose one, and upload it; training "
+                "reads corpora from URLs"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stays_as_it_is(self) -> Self:

@@ -1,5 +1,6 @@
 """The command: exit codes, one clear line for each mistake, and nothing half-written under a final name."""
 
+import json
 import os
 import resource
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import data_prep
+from megatfm import tokenizers
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
-from megatfm.data import check
+from megatfm.data import Corpus, check
 from tests.unit.data_prep.conftest import tree, write
 
 Make = Callable[..., PrepConfig]
@@ -39,6 +41,40 @@ def test_done(prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFix
     assert (tmp_path / "out" / "prep.json").exists()
 
 
+def test_a_folder_in_the_place_of_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert data_prep.cli([str(tmp_path)]) == 2
+    assert f"`megatfm prep quickstart-data read.folder={tmp_path} out=corpora/NAME`" in error_line(capfd)
+
+
+def test_nothing_held_out_nothing_mended_and_mostly_copies(
+    prep: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"def number_{i}(self): return 'caf\u00c3\u00a9 {i}' * {i % 7}" for i in range(4000)]
+    page = {"text": "\n".join(lines), "url": "https://www.example.org/a"}
+    other = {"text": "\n".join(lines[::-1]), "url": "http://b.org:80/"}
+    records = [json.dumps(each) for each in (page, page, page, other)]
+    write(tmp_path / "lines" / "a.jsonl", "\n".join(records).encode())
+    words = ["read.folder=lines", "split.validation=0", "read.repair_unicode=false"]
+    assert prep(*words, "steps=[{name='language'}]") == 0
+    said = capfd.readouterr().err
+    assert "note: 2 of 4 documents" not in said, "half of them is not most"
+    result = json.loads((tmp_path / "out/prep.json").read_text())
+    assert not (tmp_path / "out/validation").exists()
+    assert result["validation"]["documents"] == 0
+    assert result["train"]["documents"] == 2
+    assert [[name, n] for name, n, *_ in result["train"]["domains"]] == [["b.org", 1], ["example.org", 1]]
+    assert sum(n for _, n, *_ in result["train"]["languages"]) == 2
+    assert "example.org" in (tmp_path / "out/report.html").read_text()
+    corpus = Corpus.open(tmp_path / "out/train")
+    decode = tokenizers.load(tmp_path / "out").decode
+    assert {decode(corpus.sample(at).tokens) for at in range(2)} == {page["text"], other["text"]}
+    assert prep(*words, "steps=[{name='language'}]") == 0
+    assert "nothing to do" in capfd.readouterr().err
+    write(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
+    assert prep(*words, "out=again") == 0
+    assert "note: 5 of 7 documents are copies of others, letter by letter" in capfd.readouterr().err
+
+
 def test_skipped_files_are_listed(
     prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +99,12 @@ USAGE = {
         "too large for this little text, which gives at most",
     ),
     "small vocabulary": (["tokenizer.vocab_size=200"], "too small for the characters"),
+    "a folder that is a URL": (["read.folder=s3://bucket/texts"], "is a URL, and text is read from folders"),
+    "an out that is a URL": (["out=gs://bucket/out"], "is a URL, and corpora are written to folders"),
+    "no code of a language": (
+        ["steps=[{name='language',keep=['english']}]"],
+        "keep = 'english' is no code of a language (did you mean 'en'?); the codes are",
+    ),
     "unknown key": (["read.foldr=x"], "read.foldr: unknown key"),
     "wrong range": (["split.validation=0.9"], "split.validation = 0.9"),
     "wrong choice": (["read.on_bad=ignore"], "read.on_bad = 'ignore'"),

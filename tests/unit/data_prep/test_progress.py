@@ -12,16 +12,19 @@ from data_prep.progress import Reporter
 
 def test_a_log_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    times = iter((0.0, *[1.0] * 5, 12.5))
+    times = iter((0.0, 0.0, *[700.0] * 2, *[7400.0] * 2, *[7500.0] * 2, 7512.5))
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
     log = io.StringIO()
     with Reporter(Console(file=log)).stage("read", 200) as advance:
-        advance(50)
-        advance(150)
-    lines = log.getvalue().splitlines()
-    assert lines[:2] == ["read: 25 %", "read: 100 %"]
-    assert lines[2] == "read: done in 12.5 s"
-    assert len(lines) == 3
+        advance(20)
+        advance(160)
+        advance(20)
+    assert log.getvalue().splitlines() == [
+        "read: 10 %, about 1 h 45 min left",
+        "read: 90 %, about 13 min 42 s left",
+        "read: 100 %",
+        "read: done in 7512.5 s",
+    ]
     assert "\x1b" not in log.getvalue()
 
 

@@ -215,7 +215,7 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
         '{"text": "good"}',
         "{",
         '{"text": 5}',
-        '{"other": "x"}',
+        '{"other": "x", "body": "y"}',
         '"text"',
         "",
         "[" * 10**5,
@@ -234,6 +234,26 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
         "has int, not text, as field 'text'": 1,
         "has no field 'text'": 2,
     }
+
+
+def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
+    """The fields that there are, and wrong UTF-8 by its name; records count from 1 in every format."""
+    path = tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"body": "x"}\n{"body": "caf\xe9"}')
+    there = r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.fields\.text"
+    with pytest.raises(MegatfmError, match=rf"a\.jsonl: {there}; mend it"):
+        documents(path)
+    with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not valid UTF-8: byte 13 of its line"):
+        documents(path, fields={"text": "body"})
+    _, read = documents(path, on_bad="skip")
+    assert set(read.counts.dropped) == {"has no field 'text'", "is not valid UTF-8"}
+    path.unlink()
+    table = pyarrow.table({"body": ["x"], "n": [1]})
+    pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
+    with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
+        documents(path)
+    assert [each.source for each in documents(path, fields={"text": "body"})[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
@@ -357,7 +377,7 @@ def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
     (tmp_path / "a.warc").write_bytes(
         warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1)
     )
-    with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 0"):
+    with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 1"):
         list(reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
 
 
