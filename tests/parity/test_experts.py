@@ -206,11 +206,14 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
+DRAWN = ("drawn", "expert-choice")
+"""Of which four ranks show all that fewer do."""
 CASES = [
     (name, ranks)
     for name in MODELS
     for ranks in LAYOUTS
-    if name != "by batch" and (ranks < 8 or name == "top-k")
+    if name != "by batch"
+    if (ranks == 4 if name in DRAWN else ranks < 8 or name == "top-k")
 ]
 
 

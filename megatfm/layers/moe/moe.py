@@ -62,10 +62,9 @@ class MoE(nn.Module):
 
     @property
     def context(self) -> str | None:
-        """See `parallel.context`: a capacity, and the balance of each row, need whole rows."""
-        experts = self.experts
-        is_dropless = experts.capacity is None and experts.places is None
-        return "alone" if is_dropless and not self.options.sequence_balance else None
+        """See `parallel.context`: a capacity, the balance of each row, and experts that choose need whole rows."""
+        limited = self.experts.capacity is not None or self.experts.places is not None
+        return None if self.options.sequence_balance or limited or self.options.of_encoders else "alone"
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:

@@ -253,7 +253,8 @@ def test_what_makes_no_sense_is_refused(family: str, ffn: dict[str, Any], said: 
         config_of(family, **ffn)
 
 
-def test_soft_mixtures_are_not_cut_by_tensor_parallel_ranks() -> None:
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}])
+def test_soft_mixtures_are_not_cut(layout: dict[str, int]) -> None:
     values = {
         "name": "soft",
         "model": config_of(name="soft_moe").model_dump(exclude_none=True),
@@ -264,8 +265,8 @@ def test_soft_mixtures_are_not_cut_by_tensor_parallel_ranks() -> None:
     }
     Config.model_validate(values)
     values["model"]["attention"] |= {"n_heads": 2, "head_dim": 2}  # type: ignore[index]
-    with pytest.raises(ValidationError, match="'soft_moe' is not cut over tensor-parallel ranks"):
-        Config.model_validate({**values, "parallel": {"tp": 2}})
+    with pytest.raises(ValidationError, match="'soft_moe' is not cut over tensor-parallel, context-"):
+        Config.model_validate({**values, "parallel": layout})
 
 
 def test_a_hash_needs_tokens() -> None:
