@@ -16,7 +16,8 @@ from megatfm.errors import UsageError
 from megatfm.parallel.context import contexts_of, install
 from megatfm.parallel.layout import Cut, ParameterLayout, Placement
 from megatfm.parallel.mesh import TENSOR, Mesh
-from megatfm.parallel.styles import STYLES, Ranks, Style
+from megatfm.parallel.style import Ranks, Style
+from megatfm.parallel.styles import STYLES
 
 NO_ROW = Style("no row")
 """Of a module that nobody speaks of, where nothing is cut."""

@@ -15,18 +15,14 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 from megatfm.parallel.pipeline_cut import Pipeline, activation_shape
 from megatfm.parallel.plan import NO_ROW, match
-from megatfm.parallel.styles import Style
+from megatfm.parallel.style import Style
 from megatfm.train.build import build_model, cut_model
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call, observe
 from megatfm.verify.expected_context import RowsCut
-from megatfm.verify.expected_weights import (
-    WHOLE_TENSORS,
-    MeshPosition,
-    RankParameters,
-    weights_and_gradients,
-)
+from megatfm.verify.expected_weights import WHOLE_TENSORS, weights_and_gradients
 from megatfm.verify.ledger import Flows, Ledger
+from megatfm.verify.rank_parameters import MeshPosition, RankParameters
 from megatfm.verify.reference import perturbed
 
 CHUNK = 1024

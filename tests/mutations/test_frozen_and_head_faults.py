@@ -18,6 +18,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.pipelined import StagePasses
 from megatfm.models import build
 from megatfm.parallel import styles
+from megatfm.parallel.style import Own, Ranks
 from tests.parity.test_families import MODELS
 from tests.parity.test_frozen import FREEZE, wrong
 from tests.workers import Workers
@@ -58,7 +59,7 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     real = styles.WHOLE_INPUT.install
     assert real is not None
 
-    def install(module: nn.Module, ranks: styles.Ranks, own: styles.Own) -> None:
+    def install(module: nn.Module, ranks: Ranks, own: Own) -> None:
         real(module, ranks, own)
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 

@@ -24,7 +24,7 @@ from megatfm.models import build
 from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
 from megatfm.parallel import collectives, experts, styles
 from megatfm.parallel.mesh import DENSE, Mesh
-from megatfm.parallel.styles import Ranks
+from megatfm.parallel.style import Ranks
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines, test_traffic
 from tests.parity.test_families import SMALL, PassOn, batch_for

@@ -24,7 +24,8 @@ from megatfm.parallel.collectives import copy_to_shards, gather_shards, scatter_
 from megatfm.parallel.layout import Cut, Placement
 from megatfm.parallel.mesh import DataAxes, Mesh, build_mesh
 from megatfm.parallel.plan import lay
-from megatfm.parallel.styles import STYLES, Own, Ranks, Style
+from megatfm.parallel.style import Own, Ranks, Style
+from megatfm.parallel.styles import STYLES
 from megatfm.train.guards.integrity import compare_replicas
 from tests.workers import Workers
 

@@ -1,0 +1,123 @@
+"""How a module runs under tensor parallelism: which dim of its weights is cut, and what travels around it.
+
+A style is laid over any module from outside. With sequence parallelism, activations between the styles are sharded
+along the sequence (dim 1); without, they are replicated.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatfm.parallel.collectives import (
+    copy_to_shards,
+    gather_replicated,
+    gather_shards,
+    scatter_sum,
+    sum_partial,
+)
+from megatfm.parallel.layout import Placement
+from megatfm.parallel.mesh import Mesh
+
+SEQUENCE_DIM = 1
+
+Own = Mapping[str, Placement]
+"""The placements of a module's own tensors, by their names in it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The tensor-parallel group that styles work in."""
+
+    group: ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def rank(self) -> int:
+        """This process's number within the group, not in the world."""
+        return dist.get_rank(self.group)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Residual stream → replicated input of cut weights."""
+        if self.sequence_parallel:
+            return gather_shards(x, SEQUENCE_DIM, self.group)
+        return copy_to_shards(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Partial output of cut weights → residual stream."""
+        return (
+            scatter_sum(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else sum_partial(x, self.group)
+        )
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Residual stream → replicated, for what every rank computes alike."""
+        return gather_replicated(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else x
+
+    def own(self, x: Tensor) -> Tensor:
+        """Replicated → residual stream; every rank keeps its part of the sequence."""
+        return x.chunk(self.group.size(), SEQUENCE_DIM)[self.rank] if self.sequence_parallel else x
+
+
+Install = Callable[[nn.Module, Ranks, Own], None]
+PlacementRule = Callable[[Placement, Mesh], Placement]
+InstallBeside = Callable[[nn.Module, Mesh, Own], None]
+
+
+def _nothing(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    """Nothing travels."""
+
+
+def _as_it_is(placement: Placement, mesh: Mesh) -> Placement:
+    return placement
+
+
+def _nothing_beside(module: nn.Module, mesh: Mesh, own: Own) -> None:
+    """Nothing travels."""
+
+
+Sends = Literal[
+    "input gathered",  # residual stream to replicated input of cut weights
+    "output gathered",
+    "output summed",  # partial output of cut weights to residual stream
+    "input whole",  # for what every rank computes alike
+    "output whole",
+    "parts summed",  # numbers for each token, over cut channels; of their gradient, too
+    "loss summed",  # a sum over tokens
+    "loss over the vocabulary",  # in the module's `loss`; of logits, if it gives these, the parts are gathered
+]
+"""What ranks send one another at a module's call; what its backward pass sends follows from it."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """dim: the dim of the module's own tensors that is cut; None: they are whole on every rank.
+
+    gradient: of whole tensors. "whole": every rank computes all of it; "sequence": from its part of the residual
+    stream, so a partial one with sequence parallelism; "partial": always its own share, e.g. that of its heads.
+    uneven: the last part may be smaller. install: adds what travels; called only where there is more than one rank.
+    place: what axes beside tensor parallelism do to a tensor (experts, cut over theirs), given what that has done.
+    beside: adds what travels over these axes, before `install` does; called whatever their sizes are.
+    shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
+    sends: in words of `Sends`, so that `megatfm verify` can say how much it should be; None: it can't.
+    """
+
+    name: str
+    dim: int | None = None
+    gradient: Literal["whole", "sequence", "partial"] = "whole"
+    uneven: bool = False
+    install: Install = _nothing
+    place: PlacementRule = _as_it_is
+    beside: InstallBeside = _nothing_beside
+    shown: bool = False
+    instead: "Style | None" = None
+    sends: tuple[Sends, ...] | None = None
+
+    def fitted(self, module: nn.Module, parts: int) -> "Style":
+        """This style, or the other where the module's heads are fewer than the parts and divide them."""
+        heads = getattr(module, "heads", None)
+        if self.instead and heads and heads % parts and parts % heads == 0:
+            return self.instead
+        return self

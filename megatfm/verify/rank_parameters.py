@@ -1,0 +1,124 @@
+"""What a rank holds of a model's parameters under a layout, worked out without a process group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import nn
+
+from megatfm.config import ParallelConfig
+from megatfm.parallel.mesh import EXPERT_SHARD, SHARD
+from megatfm.parallel.pipeline_cut import Pipeline
+from megatfm.parallel.style import Style
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MeshPosition:
+    """A rank's place on the axes by which ranks differ in what they hold."""
+
+    pp: int
+    shard: int
+    tp: int
+    experts_over: int = 1
+
+    @property
+    def ep(self) -> int:
+        """Which of the ranks that divide experts among them."""
+        return self.shard % self.experts_over
+
+    @property
+    def edp(self) -> int:
+        """Which of those that hold the same experts."""
+        return self.shard // self.experts_over
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """What a rank holds of the plain model's parameters. fitted: module → style."""
+
+    model: nn.Module
+    fitted: Mapping[str, Style]
+    pipeline: Pipeline | None
+    place: MeshPosition
+    parallel: ParallelConfig
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Before the data axes cut them, of the parameters that this pipeline rank's stages use."""
+        return {
+            name: self.shape_at(name, self.place)
+            for name, _ in self.model.named_parameters()
+            if self.pipeline is None or self.place.pp in self.pipeline.holders[name]
+        }
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Names of the parameters held here that have gradients."""
+        return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
+
+    def shape_at(self, name: str, place: MeshPosition) -> Shape:
+        """What a rank holds before the data axes cut it."""
+        shape = list(self.model.get_parameter(name).shape)
+        if self.is_expert(name):
+            shape[0] //= self.parallel.ep
+        if self.is_cut(name):
+            dim, parts = self._style(name).dim, self.parallel.tp
+            assert dim is not None
+            each = -(-shape[dim] // parts)
+            shape[dim] = max(0, min(each, shape[dim] - each * place.tp))
+        return tuple(shape)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether expert parallelism lays blocks of the parameter on different ranks."""
+        return self.parallel.ep > 1 and self._style(name).name == "experts"
+
+    def shard_axis(self, name: str) -> str:
+        """The axis over which ZeRO cuts the parameter."""
+        return EXPERT_SHARD if self.is_expert(name) else SHARD
+
+    def shards(self, name: str) -> int:
+        """Ranks along that axis."""
+        return self.parallel.dp_shard // (self.parallel.ep if self.is_expert(name) else 1)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether tensor parallelism lays blocks of the parameter on different ranks, rather than copies."""
+        dim, dims = self._style(name).dim, self.model.get_parameter(name).dim()
+        return self.parallel.tp > 1 and dim is not None and -dims <= dim < dims
+
+    def is_partial(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has only its share of the gradient."""
+        return self.sums(self._style(name)) and not self.is_cut(name)
+
+    def sums(self, style: Style) -> bool:
+        """Whether what a tensor-parallel rank computes in a module is its share only."""
+        partial = style.gradient == "partial"
+        return self.parallel.tp > 1 and (
+            partial or (style.gradient == "sequence" and self.parallel.sequence_parallel)
+        )
+
+    def own(self, name: str, place: MeshPosition | None = None) -> int:
+        """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
+        place = place or self.place
+        shape, parts = self.shape_at(name, place), self.shards(name) if self.parallel.zero else 1
+        size = shape[self._data_dim(name)]
+        each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
+        return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
+
+    def padded(self, name: str) -> int:
+        """Elements when each data rank's rows are filled up to equally many."""
+        shape, ranks = self.shapes[name], self.shards(name)
+        size = shape[self._data_dim(name)]
+        return ranks * -(-size // ranks) * (prod(shape) // size)
+
+    def _data_dim(self, name: str) -> int:
+        """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
+        if self._style(name).name != "experts" or self.parallel.zero < 2:
+            return 0
+        (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
+        return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
+
+    def _style(self, name: str) -> Style:
+        return self.fitted[name.rpartition(".")[0]]
