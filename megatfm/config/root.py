@@ -169,6 +169,12 @@ class Config(Section):
                 f"parallel.ep = {ep}: parallel.engine = {self.parallel.engine!r} does not divide experts: choose "
                 "engine = 'native', or ep = 1"
             )
+        if ep > 1 and self.train.recompute == "selective" and self.parallel.zero > 1:
+            raise ValueError(
+                f"train.recompute = 'selective': under parallel.ep = {ep} and parallel.zero = {self.parallel.zero} "
+                "experts are gathered inside their block, which this can't repeat: set train.recompute = 'full', or "
+                "parallel.zero = 1"
+            )
         if ep > 1 and self.train.recompute.endswith("B"):
             raise ValueError(
                 f"train.recompute = {self.train.recompute!r}: ranks have different numbers of rows under parallel.ep = "

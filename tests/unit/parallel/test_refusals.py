@@ -335,6 +335,20 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         MOE,
+        ["parallel.ep=2", "parallel.dp_shard=2", "train.recompute=selective"],
+        None,
+        r"train\.recompute = 'selective': .* can't repeat: set (train\.recompute = 'full'), or parallel\.zero = 1$",
+        ["{0}"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1", "train.recompute=2 GB"],
+        None,
+        r"train\.recompute = '2 GB': .* set (train\.recompute = 'full') or 'selective'$",
+        ["{0}"],
+    ),
+    (
+        MOE,
         ["model.ffn.top_k=7"],
         None,
         r"top_k = 7 is more than n_experts = 6: choose (6) or less$",
