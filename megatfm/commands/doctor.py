@@ -13,18 +13,35 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 ANSWER_SECONDS = 10.0
+IMPORT_SECONDS = 60.0
+"""DeepSpeed takes its time."""
 ENOUGH_DISK = 10 * 2**30
 
 OPTIONAL = {
     "wandb": ("log.sinks = ['wandb']", "pip install 'megatfm[wandb]'"),
     "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
-    "deepspeed": ("the DeepSpeed engine, which is not there yet", "make deepspeed"),
+    "deepspeed": ("parallel.engine = 'deepspeed'", "make deepspeed"),
     "megablocks": ("mixture of experts on GPUs, which is not there yet", "make moe"),
 }
 """Package → what it is for, how to get it."""
+OPERATORS = """
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder import all_ops
+for name in ("async_io", "cpu_adam", "fused_adam"):
+    builder = all_ops.ALL_OPS.get(name)
+    if builder is not None:
+        installed = "installed" if installed_ops.get(name) else ""
+        how = "apt-get install libaio-dev" if name == "async_io" else ""
+        print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
+"""
+SECONDS = {"cpu_adam": 53, "fused_adam": 44}
+"""What compiling took on two cores of a Xeon."""
+COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
 
 @dataclass(frozen=True)
@@ -142,6 +159,40 @@ def packages() -> Iterator[Finding]:
     )
 
 
+def deepspeed() -> Iterator[Finding]:
+    """Which of DeepSpeed's operators would compile here, and locks of builds that were killed."""
+    if not _version("deepspeed"):
+        yield Finding("deepspeed", False, "not installed", "make deepspeed")
+        return
+    compiler = shutil.which("g++")
+    yield Finding(
+        "g++",
+        bool(compiler),
+        compiler or "not on the PATH",
+        "operators can't be compiled: apt-get install g++",
+    )
+    # In another process: DeepSpeed is slow to import, and nothing else here needs it.
+    ok, text = _ask([sys.executable, "-W", "ignore", "-c", OPERATORS], seconds=IMPORT_SECONDS)
+    for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
+        name, answer, how = line.split("|")
+        takes = (
+            f"compiles at first use, in about {SECONDS.get(name, 60)} s; megatfm never starts that by itself"
+        )
+        found = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
+        yield Finding(name, answer != "no", found, how or "g++ and ninja are needed")
+    if not ok:
+        yield Finding("operators", False, text, "make deepspeed")
+    for lock in sorted(_extensions().glob("**/lock")):
+        busy = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
+        left = "left by a build that was killed, and whoever needs it waits for ever"
+        yield Finding("build lock", busy, f"{lock}: {'a build goes on' if busy else left}", f"rm {lock}")
+
+
+def _extensions() -> Path:
+    """Where torch compiles extensions."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+
+
 def disk() -> Iterator[Finding]:
     """Room for corpora and checkpoints here."""
     free = shutil.disk_usage(Path.cwd()).free
@@ -155,6 +206,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
     "MPI": mpi,
     "SLURM": slurm,
     "Packages": packages,
+    "DeepSpeed": deepspeed,
     "Disk": disk,
 }
 
@@ -181,12 +233,13 @@ def _program(name: str, arguments: list[str], how: str) -> Finding:
     return Finding(name, ok, text.splitlines()[0] if ok and text else text, how)
 
 
-def _ask(command: list[str]) -> tuple[bool, str]:
+def _ask(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
     """Whether a command ends well in time, and the last it said."""
+    limit = max(seconds, ANSWER_SECONDS)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return False, f"no answer within {ANSWER_SECONDS:g} s"
+        return False, f"no answer within {limit:g} s"
     except OSError as error:
         return False, f"can't be run: {error.strerror}"
     output = (done.stdout if done.returncode == 0 else done.stderr).strip()

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
+    parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
 
 
@@ -24,7 +25,10 @@ def main(args: argparse.Namespace) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs."""
     from megatfm.config import load_config
 
-    config = load_config(args.config, args.overrides)  # before torch: a mistake in it shouldn't wait
+    engine = [f"parallel.engine={args.engine}"] if args.engine else []
+    config = load_config(
+        args.config, [*args.overrides, *engine]
+    )  # before torch: a mistake in it shouldn't wait
 
     from rich.console import Console
 
@@ -56,9 +60,11 @@ def _heading(comparison: "Comparison") -> str:
         layout += f", experts over {parallel.ep} of the data ranks"
     if parallel.dp_shard > 1:
         layout += f", ZeRO {parallel.zero}"
+    engine = comparison.config.parallel.engine
+    how = "" if engine == "native" else f", {engine} in {comparison.config.train.precision},"
     shrunk = "\n".join(f"  {change}" for change in comparison.shrunk)
     return (
-        f"{comparison.config.name}: one step under {layout} against plain autograd on one process, in float64\n"
+        f"{comparison.config.name}: one step under {layout}{how} against plain autograd on one process, in float64\n"
         f"Changed for this test:\n{shrunk}"
     )
 
@@ -103,18 +109,16 @@ def _traffic(comparison: "Comparison") -> "Table":
 
 
 def _conclusion(comparison: "Comparison") -> str:
-    from megatfm.verify.verify import BOUND
-
-    everything = len(comparison.gradients)
+    bound, everything = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.misses:
         more = f" (and {len(comparison.misses) - 1} more)" if len(comparison.misses) > 1 else ""
-        same = f"loss, norm and {everything} gradients agree within {BOUND:g}"
+        same = f"loss, norm and {everything} gradients agree within {bound:g}"
         return f"DIFFERENT TRAFFIC: {same}, but {comparison.misses[0]}{more}"
     if not comparison.wrong:
-        return f"Same computation: loss, norm and {everything} gradients agree within {BOUND:g}."
+        return f"Same computation: loss, norm and {everything} gradients agree within {bound:g}."
     worst = max(comparison.wrong, key=lambda one: (one.error != one.error, one.error))
     gradients = sum(one.is_wrong for one in comparison.gradients)
     return (
-        f"DIFFERENT: {gradients} of {everything} gradients are off by more than {BOUND:g}; "
+        f"DIFFERENT: {gradients} of {everything} gradients are off by more than {bound:g}; "
         f"the worst is {worst.name}, by {worst.error:.1e}"
     )

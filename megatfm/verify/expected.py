@@ -37,7 +37,7 @@ def unpredicted(config: Config) -> dict[str, str]:
     """Axis → why there is no closed form for what it sends."""
     parallel, recompute, engine = config.parallel, config.train.recompute, config.parallel.engine
     if engine != "native":
-        why = f"the engine {engine!r} comes from a plugin, and only its author knows what it sends"
+        why = f"the engine {engine!r} is not ours, and only its authors know what it sends"
         return {axis: why for axis, size in _sizes(config).items() if size > 1}
     found = {}
     if parallel.ep > 1 and parallel.cp > 1:

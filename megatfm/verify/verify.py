@@ -18,11 +18,18 @@ from megatfm.verify.reference import ReferenceStep, reference_step
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
 
-BOUND = 1e-9
-"""Largest error of a gradient that rounding in float64 can explain, with room to spare."""
 
-FLOOR = 1e-6
-"""A gradient smaller than this share of all gradients is measured against that share: some are zero in theory."""
+@dataclass(frozen=True)
+class Limits:
+    """bound: the largest error of a gradient that rounding can explain, with room to spare. floor: a gradient smaller
+    than this share of all gradients is measured against that share: some are zero in theory."""
+
+    bound: float
+    floor: float
+
+
+LIMITS = {"fp64": Limits(bound=1e-9, floor=1e-6), "fp32": Limits(bound=1e-5, floor=1e-3)}
+"""By the precision that the layout's engine computes in."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,13 @@ class Difference:
     name: str
     error: float
     norm: float
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...]
+    bound: float
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error is above `BOUND`, or NaN."""
-        return not self.error <= BOUND
+        """Whether the error is above `bound`, or NaN."""
+        return not self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -58,13 +66,19 @@ class Comparison:
     """Flows that are not as expected, on any rank."""
 
     @property
+    def bound(self) -> float:
+        """Above which a difference is wrong."""
+        return self.loss.bound
+
+    @property
     def wrong(self) -> list[Difference]:
         """Numbers that differ by more than rounding: of loss, gradient norm and gradients; no flows."""
         return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
 
 
 def verify(config: Config) -> Comparison:
-    """Take one step of a shrunk config on one process and under its layout, on the CPU in float64.
+    """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
+    if its engine has no float64.
 
     Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
     """
@@ -73,6 +87,7 @@ def verify(config: Config) -> Comparison:
     batch = random_batch(small)
     step = reference_step(small, batch)
     answers = run_ranks(small, batch)
+    limits = LIMITS[small.train.precision]
     without = unpredicted(small)
     by_rank = [
         {key: flow for key, flow in flows.items() if key[0] not in without}
@@ -81,9 +96,9 @@ def verify(config: Config) -> Comparison:
     return Comparison(
         config=small,
         shrunk=shrunk,
-        gradients=gradient_differences(step.gradients, answers),
-        loss=_worst("loss", [answer.loss for answer in answers], step.loss),
-        grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm),
+        gradients=gradient_differences(step.gradients, answers, limits),
+        loss=_worst("loss", [answer.loss for answer in answers], step.loss, limits),
+        grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
         flows=_busiest(answers),
         expected=_most(by_rank),
         unpredicted=without,
@@ -116,8 +131,10 @@ def _most(by_rank: Sequence[Flows]) -> Flows:
     return most
 
 
-def gradient_differences(expected: Mapping[str, Tensor], answers: Sequence[Answer]) -> list[Difference]:
-    """‖g − r‖ / max(‖r‖, 1e-6·‖all r‖) of each gradient, the worst first.
+def gradient_differences(
+    expected: Mapping[str, Tensor], answers: Sequence[Answer], limits: Limits = LIMITS["fp64"]
+) -> list[Difference]:
+    """‖g − r‖ / max(‖r‖, floor·‖all r‖) of each gradient, the worst first.
 
     A block that several ranks hold counts with the worst of them; an element that no rank holds counts as NaN.
     """
@@ -132,16 +149,16 @@ def gradient_differences(expected: Mapping[str, Tensor], answers: Sequence[Answe
         held = sum(torch.Size(sizes).numel() for _, sizes in squares)
         total = sum(squares.values()) if held == gradient.numel() else float("nan")
         norm = float(gradient.norm())
-        error = total**0.5 / max(norm, FLOOR * everything)
-        found.append(Difference(name, error, norm, tuple(gradient.shape)))
+        error = total**0.5 / max(norm, limits.floor * everything)
+        found.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return sorted(found, key=lambda one: (one.error == one.error, -one.error))
 
 
-def _worst(name: str, values: Sequence[float], expected: float) -> Difference:
+def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
     error = 0.0
     for value in values:
         error = _larger(error, abs(value - expected) / abs(expected))
-    return Difference(name, error, expected)
+    return Difference(name, error, expected, (), limits.bound)
 
 
 def _larger(one: float, other: float) -> float:

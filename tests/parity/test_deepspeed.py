@@ -1,6 +1,8 @@
 """Under DeepSpeed's ZeRO a step is that of one device, and ten of them are those of the native engine."""
 
 import importlib.util
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatfm import checkpoint
 from megatfm.config import Config, load_config
 from megatfm.engines.interface import Engine
 from megatfm.parallel.mesh import build_mesh
@@ -16,7 +19,7 @@ from megatfm.verify.batch import objective_of, random_batch
 from megatfm.verify.rank import _microbatches, _step
 from megatfm.verify.reference import reference_step
 from megatfm.verify.shrink import shrink
-from megatfm.verify.verify import gradient_differences
+from megatfm.verify.verify import LIMITS, gradient_differences
 from tests.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +45,10 @@ def small(family: str, *overrides: str, **parallel: Any) -> Config:
     keys = {"engine": "deepspeed", **parallel}
     config = load_config(preset, [*base, *(f"parallel.{key}={value}" for key, value in keys.items())])
     return shrink(config)[0]
+
+
+def in_precision(config: Config, precision: str) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def engine_of(config: Config, **parallel: Any) -> Engine:
@@ -80,44 +87,42 @@ def gradient_errors(config: Config) -> float:
     mine = _step(config, batch, dist.get_world_size())
     dist.all_gather_object(answers, mine)
     numbers = [mine.loss / expected.loss - 1, mine.grad_norm / expected.grad_norm - 1]
-    worst = [difference.error for difference in gradient_differences(expected.gradients, answers)]
-    return max(*map(abs, numbers), worst[0])
+    worst = gradient_differences(expected.gradients, answers, LIMITS["fp32"])[0]
+    return max(*map(abs, numbers), worst.error)
 
 
-def ten_steps(config: Config) -> tuple[float, float]:
-    """Against the native engine: the first update's error by norm, the worst of a parameter; that of ten losses."""
+def take(config: Config, engine: Engine, step: int) -> float:
+    seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
+    batch = _microbatches(config, engine, random_batch(seeded))
+    stats = engine.forward_backward(batch, objective_of(config))
+    engine.step(config.optimizer.lr, config.optimizer.clip)
+    return stats.loss
+
+
+def against_native(config: Config, steps: int) -> tuple[float, float]:
+    """The first update's error by norm, the worst of a parameter; that of the losses."""
     ours, native = engine_of(config), engine_of(config, engine="native")
     before = weights(native)
     for name, tensor in weights(ours).items():
         assert torch.equal(tensor, before[name]), f"initial {name} differs"
     losses, updates = [], []
-    for step in range(10):
-        seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
-        batch = random_batch(seeded)
-        told = []
-        for engine in (ours, native):
-            stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
-            engine.step(config.optimizer.lr, config.optimizer.clip)
-            told.append(stats.loss)
-        losses.append(abs(told[0] / told[1] - 1))
+    for step in range(steps):
+        losses.append(abs(take(config, ours, step) / take(config, native, step) - 1))
         if step == 0:
             moved, theirs = weights(ours), weights(native)
             for name, start in before.items():
-                change = theirs[name] - start
-                updates.append(float((moved[name] - theirs[name]).norm() / change.norm()))
+                updates.append(float((moved[name] - theirs[name]).norm() / (theirs[name] - start).norm()))
     return max(updates), max(losses)
 
 
-def compare(cases: list[Config]) -> list[tuple[float, float, float]]:
-    return [(gradient_errors(config), *ten_steps(config)) for config in cases]
+def compare(cases: list[Config], steps: int) -> list[tuple[float, float, float]]:
+    return [(gradient_errors(config), *against_native(config, steps)) for config in cases]
 
 
 GRID = {
     "decoder on 2": [("decoder", "dp2", stage) for stage in (0, 1, 2, 3)],
-    "decoder on 4": [("decoder", layout, stage) for layout in ("dp4", "tp2 × dp2") for stage in (0, 1, 2, 3)],
-    "others on 4": [
-        (family, "tp2 × dp2", stage) for family in ("bert", "t5", "moe") for stage in (0, 1, 2, 3)
-    ],
+    "decoder on 4": [("decoder", "dp4", 2), ("decoder", "tp2 × dp2", 1), ("decoder", "tp2 × dp2", 3)],
+    "others on 4": [("bert", "tp2 × dp2", 2), ("t5", "tp2 × dp2", 3), ("moe", "tp2 × dp2", 1)],
 }
 
 
@@ -125,9 +130,140 @@ GRID = {
 def test_steps_are_those_of_one_device(workers: Workers, name: str) -> None:
     cases = [small(family, zero=stage, **LAYOUTS[layout]) for family, layout, stage in GRID[name]]
     ranks = int(name[-1])
-    for found in workers.run(compare, ranks, cases, timeout=200):
-        print(name, found)
+    for found in workers.run(compare, ranks, cases, 10 if ranks == 2 else 3, timeout=250):
         for (gradients, updates, losses), case in zip(found, GRID[name], strict=True):
-            assert gradients <= 1e-6, case
+            assert gradients <= 2e-6, case
             assert losses <= 1e-6, case
-            assert updates <= 1e-3, case
+            assert updates <= 1e-4, case
+
+
+def save_first(folder: Path, config: Config) -> None:
+    engine = engine_of(config, engine="native", zero=0, dp_shard=1, tp=1)
+    for step in range(2):
+        take(config, engine, step)
+    checkpoint.save(folder / "first", 1, engine.state_dict(), {})
+
+
+def load(engine: Engine, path: Path) -> None:
+    room = engine.empty_state_dict(checkpoint.names(path))
+    checkpoint.load(path, room)
+    engine.load_state_dict(room)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
+    return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
+
+
+def hand_on(folder: Path, cases: list[Config]) -> list[str]:
+    """Each stage opens what native has saved, saves it, goes a step on, and native goes on with what that saved."""
+    wrong, first = [], folder / "first/step-00000001"
+    expected = checkpoint.read_tensors(first)
+    for number, config in enumerate(cases):
+        engine, native = engine_of(config), engine_of(config, engine="native", zero=3)
+        load(engine, first)
+        path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
+        wrong += [f"{number}: {name}" for name in differing(expected, checkpoint.read_tensors(path))]
+        loss = take(config, engine, 2)
+        path = checkpoint.save(folder / str(number), 2, engine.state_dict(), {})
+        kept = checkpoint.read_tensors(path)
+        load(native, path)
+        again = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
+        wrong += [f"{number}, native: {name}" for name in differing(kept, checkpoint.read_tensors(again))]
+        load(engine, first)  # over what has moved: the same step once more
+        if take(config, engine, 2) != loss:
+            wrong.append(f"{number}: the loss of a repeated step")
+        path = checkpoint.save(folder / str(number), 3, engine.state_dict(), {})
+        wrong += [f"{number}, repeated: {name}" for name in differing(kept, checkpoint.read_tensors(path))]
+    return wrong
+
+
+CHECKPOINTS = {
+    "2": [
+        small("decoder", zero=0, dp_shard=2),
+        small("decoder", zero=1, dp_shard=2),
+        in_precision(small("decoder", zero=2, dp_shard=2), "bf16"),
+        in_precision(small("decoder", zero=3, dp_shard=2), "fp16"),
+        small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2),
+        small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2),
+    ],
+    "4": [small("decoder", zero=stage, **LAYOUTS["tp2 × dp2"]) for stage in (2, 3)],
+}
+
+
+@pytest.mark.parametrize("ranks", CHECKPOINTS)
+def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_path: Path, ranks: str) -> None:
+    workers.run(save_first, 1, tmp_path, CHECKPOINTS[ranks][0])
+    for found in workers.run(hand_on, int(ranks), tmp_path, CHECKPOINTS[ranks], timeout=250):
+        assert found == []
+
+
+def behave(folder: Path) -> list[str]:
+    """What else a step may be asked for, one after another under stages 2 and 3."""
+    wrong = []
+    for stage in (2, 3):
+        config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
+        engine, native = engine_of(config), engine_of(config, engine="native")
+        start = weights(engine)
+        batch = _microbatches(config, engine, random_batch(config))
+        engine.forward_backward(batch, objective_of(config))
+        if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
+            wrong.append(f"{stage}: a step that is left out")
+        engine.forward_backward(batch, objective_of(config))
+        once = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.zero_grad()
+        engine.forward_backward(batch, objective_of(config))
+        if differing(once, engine.gradients()):
+            wrong.append(f"{stage}: a step computed twice")
+        engine.zero_grad()
+        if abs(take(config, engine, 1) / take(config, native, 1) - 1) > 1e-6:
+            wrong.append(f"{stage}: the loss with frozen weights")
+        after, theirs = weights(engine), weights(native)
+        still = {name for name in start if torch.equal(start[name], after[name])}
+        if still != {name for name in start if ".attn.wq." in name}:
+            wrong.append(f"{stage}: what is frozen")
+        if any((after[name] - theirs[name]).abs().max() > 1e-6 for name in start):
+            wrong.append(f"{stage}: the update with frozen weights")
+        batches = _microbatches(config, engine, random_batch(config))
+        told = [each.evaluate(batches, objective_of(config)).loss for each in (engine, native)]
+        if abs(told[0] / told[1] - 1) > 1e-6:
+            wrong.append(f"{stage}: the evaluated loss")
+    scaled = engine_of(in_precision(small("decoder", zero=2, dp_shard=2), "fp16"))
+    scaled.loss_scale.value = 2.0**60
+    if math.isfinite(_overflowing(scaled)) or scaled.loss_scale.value != 2.0**59:
+        wrong.append("an overflow of float16")
+    return wrong
+
+
+def _overflowing(engine: Engine) -> float:
+    config = small("decoder", zero=2, dp_shard=2)
+    before = weights(engine)
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_of(config))
+    norm = engine.step(1.0, 1.0)
+    assert differing(before, weights(engine)) == []
+    return norm
+
+
+def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(behave, 2, tmp_path, timeout=250):
+        assert found == []
+
+
+def optimizers(folder: Path) -> list[str]:
+    wrong = []
+    for optimizer in ("lion", "schedule_free_adamw"):
+        config = small("decoder", f"optimizer.name={optimizer}", "schedule.name=constant", zero=1, dp_shard=2)
+        ours, native = engine_of(config), engine_of(config, engine="native")
+        for step in range(3):
+            if abs(take(config, ours, step) / take(config, native, step) - 1) > 1e-6:
+                wrong.append(f"{optimizer}: loss {step}")
+        path = checkpoint.save(folder / optimizer, 1, ours.state_dict(), {})
+        load(native, path)
+        again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
+        wrong += differing(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
+    return wrong
+
+
+def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
+    for found in workers.run(optimizers, 2, tmp_path, timeout=250):
+        assert found == []

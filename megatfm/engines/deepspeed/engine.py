@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatfm.checkpoint import Box, FlatBox
 from megatfm.config.deepspeed import derive, precision_problem
-from megatfm.engines.deepspeed.library import ModelParallelUnit, load, quiet, release
+from megatfm.engines.deepspeed.library import ModelParallelUnit, check_nvme, load, quiet, release
 from megatfm.engines.deepspeed.optimizer import FlatOptimizer
 from megatfm.engines.deepspeed.partitions import Partitions
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
@@ -68,6 +68,8 @@ class DeepSpeedEngine:
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = load(setup.device)
+        if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
+            check_nvme(package)
         recompute(self.model, blocks(self.model), config.train.recompute)
         materialise(self.model, self.precision, self.device, gradients=self.precision.computed)
         if self.precision.is_mixed:

@@ -6,16 +6,28 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.cpp_extension import _get_build_directory
 
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
+from megatfm.parallel.process_environment import read_process_environment
 
+COMPILE = 'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'
 REMEMBERED = "_PartitionedParameterCoordinator__params_to_release"
 """A method whose results are cached for ever, with the models that they are of."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """DeepSpeed's own calls of what torch or Python deprecate are nothing that a user here could mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def load(device: torch.device) -> ModuleType:
@@ -23,7 +35,9 @@ def load(device: torch.device) -> ModuleType:
     missing."""
     # What is asked for before the import decides; else it compiles one operator to find out what it may compile.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    if "LOCAL_RANK" not in os.environ:
+        place = read_process_environment(os.environ)
+        os.environ["LOCAL_RANK"] = str(place.local_rank if device.index is None else device.index)
     with quiet():
         try:
             package = importlib.import_module("deepspeed")
@@ -41,34 +55,43 @@ def load(device: torch.device) -> ModuleType:
 
 
 def _forget_engines_before() -> None:
-    """What DeepSpeed keeps for a process: groups of a world that may be gone, models, and numbers that it gives to
-    modules and parameters, which must be the same on all ranks."""
+    """What DeepSpeed keeps for a process: groups of a world that may be gone, and numbers that it gives to modules and
+    parameters, which must be the same on all ranks."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups = importlib.import_module("deepspeed.utils.groups")
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
-    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     groups._release_process_group_references()
     comm.cdb = None
-    offload.FWD_MODULE_STACK.clear()
-    method: Any = getattr(coordinator.PartitionedParameterCoordinator, REMEMBERED)
-    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
     (count,) = offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     count[0] = parameters.Init.param_id = 0
 
 
 def release(engine: Any) -> None:
-    """Take the hooks of an engine that nobody uses any more off its parameters: they would keep it, and its groups."""
+    """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
+    keeps for a process: they would keep it, and its groups."""
     engine.destroy()
-    _forget_engines_before()
+    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+    offload.FWD_MODULE_STACK[:] = [each for each in offload.FWD_MODULE_STACK if each is not engine.module]
+    method: Any = getattr(coordinator.PartitionedParameterCoordinator, REMEMBERED)
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """DeepSpeed's own calls of what torch or Python deprecate are nothing that a user here could mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+@quiet()
+def check_nvme(package: ModuleType) -> None:
+    """Raise UsageError unless the operator that reads and writes NVMe is compiled: here nothing is, unasked."""
+    builder = package.ops.op_builder.AsyncIOBuilder()
+    what = "deepspeed.offload_… = 'nvme' needs DeepSpeed's operator async_io"
+    if not builder.is_compatible(verbose=False):
+        raise UsageError(
+            f"{what}, which doesn't compile here: install libaio's headers (apt-get install libaio-dev) and g++, or "
+            "offload to 'cpu'"
+        )
+    folder = Path(_get_build_directory(builder.name, verbose=False))
+    with_it = importlib.import_module("deepspeed.git_version_info").installed_ops
+    if not with_it.get(builder.name) and not (folder / f"{builder.name}.so").exists():
+        raise UsageError(f"{what}, which isn't compiled yet: {COMPILE} does it, once, in about a minute")
 
 
 class ModelParallelUnit:
