@@ -61,6 +61,9 @@ def _problems(config: "Config") -> Iterator[str]:
     parallel, train, offload = config.parallel, config.train, config.deepspeed
     if parallel.pp > 1:
         yield f"parallel.pp = {parallel.pp}: set parallel.pp = 1 (tp and zero = 3 save memory, too)"
+    for axis, size in (("cp", parallel.cp), ("ep", parallel.ep)):
+        if size > 1:
+            yield f"parallel.{axis} = {size}, whose gradients it would sum over other ranks: set parallel.{axis} = 1"
     if parallel.dp_replicate > 1:
         yield (
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "
