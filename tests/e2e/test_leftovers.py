@@ -146,7 +146,7 @@ def asked(*words):
     os.kill(os.getpid(), signal.SIGUSR1)  # long before torch is imported, and its handlers are there
     return genuine(*words)
 
-genuine, command.load_config = command.load_config, asked
+genuine, command.training_config = command.training_config, asked
 cli.main(sys.argv[1:])
 """
 
