@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = Stack(config, "decoder")
+        self.reads = self.decoder.reads
         has_head = config.head.name != "none"
         self.head = Head(config, self.decoder.embedding.tied_table(config)) if has_head else None
         self.future = nn.ModuleDict(
@@ -87,7 +88,7 @@ class Decoder(nn.Module):
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         return sequence_metadata(
-            batch[self.decoder.reads],
+            batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             prefix_BT=batch.get("prefix"),

@@ -137,6 +137,7 @@ class Discriminator(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Stack(config, "encoder")
+        self.reads = self.encoder.reads
         initial, d = initialiser(config, "encoder"), config.d_model
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         judges = config.head.name != "none"
@@ -180,7 +181,7 @@ class Discriminator(nn.Module):
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         return sequence_metadata(
-            batch[self.encoder.reads],
+            batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),

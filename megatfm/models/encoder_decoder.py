@@ -35,6 +35,8 @@ class EncoderDecoder(nn.Module):
         embedding = Embedding(config, "decoder", shared=self.encoder.embedding)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
         self.head = Head(config, embedding.tied_table(config)) if config.head.name != "none" else None
+        # A pipeline stage may have lost either stack.
+        self.encoder_reads, self.reads = self.encoder.reads, self.decoder.reads
         encode = StackInputs(self.encoder_sequence, side="encoder_", writes="memory")
         decode = StackInputs(self.sequence, memory=self._memory, carried_memory=("memory",))
         self.encoder_steps = ModelSteps(self.encoder.steps("encoder", encode))
@@ -76,9 +78,9 @@ class EncoderDecoder(nn.Module):
             "encoder_documents": encoder_documents, "memory": memory,
         }  # fmt: skip
         batch = ForwardPass({**inputs, **fields}, cache=cache)
-        if memory is None and batch.get("encoder_" + self.encoder.reads) is None:
+        if memory is None and batch.get("encoder_" + self.encoder_reads) is None:
             raise TypeError(
-                f"an encoder-decoder needs encoder_{self.encoder.reads}, or the memory that encode() gave"
+                f"an encoder-decoder needs encoder_{self.encoder_reads}, or the memory that encode() gave"
             )
         for step in self.steps if memory is None else self.decoder_steps:
             batch.keep(step, step.run(*step.inputs(batch)))
@@ -96,7 +98,7 @@ class EncoderDecoder(nn.Module):
         # The two stacks number their layers alike, so the encoder's random keys are others.
         keys = batch.get("keys")
         return sequence_metadata(
-            batch["encoder_" + self.encoder.reads],
+            batch["encoder_" + self.encoder_reads],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
             rng_keys_B=None if keys is None else ~keys,
@@ -106,13 +108,13 @@ class EncoderDecoder(nn.Module):
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         given = batch.get("memory")
         of_memory = sequence_metadata(
-            batch["encoder_" + self.encoder.reads] if given is None else given[..., 0],
+            batch["encoder_" + self.encoder_reads] if given is None else given[..., 0],
             batch.get("encoder_positions"),
             batch.get("encoder_documents"),
             of_row=batch.of_row("encoder_"),
         )
         return sequence_metadata(
-            batch[self.decoder.reads],
+            batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
