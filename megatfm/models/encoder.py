@@ -25,6 +25,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Stack(config, "encoder", embedding=embedding)
+        self.reads = self.encoder.reads
         has_head = config.head.name != "none"
         self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True) if has_head else None
         self.steps = ModelSteps(
@@ -66,7 +67,7 @@ class Encoder(nn.Module):
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
         return sequence_metadata(
-            batch[self.encoder.reads],
+            batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
