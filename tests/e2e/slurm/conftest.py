@@ -23,6 +23,7 @@ OVERRIDES = (
     "evaluate.every=1000",
     "evaluate.max_rows=4",
     "optimizer.name=adamw",  # Muon's roundings grow from step to step
+    "train.precision=fp64",  # in float32 a single step can make 1e-4 of them
     'plugins=["trouble"]',
 )
 
