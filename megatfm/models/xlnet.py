@@ -126,6 +126,7 @@ class TwoStreamStack(nn.Module):
         super().__init__()
         self.d_model = config.d_model
         self.embedding = Embedding(config, "encoder")
+        self.reads = self.embedding.reads
         self.query = Query(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
@@ -169,7 +170,7 @@ class TwoStreamStack(nn.Module):
         Without order and targets all see all, and nothing is predicted."""
         order, targets, segments = batch.get("order"), batch.get("targets"), batch.get("segments")
         sequence = sequence_metadata(
-            batch[self.embedding.reads],
+            batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
@@ -185,7 +186,7 @@ class TwoStreamStack(nn.Module):
         return depth == len(self.order) - 1
 
     def _into_embedding(self, batch: ForwardPass) -> Sequence[Any]:
-        return batch[self.embedding.reads], self._streams(batch)[0].sequence
+        return batch[self.reads], self._streams(batch)[0].sequence
 
     def _start(self, batch: ForwardPass) -> None:
         query = self._streams(batch)[1]
