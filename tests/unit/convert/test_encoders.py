@@ -243,7 +243,7 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
 
 
 def test_every_architecture_here_is_tried() -> None:
-    types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet"}
+    types = {"bert", "roberta", "albert", "deberta", "deberta-v2", "electra", "xlnet", "modernbert"}
     ours = {n: a for n in ARCHITECTURES.names() if (a := ARCHITECTURES.get(n)).model_type in types}
     assert {name for name, architecture in ours.items() if not architecture.is_bare} == set(CASES)
 

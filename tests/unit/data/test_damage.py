@@ -233,7 +233,9 @@ def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
 
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     """In tar and index alike, so that each sample is what the index says."""
-    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000) as writer:
+    with ShardWriter(
+        tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000, pack=False
+    ) as writer:
         for key in ("ab", "ba", "cd", "dc"):  # two in each shard
             writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
         writer.finish({})
