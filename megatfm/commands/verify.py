@@ -40,8 +40,10 @@ def main(args: argparse.Namespace) -> int:
     shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
     console.print(_gradients(comparison, len(shown)))
     console.print(_traffic(comparison))
-    for axis, reason in comparison.unpredicted.items():
-        console.print(f"No traffic expected over {axis}: {reason}.", markup=False)
+    for reason in dict.fromkeys(comparison.unpredicted.values()):
+        sent = {flow.axis for flow in comparison.flows if comparison.unpredicted.get(flow.axis) == reason}
+        if sent:
+            console.print(f"No traffic expected over {', '.join(sorted(sent))}: {reason}.", markup=False)
     console.print(_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.misses else 0
 
