@@ -111,7 +111,7 @@ def start(args: argparse.Namespace) -> tuple[int, Job]:
 
 def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
     """The launcher and the job; refuses flags that don't go together."""
-    _check_flags(args)
+    check_flags(args)
     nodes, max_nodes = _nodes(args.nodes)
     kind, resolved, name = _what(args)
     gpus = args.gpus_per_node or 0
@@ -141,7 +141,8 @@ def _choose(args: argparse.Namespace) -> tuple[Launcher, Job]:
     return (Local(args.max_restarts or 0) if args.mpi is None else Mpi(args.max_restarts or 0)), job
 
 
-def _check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UsageError for flags that don't go together."""
     if args.slurm and args.mpi is not None:
         raise UsageError("--slurm and --mpi: choose one; inside a SLURM job ranks are started by srun")
     if not args.slurm:

@@ -27,6 +27,7 @@ def main(args: argparse.Namespace) -> int:
             f"--from is for training: leave it out, or {'--prep' if args.prep else '--evaluate'}"
         )
     if args.source is not None or args.config is None:
+        cli.check_flags(args)  # before a model is brought into our format for nothing
         config = training_config(args)
         path = Path(config.run_dir or Path("runs") / config.name) / FROM
         try:

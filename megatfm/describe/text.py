@@ -135,7 +135,7 @@ def _activations(found: "Description") -> str:
 
     kept, rows = kept_by_blocks(found.config), found.config.train.micro_batch
     if kept is None:
-        return "not counted: how much this model keeps depends on values"
+        return "not counted: a part of this model asks for values, and is measured on shapes alone"
     whole, full = (f"{number / 2**30:,.2f} GiB" for number in kept)
     return f'{whole} kept by blocks for a micro-batch of {rows}; {full} with train.recompute = "full"'
 
