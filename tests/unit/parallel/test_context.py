@@ -25,6 +25,8 @@ REFUSED = {
     "top-k": "MoE (decoder.layers.1.ffn)",
     "deepseek-v3": "MoE (decoder.layers.1.ffn)",
     "switch": "MoE (encoder.layers.1.ffn)",
+    "drawn": "MoE (decoder.layers.1.ffn)",
+    "expert-choice": "MoE (encoder.layers.1.ffn)",
 }
 
 
@@ -112,7 +114,9 @@ def small(name: str) -> Config:
     return test_traffic.config_of(model, SECTIONS[name](), ParallelConfig(dp_shard=1))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES.names())
+@pytest.mark.parametrize(
+    "name", [name for name in OBJECTIVES.names() if OBJECTIVES.get(name).__module__.startswith("megatfm.")]
+)
 def test_every_objective_s_fields_are_cut_token_by_token_or_its_model_is_refused(name: str) -> None:
     config = small(name)
     batch = {field: torch.from_numpy(values) for field, values in random_batch(config).items()}
