@@ -12,6 +12,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Case, Variant, choose
+from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
 
@@ -121,7 +122,7 @@ def tell(kernel: str, pattern: str, case: Case) -> None:
     _tell(kernel, pattern, case.plain, slow, case.device, case.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too
+@constant_when_compiled
 def _tell(kernel: str, pattern: str, plain: str | None, slow: bool, device: str, dtype: torch.dtype) -> None:
     kind = (kernel, pattern, plain, slow, device, dtype)
     if kind not in _TOLD:
