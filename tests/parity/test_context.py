@@ -54,7 +54,9 @@ FAMILIES["experts"] = ModelConfig.of(
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
 LINFORMERS = [name for name in test_patterns.MODELS if name.startswith("linformer")]
 MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in LINFORMERS}
-UNEVEN = ("linformer", "llama", "bert", "bigbird", "window", "two-sided window")
+COMPRESSED = [name for name in test_patterns.MODELS if "compressed" in name]
+MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in COMPRESSED}
+UNEVEN = ("compressed", "linformer", "llama", "bert", "bigbird", "window", "two-sided window")
 """Also on rows of one document each, of a length that no number of ranks divides."""
 MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
@@ -137,11 +139,14 @@ TRAFFIC = {
     "llama": ["cp2", "cp2, recomputed", "cp2 by heads", "cp2 by heads, recomputed"],
     "bert": ["cp2"],
     "linformer": ["cp2", "cp2, recomputed"],
+    "linformer of an encoder-decoder": ["cp2"],
+    "compressed": ["cp2", "cp2, recomputed"],
     "alibi": ["cp2"],
     "window": ["cp2", "cp2, recomputed"],
     "chunked": ["cp2"],
 }
 OBJECTIVES = {"t5": SpanCorruptionObjective(), "bert": MaskedObjective(), "linformer": MaskedObjective()}
+OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
 def test_counted_traffic_is_expected(workers: Workers) -> None:
