@@ -176,10 +176,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`."""
+    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`; those of
+    a list by their places."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, list):
+            yield from _numbers(dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/")
         elif isinstance(value, int | float) and key not in ("step", "time"):
             yield (prefix or "train/") + key, value
 
