@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights with --to hf (5GB)"
     )
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="SRC is a universal checkpoint of DeepSpeed's, of the model whose Hugging Face folder this is",
+    )
     experts = parser.add_argument_group("with --to moe")
     experts.add_argument("--experts", type=int, metavar="N", help="copies of each network")
     experts.add_argument("--top-k", type=int, metavar="N", help="copies that a token goes through (2)")
@@ -46,6 +51,13 @@ def main(args: argparse.Namespace) -> int:
     options = {
         key: getattr(args, key) for key in Mixture.__dataclass_fields__ if getattr(args, key) is not None
     }
+    if args.like:
+        from megatfm.convert.universal import from_universal
+
+        if args.to != "megatfm" or options:
+            raise UsageError("--like is for --to megatfm alone: a universal checkpoint becomes a run")
+        first, *notes = from_universal(args.source, args.target, args.like)
+        return _say(args.target, first, notes)
     if args.to == "moe":
         if "experts" not in options:
             raise UsageError("--to moe needs --experts: the number of copies, for example --experts 8")

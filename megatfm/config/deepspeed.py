@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, SoapConfig
+from megatfm.config.sections import ParallelConfig
 
 if TYPE_CHECKING:
     from megatfm.config.root import Config
@@ -59,11 +60,11 @@ def check(config: "Config") -> None:
 
 def _problems(config: "Config") -> Iterator[str]:
     parallel, train, offload = config.parallel, config.train, config.deepspeed
-    if parallel.pp > 1:
-        yield f"parallel.pp = {parallel.pp}: set parallel.pp = 1 (tp and zero = 3 save memory, too)"
-    for axis, size in (("cp", parallel.cp), ("ep", parallel.ep)):
-        if size > 1:
-            yield f"parallel.{axis} = {size}, whose gradients it would sum over other ranks: set parallel.{axis} = 1"
+    if parallel.pp > 1 and parallel.zero > 1:
+        yield (
+            f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
+            "passes that pipelines take in turn: set parallel.zero = 1, or parallel.pp = 1"
+        )
     if parallel.dp_replicate > 1:
         yield (
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "
@@ -71,7 +72,7 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if train.precision == "fp64":
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
-    if problem := precision_problem(parallel.zero, train.precision):
+    if problem := precision_problem(parallel, train.precision):
         yield problem
     if train.compile:
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
@@ -86,16 +87,24 @@ def _problems(config: "Config") -> Iterator[str]:
         yield f"deepspeed.offload_optimizer = 'nvme' and parallel.zero = {parallel.zero}: set parallel.zero = 3"
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
+    if offload.offload_optimizer != "none" and parallel.pp > 1:
+        yield (
+            f"deepspeed.offload_optimizer and parallel.pp = {parallel.pp}, whose micro-batches it would copy one by "
+            "one: set parallel.pp = 1, or leave deepspeed.offload_optimizer out"
+        )
 
 
-def precision_problem(zero: int, precision: str) -> str:
+def precision_problem(parallel: ParallelConfig, precision: str) -> str:
     """Why a stage can't be had in a precision, and what can; empty where it can."""
     least = {"bf16": 2, "fp16": 1}.get(precision, 0)
-    if zero >= least:
+    if parallel.zero >= least:
         return ""
+    way_out = f"parallel.zero = {least}"
+    if least == 2 and parallel.pp > 1:
+        way_out = "train.precision = 'fp32', or 'fp16' with parallel.zero = 1"
     return (
-        f"train.precision = {precision!r} and parallel.zero = {zero}, which adds gradients up in that: set "
-        f"parallel.zero = {least}"
+        f"train.precision = {precision!r} and parallel.zero = {parallel.zero}, which adds gradients up in that: set "
+        f"{way_out}"
     )
 
 
@@ -152,7 +161,8 @@ def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
     """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
     parallel, train, optimizer, offload = config.parallel, config.train, config.optimizer, config.deepspeed
     known = precision != "auto"
-    return {
+    overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
+    return overlap | {
         "train_batch_size": ("train.global_batch", train.global_batch),
         "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
         "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", None),

@@ -28,6 +28,9 @@ from megatfm.config.sections import (
 )
 from megatfm.registry import did_you_mean
 
+ENGINES = ("native", "deepspeed")
+"""Those that divide experts and rows over ranks; of a plugin's engine nobody knows."""
+
 
 class Config(Section):
     """Everything that decides a run. `megatfm config show CONFIG` prints it resolved."""
@@ -164,7 +167,7 @@ class Config(Section):
                     f"parallel.ep = {ep}{among} do{'' if among else 'es'} not divide model.{key} = {n * tp}: the "
                     f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
                 )
-        if ep > 1 and self.parallel.engine != "native":
+        if ep > 1 and self.parallel.engine not in ENGINES:
             raise ValueError(
                 f"parallel.ep = {ep}: parallel.engine = {self.parallel.engine!r} does not divide experts: choose "
                 "engine = 'native', or ep = 1"
@@ -185,7 +188,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _cuts_rows(self) -> Self:
         parallel = self.parallel
-        if parallel.cp > 1 and parallel.engine != "native":
+        if parallel.cp > 1 and parallel.engine not in ENGINES:
             raise ValueError(
                 f"parallel.cp = {parallel.cp}: parallel.engine = {parallel.engine!r} does not cut rows: choose "
                 "engine = 'native', or cp = 1"

@@ -38,7 +38,7 @@ class HfFolder:
         lost: list[str] = []
         for name in names:
             self._read_config(name)
-            stored = _stored(self.path, name) if stored is None else stored
+            stored = self.stored_names(name) if stored is None else stored
             if not (missing := self._match(stored)):
                 break
             lost = lost or missing
@@ -49,6 +49,10 @@ class HfFolder:
             self.notes.insert(
                 0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
             )
+
+    def stored_names(self, name: str) -> Mapping[str, str]:
+        """Name of a tensor → its file; name: the architecture's."""
+        return _stored(self.path, name)
 
     def _read_config(self, name: str) -> None:
         """Take it for a model of that class."""

@@ -35,6 +35,18 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
     return Config.model_validate(values)
 
 
+def branch(config: Config, target: Path, step: int) -> Config:
+    """One that goes on from a checkpoint with the state of its optimizer, and with data of its own."""
+    values = config.model_dump(mode="json")
+    values["train"] |= {
+        "init_from": None,
+        "branch_from": f"{target.absolute()}@{step}",
+        "steps": step + 1000,
+    }
+    values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
+    return Config.model_validate(values)
+
+
 def header(name: str) -> str:
     """What stands at the top of config.toml."""
     return (

@@ -13,8 +13,8 @@ from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 class DistinctBlocks:
     """Sorts parameters by the axes over which ranks hold different blocks: sums are added up over these alone.
 
-    sharded: whether each parameter's data axes cut it as well (ZeRO 1 to 3). counted: whether a parameter, which
-    several pipeline ranks may hold, is this rank's to count.
+    sharded: whether each parameter's data axes cut it as well (ZeRO 1 to 3): the one meant for it, or with `copies`
+    those of copies, too. counted: whether a parameter, which several pipeline ranks may hold, is this rank's to count.
     """
 
     def __init__(
@@ -24,10 +24,11 @@ class DistinctBlocks:
         device: torch.device,
         *,
         sharded: bool,
+        copies: bool = False,
         counted: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._mesh, self._device, self.counted = mesh, device, counted
-        axes = {name: _axes(placement, sharded) for name, placement in layout.items()}
+        axes = {name: _axes(placement, sharded, copies) for name, placement in layout.items()}
         # From the layout, which has the names of the whole model, so that all ranks know the same kinds.
         self.kinds = sorted(set(axes.values()))
         self.kind_of = {name: self.kinds.index(own) for name, own in axes.items()}
@@ -76,6 +77,6 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float, largest: float)
         torch._foreach_mul_(list(gradients.values()), largest / (norm + 1e-6))
 
 
-def _axes(placement: Placement, sharded: bool) -> tuple[str, ...]:
-    data = (placement.data.shard,) if sharded else ()
+def _axes(placement: Placement, sharded: bool, copies: bool) -> tuple[str, ...]:
+    data = (placement.data.shard, *(placement.data.copies if copies else ())) if sharded else ()
     return in_order({PIPELINE, *placement.axes, *data})

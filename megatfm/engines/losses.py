@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatfm.engines.interface import Arrays, LossFunction, Sums
 from megatfm.ops.aligned import aligned
+from megatfm.parallel.context import cut
+from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import Mesh
 
 
@@ -85,6 +87,12 @@ class LossSums:
         sums = self._sums.clone()
         self._mesh.sum(sums, self._mesh.loss_axes)
         return Sums(self._objective.weights, self._reads.later(torch.cat([sums, self._counts])))
+
+
+def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:
+    """A micro-batch on the device, of each row the tokens that are here."""
+    found = to_device(batch, device)
+    return found if layout.contexts is None else cut(found, layout.contexts)
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:

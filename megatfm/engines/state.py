@@ -1,4 +1,4 @@
-"""Weights and optimizer state as the table that a checkpoint holds."""
+"""Weights, optimizer state and float16's loss scale as the table that a checkpoint holds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import StateDict
+from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
 
 
@@ -34,11 +35,17 @@ class StatefulOptimizer(Protocol):
 class TrainedState:
     """The blocks that this rank's optimizers move (weights: name → block), and what they remember of them."""
 
-    def __init__(self, weights: Mapping[str, Box], optimizers: Sequence[StatefulOptimizer]) -> None:
-        self.weights, self.optimizers = weights, optimizers
+    def __init__(
+        self,
+        weights: Mapping[str, Box],
+        optimizers: Sequence[StatefulOptimizer],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.weights, self.optimizers, self._loss_scale = weights, optimizers, loss_scale
 
     def state_dict(self) -> StateDict:
-        """Weights as model.NAME, those to evaluate where these are others; optimizer state as optimizer.NAME.KEY."""
+        """Weights as model.NAME, those to evaluate where these are others; optimizer state as optimizer.NAME.KEY; the
+        loss scale as engine.KEY."""
         averaged = self._averaged()
         state: StateDict = {
             f"model.{name}": self._like(name, averaged.get(name, box.tensor))
@@ -48,7 +55,7 @@ class TrainedState:
             for name, values in optimizer.state().items():
                 for key, value in values.items():
                     state[f"optimizer.{name}.{key}"] = self._stored(optimizer, name, value)
-        return state
+        return {**state, **(self._loss_scale.state() if self._loss_scale else {})}
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
@@ -62,10 +69,13 @@ class TrainedState:
                         held = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
                         value = torch.zeros(held if shape else (), dtype=dtype, device=block.device)
                         state[full_name] = self._stored(optimizer, name, value)
-        return state
+        scale = self._loss_scale.state() if self._loss_scale else {}
+        return state | {name: value for name, value in scale.items() if name in stored}
 
     def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
-        """Take over optimizer state from what `empty_state_dict` made and a checkpoint filled."""
+        """Take over optimizer state and loss scale from what `empty_state_dict` made and a checkpoint filled."""
+        if self._loss_scale:
+            self._loss_scale.load(state)
         for optimizer in self.optimizers:
             values: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.blocks()}
             for full_name, value in state.items():

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ import torch
 import megatfm.train.loop  # noqa: F401  imported before the fork, as all that is slow to import
 from megatfm import cli
 from megatfm.checkpoint import flow, saver, shard, staging, writer
-from megatfm.engines.native.engine import NativeEngine
+from tests.e2e.ranks import engine_class
 
+ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
 PR_SET_PDEATHSIG = 1
 SLOW_SECONDS = 0.001
 """What each operation of a save takes besides: steps go on meanwhile, as they would on a large model's disk."""
@@ -122,7 +124,8 @@ class Events:
         """A step is made of the calls of its modules; staging of pieces; all else of operations on the disk."""
         torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.happens("step"))
         for name in ("forward_backward", "step"):
-            setattr(NativeEngine, name, self._around(getattr(NativeEngine, name), "step"))
+            for engine in map(engine_class, ENGINES):
+                setattr(engine, name, self._around(getattr(engine, name), "step"))
         copy = staging._copy
 
         def counted(*part: Any) -> None:

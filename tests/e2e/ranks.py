@@ -130,26 +130,35 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # the same
     if fault:
-        plant(fault)
+        plant(fault, "deepspeed" if "parallel.engine=deepspeed" in words else "native")
     cli.main(words)
 
 
-def plant(fault: Fault) -> None:
+def engine_class(name: str) -> Any:
+    """Of the engine of that name, to be patched."""
+    if name == "deepspeed":
+        from megatfm.engines.deepspeed.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine
+    from megatfm.engines.native.engine import NativeEngine
+
+    return NativeEngine
+
+
+def plant(fault: Fault, engine: str) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import shard
-    from megatfm.engines.native.engine import NativeEngine
-    from megatfm.engines.native.pipelined import StagePasses
+    from megatfm.engines.pipelined import StagePasses
     from megatfm.train import loop
 
     if fault.phase in ("preflight", "meeting"):
         globals()[fault.how]()
         return
-    place: Any
     place, name, call = {
         "startup": (loop, "build_engine", 1),
-        "step": (NativeEngine, "forward_backward", 3),
-        "tenth step": (NativeEngine, "forward_backward", 10),
-        "evaluation": (NativeEngine, "evaluate", 2),
+        "step": (engine_class(engine), "forward_backward", 3),
+        "tenth step": (engine_class(engine), "forward_backward", 10),
+        "evaluation": (engine_class(engine), "evaluate", 2),
         "schedule": (StagePasses, "_run_backward", 6),
         "save": (shard, "write", 1),
         "second save": (shard, "write", 2),

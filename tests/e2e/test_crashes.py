@@ -1,4 +1,4 @@
-"""Twenty kills over the phases of a step and a save; `make soak` does a hundred, and trains under fire."""
+"""23 kills over the phases of a step and a save; `make soak` does a hundred, and trains under fire."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, t
         str(corpus),
         str(tmp_path / "runs"),
         "--kills",
-        "20",
+        "23",
     ]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
@@ -29,7 +29,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_never_had_been(corpus: Path, t
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)
-    assert report["kills"] == 20
+    assert report["kills"] == 23
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
     by_layout = report["hits by layout"]
     assert all(sum(by_layout[layout].values()) >= 3 for layout in LAYOUTS)

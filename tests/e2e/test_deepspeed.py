@@ -1,7 +1,15 @@
-"""Runs under DeepSpeed: they train as native does, resume to the bit, and go on under native, whose runs go on here."""
+"""Runs under DeepSpeed: they train as native does, resume to the bit, and go on under native, whose runs go on here.
+
+What is promised of runs that meet trouble holds here, too; `test_crashes.py` kills some of these at any moment.
+"""
 
 import importlib.util
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +19,11 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.errors import DONE
+from megatfm.errors import DONE, FAILED, REQUEUE
 from megatfm.train.loop import train
+from tests.e2e.ranks import Fault, Start, free_port
+from tests.e2e.test_training import run_training, run_until
+from tests.e2e.test_trouble import curve, error_after, events, forget_after, same, watched, weights
 from tests.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -73,3 +84,81 @@ def test_it_trains_as_native_does_and_either_goes_on_with_the_other(
     forget_the_end(native)
     run("native", 2, deepspeed("parallel.zero=2"))
     assert losses(native) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
+    workers: Workers, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    words = deepspeed("parallel.pp=2", "parallel.zero=1", "train.recompute=selective", "checkpoint.every=8")
+    assert workers.run(run_training, 2, make_config(*words, run="whole"), timeout=200) == [DONE] * 2
+    config = make_config(*words, run="stopped")
+    assert workers.run(run_until, 2, config, 3, signal.SIGUSR1, timeout=200) == [REQUEUE] * 2
+    assert workers.run(run_training, 2, config, timeout=200) == [DONE] * 2
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
+    assert same(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
+
+
+TROUBLE = [
+    *("train.steps=12", "evaluate.every=0", "checkpoint.keep=9", "parallel.zero=2", "parallel.dp_shard=2"),
+    *("resilience.spike=rollback", "resilience.spike_window=16"),
+]
+
+
+def test_steps_that_are_not_finite_are_skipped_and_spikes_gone_back_from_and_a_resume_repeats_both(
+    workers: Workers, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    words = deepspeed(*TROUBLE)
+    keys = [read for _, read in workers.run(watched, 2, make_config(*words, "train.steps=14", run="whole"))]
+    faults = {rank[5]: "inf" for rank in keys} | {rank[9]: "spike" for rank in keys}
+    config, run = make_config(*words), tmp_path / "run"
+    for (code, read), rank in zip(workers.run(watched, 2, config, faults), keys, strict=True):
+        assert code == DONE
+        assert read == rank[:10] + rank[10:14], "back to step 8, and on after the data of the spike"
+    assert [line["step"] for line in curve(run) if line.get("skipped")] == [6]
+    assert [step for step, _ in events(run, "rolled back")] == [10]
+    before, last = curve(run), weights(run, 12)
+    forget_after(run, 4)
+    for (code, read), rank in zip(workers.run(watched, 2, config), keys, strict=True):
+        assert (code, read) == (DONE, rank[4:8] + rank[10:14])
+    assert curve(run) == before
+    assert same(weights(run, 12), last)
+
+
+def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
+    workers: Workers, make_config: MakeConfig
+) -> None:
+    config = make_config(
+        *deepspeed("train.steps=4", "resilience.replay_every=3", "parallel.dp_shard=2", "evaluate.every=0")
+    )
+    said = workers.run(error_after, 2, config, "gradient", 1, 3)
+    assert len(set(said)) == 1
+    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", said[0]), said[0]
+
+
+def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
+    words = deepspeed("parallel.zero=3")
+    faults = {"is_killed": "ended without a word", "sleeps": r"has not moved for \d+ s"}
+    runs = {
+        how: start(*words, "train.hang_seconds=12", run=how, fault=Fault(1, "step", how)) for how in faults
+    }
+    for how, run in runs.items():
+        codes = run.wait(120)
+        assert codes[0] == FAILED, (how, codes, run.said(0))
+        assert re.search(rf"error: rank 1 on \S+ at step \d, step: {faults[how]}", run.said(0)), run.said(0)
+        (failed,) = [event for event in run.events() if event["event"] == "failed"]
+        assert failed["ranks"] == [1]
+
+
+def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=2"]
+    words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
+    done = subprocess.run(
+        [*launcher, f"--master_port={free_port()}", "--module", "megatfm", "train", config_file, *words],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert len(losses(tmp_path / "run")) == 2
+    assert "dp_shard 2" in (tmp_path / "run/plan.txt").read_text()

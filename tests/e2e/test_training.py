@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megatfm import checkpoint
 from megatfm.config import Config
-from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import DONE, REQUEUE, MegatfmError, UsageError
 from megatfm.train.loop import train
 from megatfm.train.record.metrics import MEASURED
+from tests.e2e.ranks import engine_class
 from tests.workers import THREADS
 
 
@@ -26,7 +26,8 @@ def run_training(config: Config) -> int:
 
 def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) -> int:
     """Train from the start; in the middle of that step, the last rank alone gets a signal."""
-    genuine, begun = NativeEngine.forward_backward, 0
+    patched, begun = engine_class(config.parallel.engine), 0
+    genuine = patched.forward_backward
 
     def asked(*args: Any, **how: Any) -> Any:
         nonlocal begun
@@ -36,11 +37,11 @@ def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) 
             signal.raise_signal(name)
         return stats
 
-    NativeEngine.forward_backward = asked  # type: ignore[method-assign]
+    patched.forward_backward = asked
     try:
         return train(config)
     finally:
-        NativeEngine.forward_backward = genuine  # type: ignore[method-assign]
+        patched.forward_backward = genuine
 
 
 def curve(folder: Path) -> list[dict[str, object]]:

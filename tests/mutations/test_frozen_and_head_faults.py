@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatfm.config import ParallelConfig
 from megatfm.engines.losses import LossSums
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.pipelined import StagePasses
+from megatfm.engines.pipelined import StagePasses
 from megatfm.models import build
 from megatfm.parallel import styles
 from megatfm.parallel.style import Own, Ranks

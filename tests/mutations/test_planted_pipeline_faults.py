@@ -13,7 +13,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.engines import prepare
 from megatfm.engines.native import split_backward
-from megatfm.engines.native.pipelined import StagePasses
+from megatfm.engines.pipelined import StagePasses
 from megatfm.engines.ties import Ties
 from megatfm.models import build
 from tests.parity.test_pipelines import block, case, errors, make_engine, microbatches, reference

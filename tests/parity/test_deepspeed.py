@@ -26,16 +26,13 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
 )
 
+# A larger ε, so that a first update doesn't make one size of gradients that are rounding and nothing else.
+ADAMW = ["optimizer.name=adamw", "optimizer.eps=1e-4"]
 FAMILIES: dict[str, list[str]] = {
-    "decoder": ["quickstart", "optimizer.name=adamw"],
-    "bert": ["bert-base", "optimizer.name=adamw"],
-    "t5": ["t5-small", "optimizer.name=adamw"],
-    "moe": ["mixtral-8x7b", "optimizer.name=adamw"],
-}
-LAYOUTS: dict[str, dict[str, int]] = {
-    "dp2": {"dp_shard": 2},
-    "dp4": {"dp_shard": 4},
-    "tp2 × dp2": {"dp_shard": 2, "tp": 2},
+    "decoder": ["quickstart", *ADAMW],
+    "bert": ["bert-base", *ADAMW],
+    "t5": ["t5-small", *ADAMW],
+    "moe": ["mixtral-8x7b", *ADAMW],
 }
 
 
@@ -63,11 +60,12 @@ def whole(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name: [(part.offsets, part.tensor.clone()) for part in engine.weights()[name].over(tensor).parts]
         for name, tensor in tensors.items()
     }
-    found = {name: torch.full(engine.layout[name].shape, torch.nan) for name in tensors}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
+    found: dict[str, Tensor] = {}
     for rank in everyone:
         for name, parts in rank.items():
+            found.setdefault(name, torch.full(engine.layout[name].shape, torch.nan))
             for offsets, part in parts:
                 found[name][tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
     return found
@@ -80,15 +78,24 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def gradient_errors(config: Config) -> float:
-    """The worst error of one step's gradients against plain autograd in float64, of its loss and of its norm."""
+    """The worst error of one step's gradients against plain autograd in float64, of its loss and of its norm: what is
+    above 1e-6 counts only as far as it is more than the native engine's, which is float32's own."""
     batch = random_batch(config)
     expected = reference_step(config, batch)
-    answers: list[Any] = [None] * dist.get_world_size()
-    mine = _step(config, batch, dist.get_world_size())
-    dist.all_gather_object(answers, mine)
-    numbers = [mine.loss / expected.loss - 1, mine.grad_norm / expected.grad_norm - 1]
-    worst = gradient_differences(expected.gradients, answers, LIMITS["fp32"])[0]
-    return max(*map(abs, numbers), worst.error)
+
+    def worst(config: Config) -> float:
+        answers: list[Any] = [None] * dist.get_world_size()
+        mine = _step(config, batch, dist.get_world_size())
+        dist.all_gather_object(answers, mine)
+        numbers = [mine.loss / expected.loss - 1, mine.grad_norm / expected.grad_norm - 1]
+        of_gradients = gradient_differences(expected.gradients, answers, LIMITS["fp32"])[0].error
+        return max(*map(abs, numbers), of_gradients)
+
+    error = worst(config)
+    if error <= 1e-6:
+        return error
+    native = config.parallel.model_copy(update={"engine": "native"})
+    return error - max(0.0, worst(config.model_copy(update={"parallel": native})) - 9e-7)
 
 
 def take(config: Config, engine: Engine, step: int) -> float:
@@ -100,41 +107,83 @@ def take(config: Config, engine: Engine, step: int) -> float:
 
 
 def against_native(config: Config, steps: int) -> tuple[float, float]:
-    """The first update's error by norm, the worst of a parameter; that of the losses."""
+    """The first update's error by norm, the worst of a parameter; that of the losses. The same seed gives both engines
+    the same weights to begin with, to the bit."""
     ours, native = engine_of(config), engine_of(config, engine="native")
     before = weights(native)
     for name, tensor in weights(ours).items():
         assert torch.equal(tensor, before[name]), f"initial {name} differs"
-    losses, updates = [], []
+    losses, updates, norms = [], [], []
     for step in range(steps):
         losses.append(abs(take(config, ours, step) / take(config, native, step) - 1))
         if step == 0:
             moved, theirs = weights(ours), weights(native)
             for name, start in before.items():
-                updates.append(float((moved[name] - theirs[name]).norm() / (theirs[name] - start).norm()))
-    return max(updates), max(losses)
+                updates.append(float((moved[name] - theirs[name]).norm()))
+                norms.append(float((theirs[name] - start).norm()))
+    least = 1e-3 * math.hypot(*norms)
+    return max(error / max(norm, least) for error, norm in zip(updates, norms, strict=True)), max(losses)
 
 
 def compare(cases: list[Config], steps: int) -> list[tuple[float, float, float]]:
-    return [(gradient_errors(config), *against_native(config, steps)) for config in cases]
+    return [
+        (gradient_errors(config), *against_native(config, min(steps, STEPS[config.parallel.zero])))
+        for config in cases
+    ]
 
 
-GRID = {
-    "decoder on 2": [("decoder", "dp2", stage) for stage in (0, 1, 2, 3)],
-    "decoder on 4": [("decoder", "dp4", 2), ("decoder", "tp2 × dp2", 1), ("decoder", "tp2 × dp2", 3)],
-    "others on 4": [("bert", "tp2 × dp2", 2), ("t5", "tp2 × dp2", 3), ("moe", "tp2 × dp2", 1)],
+STEPS = {0: 10, 1: 10, 2: 10, 3: 4}
+"""By stage: stage 3 takes ten times as long for the same."""
+
+
+def one(family: str, ranks: int, zero: int, *overrides: str, **parallel: Any) -> Config:
+    parallel = {"dp_shard": ranks, **parallel}
+    return small(family, *overrides, zero=zero, **parallel)
+
+
+GRID: dict[str, tuple[int, list[Config]]] = {
+    "data ranks": (2, [one("decoder", 2, stage) for stage in (0, 1, 2, 3)]),
+    "contexts": (
+        2,
+        [
+            one("decoder", 1, 1, cp=2),
+            one("t5", 1, 2, cp=2),
+            one("bert", 1, 3, "train.recompute=full", cp=2),
+        ],
+    ),
+    "experts": (2, [one("moe", 2, 0, ep=2), one("moe", 2, 2, ep=2), one("moe", 2, 3, ep=2)]),
+    "pipelines": (2, [one("bert", 1, 0, pp=2), one("t5", 1, 1, pp=2)]),
+    "decoder on 4": (
+        4,
+        [
+            one("decoder", 4, 2),
+            one("decoder", 2, 1, tp=2),
+            one("decoder", 2, 3, "train.recompute=selective", tp=2),
+            one("decoder", 2, 1, pp=2, schedule="zbv"),
+        ],
+    ),
+    "encoders on 4": (4, [one("bert", 2, 2, tp=2), one("t5", 2, 3, tp=2)]),
+    "experts on 4": (
+        4,
+        [
+            one("moe", 2, 1, tp=2),
+            one("moe", 2, 1, ep=2, cp=2),
+            one("moe", 2, 1, ep=2, pp=2),
+            one("moe", 4, 3, "deepspeed.offload_optimizer=cpu", ep=2),
+        ],
+    ),
 }
+"""Ranks, and a choice of stages, layouts and families to be compared on them."""
 
 
 @pytest.mark.parametrize("name", GRID)
-def test_steps_are_those_of_one_device(workers: Workers, name: str) -> None:
-    cases = [small(family, zero=stage, **LAYOUTS[layout]) for family, layout, stage in GRID[name]]
-    ranks = int(name[-1])
+def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers, name: str) -> None:
+    ranks, cases = GRID[name]
     for found in workers.run(compare, ranks, cases, 10 if ranks == 2 else 3, timeout=250):
-        for (gradients, updates, losses), case in zip(found, GRID[name], strict=True):
-            assert gradients <= 2e-6, case
-            assert losses <= 1e-6, case
-            assert updates <= 1e-4, case
+        for (gradients, updates, losses), case in zip(found, cases, strict=True):
+            assert gradients <= 1e-6, case.parallel
+            assert losses <= 1e-6, case.parallel
+            assert updates <= 1e-5, case.parallel
 
 
 def save_first(folder: Path, config: Config) -> None:
@@ -187,7 +236,7 @@ CHECKPOINTS = {
         small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2),
         small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2),
     ],
-    "4": [small("decoder", zero=stage, **LAYOUTS["tp2 × dp2"]) for stage in (2, 3)],
+    "4": [small("decoder", zero=stage, dp_shard=2, tp=2) for stage in (2, 3)],
 }
 
 

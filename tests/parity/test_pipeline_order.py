@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.engines.native.pipelined import StagePasses, StepState
+from megatfm.engines.pipelined import StagePasses, StepState
 from megatfm.parallel.pipeline_cut import Stage
 from megatfm.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,

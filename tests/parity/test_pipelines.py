@@ -16,7 +16,7 @@ from megatfm.checkpoint import Box
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.data_parallel import Sharing
 from megatfm.engines.native.engine import NativeEngine
-from megatfm.engines.native.pipelined import StagePasses, StepState
+from megatfm.engines.pipelined import StagePasses, StepState
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build

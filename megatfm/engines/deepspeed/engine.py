@@ -6,17 +6,26 @@ element once), clipping, the choice to leave a step out, float16's loss scale, a
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.checkpoint import Box, FlatBox
 from megatfm.config.deepspeed import derive, precision_problem
-from megatfm.engines.deepspeed.library import ModelParallelUnit, check_nvme, load, quiet, release
+from megatfm.engines.deepspeed.groups import one_group, parameter_groups
+from megatfm.engines.deepspeed.library import (
+    ModelParallelUnit,
+    check_nvme,
+    forget_unended,
+    hand_over_experts,
+    load,
+    quiet,
+    release,
+)
 from megatfm.engines.deepspeed.optimizer import FlatOptimizer
 from megatfm.engines.deepspeed.partitions import Partitions
+from megatfm.engines.deepspeed.passes import Boundaries, Pass, WrappedModel
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.interface import (
     MOMENTS,
@@ -24,35 +33,23 @@ from megatfm.engines.interface import (
     EngineSetup,
     LossFunction,
     MemoryNeeds,
-    OptimizerGroup,
     StateDict,
     Sums,
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import HostReads, LossSums, to_device
+from megatfm.engines.losses import HostReads, LossSums, here
 from megatfm.engines.module_state import ModuleState
+from megatfm.engines.passes import Passes
+from megatfm.engines.pipelined import StagePasses, inputs_held
 from megatfm.engines.precision import PRECISIONS
 from megatfm.engines.prepare import cast_inputs, draw_initial, materialise
 from megatfm.engines.recompute import recompute
 from megatfm.engines.state import TrainedState
+from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import OWNERS, in_order
-
-Terms = dict[str, Tensor]
-
-
-class Pass(nn.Module):
-    """What DeepSpeed takes for the model: an objective may use a model in more ways than by its forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[nn.Module], Tensor]) -> Tensor:
-        """Whatever is to be computed of the model."""
-        return run(self.model)
+from megatfm.parallel.mesh import OWNERS, PIPELINE, in_order
 
 
 class DeepSpeedEngine:
@@ -61,7 +58,7 @@ class DeepSpeedEngine:
     def __init__(self, setup: EngineSetup) -> None:
         config, mesh = setup.config, setup.mesh
         self.zero: int = config.parallel.zero
-        if problem := precision_problem(self.zero, setup.precision):
+        if problem := precision_problem(config.parallel, setup.precision):
             raise UsageError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
         group = one_group(setup.optimizers)
         self.layout, self.mesh, self.device = setup.layout, mesh, setup.device
@@ -76,10 +73,12 @@ class DeepSpeedEngine:
             cast_inputs(self.model, self.precision.computed)
         self.parameters = dict(self.model.named_parameters())
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        names, options = self._groups(group, trained)
+        self.ties = Ties(setup.pipeline, mesh)
+        names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
+        sign = hand_over_experts(self.parameters, self.layout, mesh, self.zero)
         with quiet():
             self.engine, *_ = package.initialize(
-                model=Pass(self.model),
+                model=Pass(self.model, sign),
                 optimizer=group.make(options),
                 config=derive(config, setup.precision),
                 mpu=ModelParallelUnit(mesh),
@@ -90,28 +89,25 @@ class DeepSpeedEngine:
         weights = self._weights()
         draw_initial(self.model, self.layout, weights, config.train.seed)
         self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions.parts, group)
-        self.module_state = ModuleState(self.model, self.layout, mesh)
-        self.state = TrainedState({**weights, **self.module_state.boxes}, [self.optimizer])
+        self.module_state = ModuleState(self.model, self.layout, mesh, self.ties)
+        boxes = {**weights, **self.module_state.boxes}
+        self.state = TrainedState(boxes, [self.optimizer], self.loss_scale)
         self.local = {name: box.tensor for name, box in weights.items()}
-        self.distinct = DistinctBlocks(self.layout, mesh, self.device, sharded=self.zero > 0)
+        cut, counted = self.zero > 0, self.ties.counts_here
+        self.distinct = DistinctBlocks(
+            self.layout, mesh, self.device, sharded=cut, copies=True, counted=counted
+        )
         self.norms = LayerStatistics(self.model, self.layout, mesh, self.distinct, compiled=False)
         self.reads = HostReads()
+        self.pipeline = setup.pipeline
+        self.passes: Passes = WrappedModel(self.engine, self.model)
+        if setup.pipeline:
+            along = mesh.group(PIPELINE)
+            dtype = self.precision.computed
+            self.passes = StagePasses(self.model, setup.pipeline, along, dtype=dtype, device=self.device)
+        self.boundaries = Boundaries(self.engine)
         self.passed: list[Sums] = []
         self.weights_changed()
-
-    def _groups(
-        self, group: OptimizerGroup, trained: Mapping[str, nn.Parameter]
-    ) -> tuple[list[list[str]], list[dict[str, Any]]]:
-        """Names and torch's group of the parameters that share options. Those that tensor parallelism leaves whole are
-        by themselves: else what others beside them have of a parameter that it cuts unevenly would shift the parts of
-        these, which must be the same on all tensor-parallel ranks."""
-        names, options = [], []
-        for group_names, made in group.parameter_groups(trained):
-            for cut in (False, True):
-                if own := [name for name in group_names if bool(self.layout[name].cuts) == cut]:
-                    names.append(own)
-                    options.append({**made, "params": [trained[name] for name in own]})
-        return names, options
 
     def _weights(self) -> dict[str, Box]:
         """This rank's blocks: of frozen weights all that tensor parallelism leaves here."""
@@ -136,7 +132,8 @@ class DeepSpeedEngine:
     @property
     def replicated_axes(self) -> Sequence[str]:
         state = {axis for placement in self.layout.state.values() for axis in placement.data.all}
-        return in_order(state if self.zero else {*state, *self.mesh.data_axes})
+        weights = {axis for placement in self.layout.values() for axis in placement.data.all}
+        return in_order(state if self.zero else state | weights)
 
     def forward_backward(
         self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
@@ -144,24 +141,25 @@ class DeepSpeedEngine:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
         self.engine.train()
         self.norms.watch(watch)
-        batches = [to_device(batch, self.device) for batch in microbatches]
+        batches = [here(batch, self.device, self.layout) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
         scale = self.loss_scale.value if self.loss_scale else 1.0
         # Stage 3 takes the mean over data ranks; a global loss is a sum.
-        factor = scale * (self.mesh.data_ranks if self.zero == 3 else 1)
-        for batch in batches:
-            self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
+        factor = scale * (self.mesh.gradient_ranks if self.zero == 3 else 1)
 
-            def run(model: nn.Module, batch: Mapping[str, Tensor] = batch) -> Tensor:
-                terms = objective(model, batch)
-                losses.add({name: term.detach() for name, term in terms.items()})
-                return losses.weigh(terms) * factor
+        def weigh(terms: Mapping[str, Tensor]) -> Tensor:
+            return losses.weigh(terms) * factor
 
-            with quiet():
-                self.engine.backward(self.engine(run), scale_wrt_gas=False)
+        with quiet():
+            for terms in self.passes.step(batches, objective, weigh, self.boundaries):
+                losses.add(terms)
+            if self.pipeline:
+                self.boundaries.reduce()
+        forget_unended()
         gradients = self.gradients()
         self._all_have_gradients()
+        self.ties.sum(gradients)
         sum_partial(gradients, self.layout, self.mesh)
         if scale != 1 and gradients:
             torch._foreach_mul_(list(gradients.values()), 1 / scale)
@@ -195,15 +193,8 @@ class DeepSpeedEngine:
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(self.partitions.weights_changed):
             for microbatch in batches:
-                batch = to_device(microbatch, self.device)
-
-                def run(model: nn.Module, batch: Mapping[str, Tensor] = batch) -> Tensor:
-                    terms = objective(model, batch)
-                    losses.add(terms)
-                    return torch.stack(list(terms.values()))
-
                 with quiet():
-                    self.engine(run)
+                    losses.add(self.passes.evaluate(here(microbatch, self.device, self.layout), objective))
                 losses.count([microbatch])
         return losses.result()
 
@@ -235,20 +226,16 @@ class DeepSpeedEngine:
                 self.partitions.set_frozen(parameter, self.local[name])
 
     def state_dict(self) -> StateDict:
-        """See `TrainedState`; and float16's loss scale."""
-        return {**self.state.state_dict(), **(self.loss_scale.state() if self.loss_scale else {})}
+        """See `TrainedState`."""
+        return self.state.state_dict()
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
-        scale = self.loss_scale.state() if self.loss_scale else {}
-        held = {name: value for name, value in scale.items() if name in stored}
-        return {**self.state.empty_state_dict(stored), **held}
+        return self.state.empty_state_dict(stored)
 
     def load_state_dict(self, state: Mapping[str, Box | Tensor]) -> None:
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
         self.state.load_state_dict(state)
-        if self.loss_scale:
-            self.loss_scale.load(state)
         self.weights_changed()
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
@@ -260,12 +247,15 @@ class DeepSpeedEngine:
             gradients=own if self.zero >= 2 else whole * self.precision.computed.itemsize,
             moments=MOMENTS * own,
             gathered=whole // max(1, len(sizes)) * self.precision.computed.itemsize if self.zero == 3 else 0,
-            inputs=len(sizes) * block_input,
+            inputs=inputs_held(self.pipeline, self.mesh.rank(PIPELINE), microbatches, len(sizes))
+            * block_input,
         )
 
     def process_groups(self) -> Mapping[str, str]:
         """DeepSpeed is handed ours."""
-        return self.mesh.group_names(OWNERS, self.mesh.data_axes)
+        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        data = {placement.data.all for placement in self.layout.values()}
+        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
         if missing := sorted(self.partitions.parts.keys() - self._reached):
@@ -273,15 +263,3 @@ class DeepSpeedEngine:
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it"
             )
-
-
-def one_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup:
-    """The one optimizer that there is. Raises UsageError for several, or one that DeepSpeed's flat parts don't suit."""
-    (group, *others) = optimizers
-    if others or group.needs != "elementwise":
-        raise UsageError(
-            "parallel.engine = 'deepspeed' with an optimizer that looks at whole tensors, while its ZeRO cuts "
-            "flattened ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = "
-            "'native'"
-        )
-    return group

@@ -4,17 +4,19 @@ import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from megatfm.errors import UsageError
-from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
+from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.mesh import DENSE, EXPERT, EXPERTS, PIPELINE, TENSOR, Mesh
 from megatfm.parallel.process_environment import read_process_environment
 
 COMPILE = 'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'
@@ -78,6 +80,12 @@ def release(engine: Any) -> None:
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
+def forget_unended() -> None:
+    """After passes: where modules are computed again, and not to their ends, which nobody needs, DeepSpeed would
+    believe for ever that they are running."""
+    importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+
+
 @quiet()
 def check_nvme(package: ModuleType) -> None:
     """Raise UsageError unless the operator that reads and writes NVMe is compiled: here nothing is, unasked."""
@@ -94,12 +102,47 @@ def check_nvme(package: ModuleType) -> None:
         raise UsageError(f"{what}, which isn't compiled yet: {COMPILE} does it, once, in about a minute")
 
 
+def hand_over_experts(
+    parameters: Mapping[str, Any], layout: ParameterLayout, mesh: Mesh, zero: int
+) -> nn.Module | None:
+    """Tell DeepSpeed which parameters are experts that lie on different ranks, and over whom each one's gradients are
+    summed. Returns what must be a part of its model, for it looks for experts there."""
+    groups = importlib.import_module("deepspeed.utils.groups")
+    experts = [parameter for name, parameter in parameters.items() if layout[name].data == EXPERTS]
+    if not experts:
+        return None
+    groups._EXPERT_PARALLEL_GROUP[EXPERT] = mesh.group(EXPERT)
+    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERT] = data = mesh.flat_group(EXPERTS.all)
+    for parameter in experts:
+        parameter.allreduce, parameter.group_name = False, EXPERT
+        parameter.ds_zero_placement_family = "autoep_expert"
+        parameter.ds_zero_partition_group_name, parameter.ds_zero_partition_process_group = EXPERT, data
+    return _sign_of_experts() if zero < 3 and any(p.requires_grad for p in experts) else None
+
+
+def _sign_of_experts() -> nn.Module:
+    layer = importlib.import_module("deepspeed.moe.layer")
+
+    class Sign(layer.MoE):  # type: ignore[name-defined, misc]
+        """DeepSpeed has a model for one with experts where a module is of this class; nothing calls it."""
+
+        num_experts = 0
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def set_deepspeed_parallelism(self, *_: Any) -> None:
+            """The groups are there."""
+
+    return Sign()
+
+
 class ModelParallelUnit:
-    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`)."""
+    """Our groups, as DeepSpeed asks for Megatron-LM's (`mpu`). Those who see other parts of the same rows are data
+    ranks to it: gradients are summed over them, and ZeRO cuts over them, too."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._data = mesh.flat_group(mesh.data_axes)
+        self._data = mesh.flat_group(DENSE.all)
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:
@@ -115,12 +158,12 @@ class ModelParallelUnit:
         return self._model
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that see other rows."""
-        return self._mesh.data_rank
+        """This rank among those that see other rows, or other parts of rows."""
+        return torch.distributed.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
         """How many these are."""
-        return self._mesh.data_ranks
+        return torch.distributed.get_world_size(self._data)
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Their group."""

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from megatfm.engines.passes import Beginnings
 from megatfm.parallel.layout import Region
 
 Stages = Sequence[nn.Module]
@@ -36,7 +37,7 @@ class Sharing:
     accumulate: Literal["whole", "shards"] = "whole"
 
 
-class DataParallel(Protocol):
+class DataParallel(Beginnings, Protocol):
     """One way to share. Every method is called by all data ranks together, in the same order."""
 
     local: dict[str, Tensor]
@@ -45,13 +46,6 @@ class DataParallel(Protocol):
     """Where they are in the global tensors."""
     sharded: bool
     """Whether the blocks on the ranks of a parameter's shard axis are different ones, or copies."""
-
-    def begin(self, last: bool) -> None:
-        """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""
-
-    def begin_pipeline(self, keep_whole: bool) -> None:
-        """Instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced at its
-        end. keep_whole: weights must stay as they are between the parts of a backward pass."""
 
     def reduce(self) -> None:
         """After the last backward pass: sum gradients over the data axes, as far as it has not been done in it."""

@@ -19,14 +19,14 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import HostReads, LossSums, to_device
+from megatfm.engines.losses import HostReads, LossSums, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.memory import memory_needed
-from megatfm.engines.native.passes import Passes, WholeModel
-from megatfm.engines.native.pipelined import StagePasses
 from megatfm.engines.native.replicated import Replicated
+from megatfm.engines.passes import Passes, WholeModel
+from megatfm.engines.pipelined import StagePasses
 from megatfm.engines.precision import PRECISIONS, Precision
 from megatfm.engines.prepare import draw_initial, make_optimizers
 from megatfm.engines.recompute import recompute
@@ -34,7 +34,6 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.context import cut
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
@@ -84,7 +83,7 @@ class NativeEngine:
         self.optimizers = make_optimizers(optimizers, weights, mesh)
         self.ties = Ties(pipeline, mesh)
         self.module_state = ModuleState(model, layout, mesh, self.ties)
-        self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers)
+        self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers, self.loss_scale)
         self.distinct = DistinctBlocks(
             layout, mesh, device, sharded=self.data.sharded, counted=self.ties.counts_here
         )
@@ -110,7 +109,7 @@ class NativeEngine:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
         self.model.train()
         self.norms.watch(watch)
-        batches = [self._here(batch) for batch in microbatches]
+        batches = [here(batch, self.device, self.layout) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
 
@@ -153,14 +152,9 @@ class NativeEngine:
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(self.data.weights_changed):
             for microbatch in batches:
-                losses.add(self.passes.evaluate(self._here(microbatch), objective))
+                losses.add(self.passes.evaluate(here(microbatch, self.device, self.layout), objective))
                 losses.count([microbatch])
         return losses.result()
-
-    def _here(self, batch: Arrays) -> dict[str, Tensor]:
-        """A micro-batch on the device, of each row the tokens that are here."""
-        found = to_device(batch, self.device)
-        return found if self.layout.contexts is None else cut(found, self.layout.contexts)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
@@ -186,20 +180,16 @@ class NativeEngine:
         self.data.weights_changed(frozen=True)
 
     def state_dict(self) -> StateDict:
-        """See `TrainedState`; and float16's loss scale."""
-        return {**self.state.state_dict(), **(self.loss_scale.state() if self.loss_scale else {})}
+        """See `TrainedState`."""
+        return self.state.state_dict()
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Room for what a checkpoint holds (name → dtype, global shape): weights in place, fresh optimizer state."""
-        scale = self.loss_scale.state() if self.loss_scale else {}
-        held = {name: value for name, value in scale.items() if name in stored}
-        return {**self.state.empty_state_dict(stored), **held}
+        return self.state.empty_state_dict(stored)
 
     def load_state_dict(self, state: Mapping[str, StoredBox | Tensor]) -> None:
         """Take over what `empty_state_dict` made and a checkpoint filled (the weights already are in place)."""
         self.state.load_state_dict(state)
-        if self.loss_scale:
-            self.loss_scale.load(state)
         self.data.weights_changed(frozen=True)
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:

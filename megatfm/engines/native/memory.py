@@ -18,11 +18,12 @@ from torch import nn
 from megatfm.checkpoint import Box
 from megatfm.engines.interface import MOMENTS, MemoryNeeds
 from megatfm.engines.native.data_parallel import Sharing
+from megatfm.engines.pipelined import inputs_held
 from megatfm.engines.precision import Precision
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
-from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, orders
+from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
 
 
 def memory_needed(
@@ -56,15 +57,3 @@ def memory_needed(
         gathered=gathered,
         inputs=inputs_held(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
     )
-
-
-def inputs_held(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
-    """Most inputs of blocks that a pipeline rank keeps at a time: of each micro-batch between its two passes."""
-    if pipeline is None:
-        return n_blocks
-    order = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)[rank]
-    now = most = 0
-    for action in order:
-        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        most = max(most, now)
-    return most * n_blocks // len({action.stage for action in order})

@@ -40,8 +40,12 @@ def test_what_is_derived() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["parallel.pp=2"], "parallel.pp = 2: set parallel.pp = 1"),
-        (["parallel.cp=2"], "set parallel.cp = 1"),
+        (["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
+        (
+            ["parallel.pp=2", "parallel.zero=1", "train.precision=bf16"],
+            "set train.precision = 'fp32', or 'fp16'",
+        ),
+        (["parallel.pp=2", "parallel.zero=1", "deepspeed.offload_optimizer=cpu"], "set parallel.pp = 1"),
         (["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
         (["train.precision=fp64"], "set 'fp32'"),
         (["train.precision=bf16", "parallel.zero=1"], "set parallel.zero = 2"),

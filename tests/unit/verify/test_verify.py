@@ -33,7 +33,7 @@ import multiprocessing, os, time
 from dataclasses import replace
 import megatfm.engines.native.fully_sharded as fully_sharded
 import megatfm.engines.native.engine as native
-import megatfm.engines.native.pipelined as pipelined
+import megatfm.engines.pipelined as pipelined
 import megatfm.engines.native.replicated as replicated
 import megatfm.engines.ties as ties
 import megatfm.parallel.collectives as collectives

@@ -6,18 +6,28 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatfm.engines.interface import Batch, LossFunction
-from megatfm.engines.native.data_parallel import DataParallel
 
 Terms = dict[str, Tensor]
 Weigh = Callable[[Terms], Tensor]
 """The terms of a micro-batch → its share of the global batch's loss, a scalar."""
 
 
+class Beginnings(Protocol):
+    """Who has to know when passes begin, because gradients are reduced in some of them."""
+
+    def begin(self, last: bool) -> None:
+        """Before the forward pass of each micro-batch. last: of this step, so that what is accumulated is reduced."""
+
+    def begin_pipeline(self, keep_whole: bool) -> None:
+        """Instead of `begin`, once a step, where the passes of micro-batches take turns; gradients are reduced at its
+        end. keep_whole: weights must stay as they are between the parts of a backward pass."""
+
+
 class Passes(Protocol):
     """One way to run forward and backward passes."""
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: DataParallel
+        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
     ) -> list[Terms]:
         """Add the gradients of all micro-batches up; the terms that were computed here."""
 
@@ -32,7 +42,7 @@ class WholeModel:
         self._model = model
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: DataParallel
+        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
     ) -> list[Terms]:
         found = []
         for batch in batches:

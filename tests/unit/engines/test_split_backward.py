@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.native.split_backward import backward_of_inputs
+from megatfm.engines.split_backward import backward_of_inputs
 
 WIDTH = 6
 

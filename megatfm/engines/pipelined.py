@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.engines.interface import Batch, LossFunction
-from megatfm.engines.native.data_parallel import DataParallel
-from megatfm.engines.native.passes import Terms, Weigh
-from megatfm.engines.native.split_backward import Later, backward_of_inputs
+from megatfm.engines.passes import Beginnings, Terms, Weigh
+from megatfm.engines.split_backward import Later, backward_of_inputs
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.pipeline_cut import Field, Pipeline, Stage, StageOutput, activation_shape
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
@@ -101,7 +100,7 @@ class StagePasses:
         return with_transfers(order_of, pipeline.rank_of)[self._rank]
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: DataParallel
+        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
     ) -> list[Terms]:
         data.begin_pipeline(keep_whole=self.splits)
         step = StepState(batches, objective, weigh)
@@ -249,3 +248,15 @@ class StagePasses:
             assert work is not None
             works.append(work)
         return PendingReceive(carry, works)
+
+
+def inputs_held(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
+    """Most inputs of blocks that a pipeline rank keeps at a time: of each micro-batch between its two passes."""
+    if pipeline is None:
+        return n_blocks
+    order = orders(pipeline.schedule, pipeline.ranks, pipeline.virtual, microbatches)[rank]
+    now = most = 0
+    for action in order:
+        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most * n_blocks // len({action.stage for action in order})

@@ -1,0 +1,203 @@
+"""Whole training steps under the native engine and under DeepSpeed: same model, layout, rows and optimizer.
+
+    python benchmarks/engines.py --ranks 2 --rounds 10 --out benchmarks/results/DATE-engines.md
+
+Both engines are built in the same processes, as `megatfm train` builds them, and take steps by turns; they alternate
+who goes first. A step is forward and backward passes, gradient norm, clipping and AdamW. A ratio is the median over
+rounds of (DeepSpeed's seconds / native's): above 1, native is faster. Seconds are taken on rank 0, of the clock between
+barriers, and of its CPU. Memory is the peak of a rank's resident set (on a GPU, of what torch has allocated) over what
+it was before the engine was built, each engine in processes of its own. Traffic is what rank 0 sends in a step, counted
+where torch dispatches collectives. Times themselves mean nothing apart.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatfm.config import Config, load_config
+from megatfm.engines.interface import Engine
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.verify.batch import objective_of, random_batch
+from megatfm.verify.traffic import Traffic
+
+ENGINES = ("native", "deepspeed")
+PRESET = "gpt2-124m"
+SMALL = [
+    *("model.d_model=256", "model.n_layers=6", "model.attention.n_heads=8", "model.ffn.d_ff=1024"),
+    *("model.vocab_size=8192", "model.dropout=0", "model.attention.dropout=0", "data.sequence_length=256"),
+    *(
+        "data.tokenizer=none",
+        "data.train=none",
+        "optimizer.name=adamw",
+        "train.micro_batch=2",
+        "train.compile=false",
+    ),
+]
+"""What a CPU can do. With --set, anything else."""
+CASES: dict[str, list[str]] = {
+    **{f"fp32, zero {stage}": ["train.precision=fp32", f"parallel.zero={stage}"] for stage in (0, 1, 2, 3)},
+    **{f"bf16, zero {stage}": ["train.precision=bf16", f"parallel.zero={stage}"] for stage in (2, 3)},
+}
+OFFLOADED = "deepspeed.offload_optimizer=cpu"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes are to do: steps of these configs by turns, on so many ranks."""
+
+    configs: dict[str, Config]
+    ranks: int
+    rounds: int
+    device: str
+    store: str
+
+
+def config_of(engine: str, words: Sequence[str], ranks: int) -> Config:
+    """As the command line would give it; each rank has two micro-batches."""
+    layout = [f"parallel.engine={engine}", f"parallel.dp_shard={ranks}", f"train.global_batch={4 * ranks}"]
+    return load_config(PRESET, [*SMALL, *layout, *words])
+
+
+def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
+    """An engine, and a step of it."""
+    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
+    engine = build_engine(
+        config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
+    )
+    objective, rows = objective_of(config), {name: t.numpy() for name, t in random_batch(config).items()}
+    first, each = engine.mesh.data_rank * 4, config.train.micro_batch
+    batches = [{k: v[i : i + each] for k, v in rows.items()} for i in range(first, first + 4, each)]
+
+    def step() -> None:
+        engine.forward_backward(batches, objective)
+        engine.step(config.optimizer.lr, config.optimizer.clip)
+
+    return engine, step
+
+
+def peak(device: str) -> int:
+    """Bytes, since `forget`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def forget(device: str) -> None:
+    """Begin to look for the peak anew."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def work(rank: int, job: Job, answers: Any) -> None:
+    """One rank: (name → seconds by round and clock), peak memory of all, bytes sent in a step by name."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks
+    )
+    forget(job.device)
+    before, steps, sent = peak(job.device), {}, {}
+    for name, config in job.configs.items():
+        engine, steps[name] = stepper(config, job, rank)
+        steps[name]()
+        with Traffic(engine.process_groups()) as traffic:
+            steps[name]()
+        sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for number in range(job.rounds):
+        for name in list(steps)[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    answers[rank] = taken, peak(job.device) - before, sent
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> dict[int, Any]:
+    """Rank → what `work` says."""
+    with TemporaryDirectory() as folder, mp.Manager() as manager:
+        answers = manager.dict()
+        job = Job(configs, args.ranks, rounds, args.device, f"{folder}/store")
+        mp.spawn(work, (job, answers), nprocs=args.ranks)
+        return dict(answers)
+
+
+def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
+    """A line of the table."""
+    extra = {"native": [], "deepspeed": list(offloaded)}
+    configs = {name: config_of(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
+    timed = run(configs, args, args.rounds)[0]
+    clocks = [
+        [theirs[i] / ours[i] for ours, theirs in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)]
+        for i in (0, 1)
+    ]
+    memory = {
+        name: {r: a[1] / 1e6 for r, a in run({name: configs[name]}, args, 2).items()} for name in ENGINES
+    }
+    held = " / ".join(", ".join(f"{memory[name][r]:,.0f}" for r in range(args.ranks)) for name in ENGINES)
+    sent = " / ".join(f"{timed[2][name] / 1e6:,.1f}" for name in ENGINES)
+    return (
+        f"| {case} | **{statistics.median(clocks[0]):.2f}** ({min(clocks[0]):.2f} – {max(clocks[0]):.2f}) | "
+        f"{statistics.median(clocks[1]):.2f} | {held} | {sent} |"
+    )
+
+
+def main() -> None:
+    """Run what the arguments ask for; print a table and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--cases", nargs="+", default=[*CASES, "fp32, zero 2, offloaded"])
+    parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import deepspeed
+
+    lines = [
+        f"# Native against DeepSpeed, {date.today().isoformat()}",
+        "",
+        f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {args.ranks} ranks on {args.device}, "
+        f"{args.rounds} rounds{', ' + ' '.join(args.set) if args.set else ''}, load of the "
+        f"machine's {os.cpu_count()} cores by others at the start: {os.getloadavg()[0]:.1f}; `python "
+        "benchmarks/engines.py`, whose head says how it is measured.",
+        "",
+        "| | DeepSpeed / native, clock (lowest – highest) | CPU | MB by rank, native / DeepSpeed | MB sent a step |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for case in args.cases:
+        name = case.removesuffix(", offloaded")
+        lines.append(row(case, CASES[name], [OFFLOADED] if name != case else [], args))
+        print(lines[-1], flush=True)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""DeepSpeed's universal checkpoints, of a model of transformers: weights and Adam's state become a checkpoint of ours.
+
+`ds_to_universal` writes a folder `zero/NAME` for each parameter, with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`: of
+stages 1 and 2 a table that holds the tensor, of stage 3 its elements alone. The count of steps is beside them in
+`step.pt`, or for stage 3 in `zero/optimizer_state.pt`. Rules between their tensors and ours are linear, and move
+elements, so they hold for Adam's state as for weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megatfm import checkpoint, tokenizers
+from megatfm.checkpoint import disk
+from megatfm.config import to_toml
+from megatfm.convert import template, tokenizer_files
+from megatfm.convert.convert import meta_shapes, new_folder, ours_of
+from megatfm.convert.folder import HfFolder
+from megatfm.convert.pickled import read
+from megatfm.convert.table import Rule
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.version import __version__
+
+ZERO, WEIGHT = "zero", "fp32"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def is_universal(path: str | Path) -> bool:
+    """Whether a path is a folder that `ds_to_universal` has made."""
+    return (Path(path) / ZERO).is_dir()
+
+
+def from_universal(source: str | Path, target: str | Path, like: str | Path) -> list[str]:
+    """Write a run at `target` with one checkpoint, that of the step at which DeepSpeed saved.
+
+    like: a Hugging Face folder with the config.json, and the tokenizer, of the model. Returns what is to be said about
+    it. Raises UsageError, MegatfmError; then there is no target.
+    """
+    source, target = Path(source), Path(target)
+    if not is_universal(source):
+        raise UsageError(
+            f"{source}: no universal checkpoint, for it has no folder {ZERO}: make one with `python -m "
+            "deepspeed.checkpoint.ds_to_universal --input_folder …/global_stepN --output_folder NEW`"
+        )
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"{target}: is there already: give a new folder")
+    opened = UniversalFolder(source, like)
+    step = opened.step()
+    with new_folder(target) as partial:
+        kept, notes = tokenizer_files.to_megatfm(Path(like), partial)
+        length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
+        config = template.branch(template.config(target, opened.config, kept, length), target, step)
+        state: dict[str, JsonValue] = {
+            "step": step,
+            "tokens": 0,
+            "precision": "fp32",
+            "data": {"position": 0},
+            "megatfm": __version__,
+            "converted_from": opened.name,
+            "config": config.model_dump(mode="json"),
+            "tokenizer": tokenizers.load(partial / kept).hash if kept else None,
+        }
+        checkpoint.save_stream(partial / "checkpoints", step, opened.stored(step), state)
+        header = template.header(f"{opened.name} of DeepSpeed").encode()
+        disk.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
+    said = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
+    return [said, *opened.notes, *notes]
+
+
+class UniversalFolder(HfFolder):
+    """The tensors of a universal checkpoint, under the names that the table of its architecture uses."""
+
+    def __init__(self, source: Path, like: str | Path) -> None:
+        self.source = source
+        super().__init__(like)
+
+    def stored_names(self, name: str) -> Mapping[str, str]:
+        """Name of a tensor → its folder."""
+        folder = self.source / ZERO
+        return {path.parent.name: path.parent.name for path in folder.glob(f"*/{WEIGHT}.pt")}
+
+    def get(self, name: str) -> Tensor:
+        """A weight, as DeepSpeed's optimizer moves it."""
+        return self.tensor(name, WEIGHT)
+
+    def tensor(self, name: str, key: str) -> Tensor:
+        """A weight, or one of Adam's moments of it. Raises MegatfmError."""
+        folder = self.source / ZERO / self.files[name][0]
+        if not (folder / f"{key}.pt").exists():
+            raise MegatfmError(
+                f"{folder}: no {key}.pt: DeepSpeed has trained that weight with another optimizer than Adam, or not at "
+                "all: convert its Hugging Face folder, which has weights alone, with --to megatfm"
+            )
+        found = read(folder / f"{key}.pt")
+        tensor = found.get("param") if isinstance(found, Mapping) else found
+        if not isinstance(tensor, Tensor):
+            raise MegatfmError(f"{folder / key}.pt: holds no tensor")
+        return tensor.view(self._shapes[name]) if tensor.dim() == 1 else tensor
+
+    @property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        if not hasattr(self, "_known"):
+            ours = {
+                name: torch.empty(shape, device="meta") for name, shape in meta_shapes(self.config).items()
+            }
+            self._known = {
+                theirs: tuple(tensor.shape)
+                for rule in self.rules
+                for theirs, tensor in zip(rule.theirs, rule.forth([ours[o] for o in rule.ours]), strict=True)
+            }
+            self._known |= {copy: self._known[rule.theirs[0]] for rule in self.rules for copy in rule.copies}
+        return self._known
+
+    def step(self) -> int:
+        """Steps of Adam. Raises MegatfmError where parameters differ in it, or none has one."""
+        found = {_number(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
+        together = self.source / ZERO / "optimizer_state.pt"
+        if not found and together.exists():
+            states = read(together).get("optimizer_state_dict", {}).get("state", {})
+            found = {_number(state.get("step")) for state in states.values()}
+        if len(found) != 1 or None in found:
+            raise MegatfmError(
+                f"{self.source}: its parameters have {len(found - {None})} counts of steps, not one: give what "
+                "ds_to_universal makes of a run with Adam"
+            )
+        (step,) = found
+        assert step is not None
+        return step
+
+    def stored(self, step: int) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint of ours holds, one tensor after the other."""
+        shapes = meta_shapes(self.config)
+        for name, tensor in ours_of(self, shapes):
+            yield f"model.{name}", tensor
+        for rule in self.rules:
+            for key in MOMENTS:
+                for name, tensor in self._moments(rule, key):
+                    yield f"optimizer.{name}.{key}", tensor
+            for name in rule.ours:
+                yield f"optimizer.{name}.step", torch.tensor(float(step))
+
+    def _moments(self, rule: Rule, key: str) -> Iterator[tuple[str, Tensor]]:
+        made = rule.back([self.tensor(name, key) for name in rule.theirs])
+        yield from zip(rule.ours, (tensor.contiguous() for tensor in made), strict=True)
+
+
+def _number(value: Any) -> int | None:
+    """A count that may be in a tensor."""
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return int(value) if isinstance(value, int | float) else None

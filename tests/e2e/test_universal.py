@@ -1,0 +1,156 @@
+"""DeepSpeed trains a model of transformers, writes a universal checkpoint, and a run of ours goes on from it."""
+
+import argparse
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatfm import checkpoint
+from megatfm.cli import main
+from megatfm.config import Config, load
+from megatfm.convert.convert import convert
+from megatfm.convert.pickled import Nothing, read
+from megatfm.convert.table import to_theirs
+from megatfm.convert.universal import UniversalFolder, from_universal
+from megatfm.errors import DONE, UsageError
+from megatfm.train.loop import train
+from tests.workers import Workers
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
+)
+TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+STEPS = 3
+
+
+def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Three steps under DeepSpeed alone; the universal checkpoint is in folder/universal. Its own word for what it
+    holds: key → name → tensor."""
+    from megatfm.engines.deepspeed.library import load as deepspeed
+    from megatfm.engines.deepspeed.library import quiet
+
+    model = LlamaForCausalLM(TINY)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "hf")
+    package = deepspeed(torch.device("cpu"))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    with quiet():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)
+        for _ in range(STEPS):
+            tokens = torch.randint(512, (1, 24))
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        engine.save_checkpoint(str(folder / "theirs"), tag="global_step3")
+        utils = importlib.import_module("deepspeed.utils")
+        state = utils.safe_get_full_optimizer_state
+        found = {
+            "fp32": {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()},
+            **{
+                key: {n: state(p, key) for n, p in model.named_parameters()}
+                for key in ("exp_avg", "exp_avg_sq")
+            },
+        }
+        if dist.get_rank() == 0:
+            tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+            tool.main(
+                argparse.Namespace(
+                    input_folder=str(folder / "theirs/global_step3"),
+                    output_folder=str(folder / "universal"),
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
+    workers: Workers, corpus: Path, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
+    source, like, ours = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(source), str(ours), "--to", "megatfm", "--like", str(like)])
+    assert ended.value.code in (0, None)
+    assert "with Adam's state of step 3" in capsys.readouterr().out
+    stored = checkpoint.read_tensors(ours / f"checkpoints/step-{STEPS:08d}")
+    rules = UniversalFolder(source, like).rules
+    for key, wanted in theirs.items():
+        prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
+        mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.ours}
+        back = to_theirs(rules, mine)
+        assert back.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(back[name], wanted[name])] == []
+    assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
+    convert(ours, tmp_path / "again", "hf")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert [n for n, t in theirs["fp32"].items() if not torch.equal(again[n], t)] == []
+
+    config = load(
+        Config,
+        ours / "config.toml",
+        [
+            f"run_dir={tmp_path / 'run'}",
+            f"data.train={corpus / 'train'}",
+            f"data.tokenizer={corpus / 'tokenizer.model'}",
+            *("data.sequence_length=32", "train.steps=4", "train.global_batch=4", "train.precision=fp32"),
+            *(
+                "schedule.warmup_steps=1",
+                "log.sinks=[]",
+                "parallel.engine=deepspeed",
+                f"parallel.zero={stage}",
+            ),
+        ],
+    )
+    assert workers.run(train, 2, config, timeout=200) == [DONE] * 2
+    after = checkpoint.read_tensors(tmp_path / f"run/checkpoints/step-{STEPS + 1:08d}")
+    assert {t.item() for name, t in after.items() if name.endswith(".step")} == {float(STEPS + 1)}
+
+
+def test_what_is_no_universal_checkpoint_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ds_to_universal --input_folder \S+/global_stepN"):
+        from_universal(tmp_path, tmp_path / "new", tmp_path)
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_that_calls_something_is_read_without_calling_it(tmp_path: Path) -> None:
+    victim = tmp_path / "made"
+    torch.save({"param": torch.ones(2), "evil": Evil(victim)}, tmp_path / "x.pt")
+    found = read(tmp_path / "x.pt")
+    assert torch.equal(found["param"], torch.ones(2))
+    assert isinstance(found["evil"], Nothing)
+    assert not victim.exists()
