@@ -97,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:
     """Append to the run's samples, in one write. A run that can't be written is no reason to fail."""
+    from megatfm.atomic import never_through_a_link
     from megatfm.train.record.metrics import to_line
 
     if loaded.folder is None:
@@ -104,7 +105,7 @@ def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:
     path = loaded.folder / SAMPLES
     lines = [to_line({"prompt": prompt, "text": text, "step": loaded.step}) for text in texts]
     try:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=never_through_a_link) as file:
             file.write(b"".join(lines))
     except OSError as error:
         _note(f"{path}: not written, so the report won't show this: {error.strerror}")

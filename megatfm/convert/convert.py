@@ -92,8 +92,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         before = origin if part.name == origin.get("name") else {}
         travelled = travels.on_the_way_back(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}
-        if "generation" in before:
-            write_json(place / travels.GENERATION, before["generation"])
+        if isinstance(generation := before.get("generation"), dict):
+            write_json(place / travels.GENERATION, generation)
         if (key := part.architecture.length_key) and key not in theirs:
             theirs[key] = config.data.sequence_length
         write_json(place / CONFIG, theirs)
