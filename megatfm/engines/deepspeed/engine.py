@@ -7,6 +7,7 @@ element once), clipping, the choice to leave a step out, float16's loss scale, a
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
