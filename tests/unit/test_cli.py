@@ -52,7 +52,7 @@ def bash_script() -> str:
     ("line", "found"),
     [
         ("la", ["launch"]),
-        ("launch quickst", ["quickstart", "quickstart-data"]),
+        ("launch quickst", ["quickstart", "quickstart-data", "quickstart-moe"]),
         ("launch --nproc 2 train.micro", ["train.micro_batch="]),
         ("launch x --reserv", ["--reservation"]),
         ("train optimizer.matrix_", ["optimizer.matrix_lr="]),
