@@ -45,7 +45,8 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
             ]
         else:
             steps = [_Step(("fetched", core_.pattern), needs.looked_at)]
-            out = _attend(core_, q, *_fetched(k, v, needs), sequence, steps, contexts)
+            k_fetched, v_fetched = _fetched(k, v, needs)
+            out = _attend(core_, q, k_fetched, v_fetched, sequence, steps, contexts)
             wide = sequence.once(("wide", core_.pattern), lambda: Wide.of(core_, contexts, sequence))
             return out if wide is None else with_wide(core_, out, q, k, v, sequence, wide, contexts)
         return _attend(core_, q, k, v, sequence, steps, contexts)
