@@ -34,6 +34,7 @@ def part_of(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> 
 def part_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
 ) -> Sequence[Tensor]:
+    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys."""
     sizes = q.shape[2], k.shape[2], v.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
     g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
