@@ -9,8 +9,8 @@ experts get other numbers of rows, as in training. A ratio is the median over ro
 ours, so above 1 ours is faster.
 
 Routing: random weights choose nearly evenly; `--skew` lets the logits fall by expert by so many nats (ours alone, so
-transformers is left out then). The busiest expert's load is stated. Memory is what lies in memory between the forward and the
-backward pass without weights, by token.
+transformers is left out then). The busiest expert's load is stated. Memory is what is kept between the forward and the
+backward pass, without weights, by token.
 """
 
 import argparse
