@@ -46,8 +46,8 @@ test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) benchmarks/soak.py $(ARGS)
 
-gpu: ## what needs a GPU, with the torch that is there: tests marked gpu, and decoders' speed into benchmarks/results
-	bash benchmarks/gpu.sh
+gpu: ## what needs a GPU, with the torch that is there, into OUT=benchmarks/results; PARTS="facts tests 124m" for some
+	bash benchmarks/gpu.sh $(PARTS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -1,9 +1,10 @@
 """Training steps of decoders on one GPU: tokens a second, peak memory, and MFU by both conventions.
 
-    python benchmarks/gpu.py --out benchmarks/results
+    python benchmarks/gpu.py --case 124m --out benchmarks/results
 
-124M and 1.3B parameters, rows of 1,024 and 2,048 tokens, bfloat16, AdamW, compiled blocks. Random tokens: a step costs
-the same whatever they are. MFU is FLOPs of the model, none of what is computed again, over what the GPU could do: 6N +
+124M, 350M, 1.3B and 6.7B parameters, bfloat16, AdamW, compiled blocks. Random tokens: a step costs the same whatever
+they are; a row is one document, or packed with documents of 256 tokens as the loader packs them. "Wanted" was written
+before a GPU was there. MFU is FLOPs of the model, none of what is computed again, over what the GPU could do: 6N +
 12Lhs a token with the whole attention matrix, 6N + 6Lhs with the half that a causal model needs.
 """
 
@@ -15,6 +16,7 @@ import time
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,47 @@ from megatfm.train.watching.memory import memory_bytes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Of dense bfloat16 products, from NVIDIA's data sheets (SXM)."""
-CASES = [("gpt2-124m", 1024, 16), ("gpt2-124m", 2048, 8), ("gpt3-xl", 1024, 8), ("gpt3-xl", 2048, 4)]
-"""Preset, tokens in a row, rows."""
-TINY = [("gpt2-124m", 64, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """wanted: tokens a second on an H100 or H200."""
+
+    preset: str
+    length: int
+    rows: int
+    overrides: tuple[str, ...] = ()
+    packed: bool = False
+    eager: bool = False
+    wanted: int | None = None
+
+    @property
+    def how(self) -> str:
+        """What is not as usual."""
+        settings = [word.removeprefix("train.") for word in self.overrides if word not in DENSE]
+        return ", ".join([*settings, *["packed"] * self.packed, *["eager"] * self.eager])
+
+
+DENSE = ('model.blocks=["dense"]', "~model.block.banded")
+CASES = {
+    "124m": [
+        Case("gpt2-124m", 1024, 16, wanted=505_000),
+        Case("gpt2-124m", 1024, 32, wanted=530_000),
+        Case("gpt2-124m", 1024, 16, packed=True, wanted=500_000),
+        Case("gpt2-124m", 1024, 16, eager=True),
+    ],
+    "350m": [Case("gpt2-355m", 1024, 16, wanted=170_000), Case("gpt2-355m", 1024, 32)],
+    "1.3b": [
+        Case("gpt3-xl", 2048, 8, DENSE, wanted=63_000),
+        Case("gpt3-xl", 2048, 16, (*DENSE, "train.recompute=selective"), wanted=60_000),
+        Case("gpt3-xl", 2048, 8, DENSE, packed=True, wanted=63_000),
+    ],
+    "6.7b": [
+        Case("gpt3-6.7b", 2048, 4, (*DENSE, "train.recompute=full"), wanted=15_000),
+        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full"), wanted=15_000),
+    ],
+}
+TINY = [Case("gpt2-124m", 64, 2, wanted=1), Case("gpt2-124m", 64, 2, packed=True)]
 SHRUNK = [
     "model.d_model=32",
     "model.n_layers=2",
@@ -44,41 +84,55 @@ SHRUNK = [
 class Row:
     """One line of the result."""
 
-    model: str
-    length: int
-    rows: int
+    case: Case
     parameters: int
     tokens_per_second: float
     memory: float
     mfu: tuple[float, float] | None
 
     def text(self) -> str:
+        case = self.case
         mfu = "– | –" if self.mfu is None else " | ".join(f"{100 * share:.1f} %" for share in self.mfu)
         return (
-            f"| {self.model} | {self.parameters:,} | {self.length:,} | {self.rows} | {self.tokens_per_second:,.0f} | "
-            f"{self.memory / 1e9:.2f} | {mfu} |"
+            f"| {case.preset} | {self.parameters:,} | {case.length:,} | {case.rows} | {case.how} | "
+            f"{self.tokens_per_second:,.0f} | {wanted(case)} | {self.memory / 1e9:.2f} | {mfu} |"
         )
 
 
-def config_of(preset: str, length: int, rows: int, *, tiny: bool, compiled: bool) -> Config:
-    sizes = [f"model.position.max_positions={length}", f"data.sequence_length={length}"]
+def wanted(case: Case) -> str:
+    return "" if case.wanted is None else f"{case.wanted:,}"
+
+
+def config_of(case: Case, *, tiny: bool) -> Config:
+    """The preset, with what a benchmark needs: sizes of rows and batch, no dropout, one data rank."""
+    sizes = [f"model.position.max_positions={case.length}", f"data.sequence_length={case.length}"]
     batch = [
-        f"train.micro_batch={rows}",
-        f"train.global_batch={rows}",
-        f"train.compile={str(compiled).lower()}",
+        f"train.micro_batch={case.rows}",
+        f"train.global_batch={case.rows}",
+        f"train.compile={str(not (case.eager or tiny)).lower()}",
     ]
     plain = ["model.dropout=0", "model.attention.dropout=0", "parallel.dp_shard=1"]
-    return load_config(preset, [*sizes, *batch, *plain, *(SHRUNK if tiny else [])])
+    return load_config(case.preset, [*sizes, *batch, *plain, *case.overrides, *(SHRUNK if tiny else [])])
 
 
-def measure(config: Config, device: torch.device, steps: int) -> Row:
+def batch_of(case: Case, vocabulary: int) -> dict[str, Any]:
+    """As the loader gives it."""
+    tokens = torch.randint(
+        0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0)
+    )
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    if case.packed:
+        index = torch.arange(case.length).expand(case.rows, -1)
+        size = min(256, case.length // 2)
+        batch |= {"positions": index % size, "documents": index // size}
+    return {name: values.numpy() for name, values in batch.items()}
+
+
+def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
     """The median of some steps, after three that compile and fill caches."""
-    mesh = build_mesh(config.parallel, 1, device.type)
-    engine = build_engine(config, mesh, device, "bf16")
-    length, rows = config.data.sequence_length, config.train.micro_batch
-    vocabulary = config.model.vocab_size or 0
-    tokens = torch.randint(0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    config = config_of(case, tiny=tiny)
+    engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, "bf16")
+    batch = batch_of(case, config.model.vocab_size or 0)
     objective = Causal(SpecialTokens(bos=1, eos=2, pad=0))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -89,25 +143,34 @@ def measure(config: Config, device: torch.device, steps: int) -> Row:
         engine.step(1e-4, clip=1.0)  # reads the norm, and so waits for the GPU
         if step >= 3:
             seconds.append(time.perf_counter() - start)
-    rate = rows * length / statistics.median(seconds)
+    rate = case.rows * case.length / statistics.median(seconds)
     found = describe(config)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
     mfu = None if peak is None else (rate * found.flops_full / peak, rate * found.flops_causal / peak)
-    return Row(config.name, length, rows, found.parameters, rate, memory_bytes(device), mfu)
+    return Row(case, found.parameters, rate, memory_bytes(device), mfu)
 
 
-def report(lines: list[str], device: torch.device) -> str:
+def report(title: str, lines: list[str], device: torch.device) -> str:
     where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "a CPU"
-    headings = ("Model", "Parameters", "Tokens a row", "Rows", "Tokens a second", "Peak memory, GB")
+    headings = (
+        "Model",
+        "Parameters",
+        "Tokens a row",
+        "Rows",
+        "How",
+        "Tokens a second",
+        "Wanted",
+        "Peak memory, GB",
+    )
     return "\n".join(
         [
-            f"# Decoders on one GPU, {date.today().isoformat()}",
+            f"# Decoders on one GPU: {title}, {date.today().isoformat()}",
             "",
-            f"{where}, torch {torch.__version__}, bfloat16, AdamW; `python benchmarks/gpu.py`.",
+            f"{where}, torch {torch.__version__}, bfloat16, AdamW; `python benchmarks/gpu.py --case {title}`.",
             "",
             f"| {' | '.join(headings)} | MFU 6N + 12Lhs | 6N + 6Lhs |",
-            "|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
         ]
@@ -122,32 +185,36 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--case", choices=CASES, nargs="+", default=["124m", "1.3b"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
     )
-    parser.add_argument("--eager", action="store_true", help="don't compile")
-    parser.add_argument("--out", type=Path, help="folder for DATE-gpu.md")
+    parser.add_argument("--out", type=Path, help="folder for DATE-gpu-CASE.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("gloo" if args.tiny else "nccl", store=store, rank=0, world_size=1)
-    lines, failed = [], 0
-    for preset, length, n_rows in TINY if args.tiny else CASES:
-        config = config_of(preset, length, n_rows, tiny=args.tiny, compiled=not (args.eager or args.tiny))
-        try:
-            lines.append(measure(config, device, args.steps).text())
-        except Exception as error:
-            first = str(error).partition("\n")[0].replace("|", "/")[:200]
-            lines.append(f"| {preset} | | {length:,} | {n_rows} | {type(error).__name__}: {first} | | | |")
-            failed = 1
-        print(lines[-1], flush=True)
-        torch._dynamo.reset()
-        if args.out:
-            path = args.out / f"{date.today().isoformat()}-gpu.md"
-            path.write_text(report(lines, device), encoding="utf-8")
-    print(f"\n{report(lines, device)}")
+    failed = 0
+    for title in args.case:
+        lines: list[str] = []
+        for case in TINY if args.tiny else CASES[title]:
+            try:
+                lines.append(measure(case, device, args.steps, tiny=args.tiny).text())
+            except Exception as error:
+                first = str(error).partition("\n")[0].replace("|", "/")[:200]
+                told = f"{type(error).__name__}: {first}"
+                lines.append(
+                    f"| {case.preset} | | {case.length:,} | {case.rows} | {case.how} | {told} | {wanted(case)} | | | |"
+                )
+                failed = 1
+            print(lines[-1], flush=True)
+            torch._dynamo.reset()
+            if args.out:
+                path = args.out / f"{date.today().isoformat()}-gpu-{title}.md"
+                path.write_text(report(title, lines, device), encoding="utf-8")
+        print(f"\n{report(title, lines, device)}")
     return failed
 
 

@@ -1,40 +1,60 @@
 #!/usr/bin/env bash
-# All that needs a GPU: the tests marked `gpu`, then the decoders' speed, into benchmarks/results/DATE-gpu.md, with what
-# failed. With the torch that is there: a bare machine with CUDA, python3 and torch is enough, and without a network one
-# that has the other packages. PYTHON=python3.12 takes another interpreter.
-set -euo pipefail
+# What needs a GPU, part by part, each within nine minutes, with the torch that is there: a bare machine with CUDA,
+# python3 and torch is enough.
+#
+#   bash benchmarks/gpu.sh                  # all parts
+#   bash benchmarks/gpu.sh facts tests      # some: facts tests 124m 350m 1.3b 6.7b run
+#
+# Each part writes OUT/DATE-gpu-PART.md, anew after every row. Set PYTHON=python3.12 for another interpreter (one of a
+# virtual environment too), OUT=FOLDER for the results (benchmarks/results), WHEELS=FOLDER for packages where there is
+# no network, TINY=--tiny to try the scripts on a CPU. Ends with 1 where a part failed; the others are run all the same.
+set -uo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv-gpu
-run=$venv/bin/python
-result=benchmarks/results/$(date +%F)-gpu.md
-[ -x "$run" ] || "${PYTHON:-python3}" -m venv --system-site-packages "$venv" || {
-  rm -rf "$venv"
-  echo "make gpu: can't make $venv: on Debian, apt-get install python3-venv" >&2
+run=${PYTHON:-python3}
+out=${OUT:-benchmarks/results}
+site=${SITE:-$PWD/.gpu-packages}
+parts=("$@")
+[ $# -gt 0 ] || parts=(facts tests 124m 350m 1.3b 6.7b run)
+mkdir -p "$out" "$site"
+out=$(cd "$out" && pwd)
+device=cuda
+[ -z "${TINY:-}" ] || device=cpu
+"$run" -c "import torch; assert '$device' == 'cpu' or torch.cuda.is_available()" || {
+  echo "make gpu: no torch with CUDA in $run, or no GPU that it sees" >&2
   exit 1
 }
-torch=$("$run" -c 'import torch; assert torch.cuda.is_available(); print(torch.__version__)') || {
-  echo "make gpu: no torch with CUDA in ${PYTHON:-python3}, or no GPU that it sees" >&2
+"$run" benchmarks/gpu_packages.py "$site" ${WHEELS:+--wheels "$WHEELS"} || exit 1
+export OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
+tests() {
+  local log
+  log=$(mktemp)
+  timeout 540 "$run" -m pytest -q -m gpu -p no:cacheprovider tests/gpu >"$log" 2>&1
+  local code=$?
+  tail -n 3 "$log"
+  {
+    printf '# Tests marked gpu, %s\n\n`pytest -m gpu` ended with %s:\n\n```text\n' "$(date +%F)" "$code"
+    tail -n 60 "$log"
+    printf '```\n'
+  } >"$out/$(date +%F)-gpu-tests.md"
+  rm -f "$log"
+  return "$code"
+}
+
+failed=()
+for part in "${parts[@]}"; do
+  echo "== $part"
+  case $part in
+    facts) timeout 540 "$run" benchmarks/gpu_facts.py --out "$out" ${TINY:-} ;;
+    tests) tests ;;
+    run) timeout 540 "$run" benchmarks/gpu_run.py --out "$out" ${TINY:-} ;;
+    *) timeout 540 "$run" benchmarks/gpu.py --case "$part" --out "$out" ${TINY:-} ;;
+  esac
+  code=$?
+  [ "$code" = 0 ] || failed+=("$part ($([ "$code" = 124 ] && echo "its nine minutes were up" || echo "exit $code"))")
+done
+[ "${#failed[@]}" = 0 ] || {
+  echo "failed: ${failed[*]}"
   exit 1
 }
-{ grep -v '^torch==' constraints.txt; echo "torch==$torch"; } >"$venv/constraints.txt"
-export OMP_NUM_THREADS=4 PYTHONPATH=.
-timeout 120 "$run" -m pip install --disable-pip-version-check -q -c "$venv/constraints.txt" \
-  -e . pytest pytest-timeout hypothesis transformers ||
-  "$run" -c 'import hypothesis, megatfm.cli, megatfm.engines, pytest, pytest_timeout, transformers' || {
-  echo "make gpu: packages can't be installed into $venv, and are not there" >&2
-  exit 1
-}
-tests=0 speed=0
-timeout 150 "$run" -m pytest -q -m gpu tests/gpu 2>&1 | tee "$venv/tests.txt" || tests=$?
-timeout 200 "$run" benchmarks/gpu.py --out benchmarks/results 2>&1 | tee "$venv/speed.txt" || speed=$?
-[ "$speed" = 0 ] || {
-  printf '\n`python benchmarks/gpu.py` ended with %s (124: its time was up):\n\n```text\n' "$speed"
-  tail -n 30 "$venv/speed.txt"
-  printf '```\n'
-} >>"$result"
-{
-  printf '\n`pytest -m gpu` ended with %s:\n\n```text\n' "$tests"
-  tail -n 30 "$venv/tests.txt"
-  printf '```\n'
-} >>"$result"
-exit $((tests ? tests : speed))

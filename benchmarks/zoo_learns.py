@@ -58,7 +58,7 @@ def held_out(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, flo
         *SMALL, *MODELS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
         f"data.validation={{ held-out = '{corpora}/validation' }}", f"data.tokenizer={corpora}/tokenizer.model",
     )  # fmt: skip
-    subprocess.run([sys.executable, "-m", "megatfm.cli", "train", preset, *words], check=True)
+    subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
     result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]
     return result.get("terms") or {"loss": result["loss"]}
 

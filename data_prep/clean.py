@@ -16,7 +16,6 @@ from data_prep.duplicates.exact import Exact
 from data_prep.duplicates.index import RowsWriter
 from data_prep.files import Listing, runs
 from data_prep.read import Read
-from data_prep.readers import format_of
 from data_prep.split import choose
 from data_prep.stages import Facts, Stages
 from data_prep.steps import FixUnicode, pass_through
@@ -90,12 +89,12 @@ class Clean:
                 counts = [read.counts, *(each.counts for each in passes)]
                 return {
                     "documents": documents,
-                    "skipped_files": [f"{bad.path}: {bad.reason}" for bad in listing.bad[known:]],
+                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[known:]],
                     "steps": [each.as_json() for each in counts],
                 }
 
             def join(parts: Iterable[Facts]) -> Facts:
-                skipped = [f"{bad.path}: {bad.reason}" for bad in found_bad]
+                skipped = [f"{bad.where}: {bad.reason}" for bad in found_bad]
                 skipped += [line for part in parts for line in part["skipped_files"]]
                 counts = [*map(Counts.joined, zip(*(part["steps"] for part in parts), strict=True))]
                 if not counts[-1].documents_out:
@@ -148,7 +147,7 @@ class Clean:
         limit = self._config.read.max_document_bytes
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
-        records = any(format_of(file.path, self._config.read) != "text" for file in self._listing.files)
+        records = any(self._listing.format(file) != "text" for file in self._listing.files)
         if records or not share or choose(sizes, share, seed):
             return limit, []
         finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))

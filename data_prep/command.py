@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 import data_prep
+from data_prep.away import local_folder
 from data_prep.cluster import dask_workers
 from data_prep.progress import Reporter
 from data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
@@ -47,7 +48,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 raise UsageError("--part and --dask: give one of them")
         elif started is None and (started := ranks(os.environ)):
             speaks = started[0] == 1
-            if config.overwrite or not has_locks(Path(config.out)):
+            if config.overwrite or not has_locks(local_folder(config)):
                 world = mpi_world(started[1])
         with dask_workers(arguments.dask, config) as workers:
             _prepare(config, workers or _team(world, started), speaks)

@@ -128,9 +128,8 @@ class Encode:
         digest = encoder.hash if encoder else NO_TOKENIZER["kind"]
         dtype: TokenDtype = encoder.token_dtype if encoder else "uint16"
         plain = self._config.plain_tars
-        with ShardWriter(
-            folder, tokenizer_hash=digest, token_dtype=dtype, compress=not plain, pack=not plain
-        ) as writer:
+        options: dict[str, Any] = {"compress": not plain, "pack": not plain, "final": self._stages.send}
+        with ShardWriter(folder, tokenizer_hash=digest, token_dtype=dtype, **options) as writer:
             number = text_bytes = 0
             statistics = Statistics(encoder)
             for part, facts in enumerate(parts):

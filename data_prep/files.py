@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from blake3 import blake3
 
+from data_prep.readers import format_of
 from megatfm.config.prep import ReadConfig
+from megatfm.data import Remote, RemoteFile
 from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
@@ -28,31 +32,38 @@ STDLIB_EXCLUDE = ("test", "tests", "idle_test", "site-packages", "dist-packages"
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file to read: its path, its name below the corpus folder, its size in bytes, when it was last changed."""
+    """A file to read: its path or URL, its name below the corpus folder, its size in bytes, and what tells this version
+    of it from others: when it was last changed, or what the store says."""
 
-    path: Path
+    where: str
     name: str
     size: int
-    modified_ns: int
+    version: int | str
 
 
 @dataclass(frozen=True)
 class BadFile:
     """A file that can't be used, and why."""
 
-    path: Path
+    where: str
     reason: str
 
 
-OnBad = Callable[[Path, str], None]
+OnBad = Callable[[str, str], None]
 
 
 class Listing:
-    """The files of a corpus folder, and what was left out: by name, or because it is no usable file."""
+    """The files of a corpus folder, and what was left out: by name, or because it is no usable file.
 
-    def __init__(self, config: ReadConfig) -> None:
+    Of a folder behind a URL each is fetched to `scratch` when it is read, and removed afterwards.
+    """
+
+    def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
         self.config = config
-        self.root = _root(config)
+        self._remote = Remote(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
+        self._there: dict[str, RemoteFile] = {}
+        self._scratch = scratch
+        self.root = config.folder if self._remote else _root(config)
         stdlib = config.folder is None
         usual = STDLIB_INCLUDE if stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
         self._include = config.include or usual
@@ -60,7 +71,9 @@ class Listing:
         self._skip_bad = config.on_bad == "skip"
         self.left_out = 0
         self.bad: list[BadFile] = []
-        self.files = list(self._walk())
+        self.files = list(
+            self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root)))
+        )
         if not self.files and not self.bad:
             raise UsageError(
                 f"{self.root}: no text files here ({self.left_out} left out by name): set read.folder to a folder "
@@ -69,20 +82,79 @@ class Listing:
 
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and times: another one means that the corpus has changed."""
-        facts = [[file.name, file.size, file.modified_ns] for file in self.files]
+        facts = [[file.name, file.size, file.version] for file in self.files]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
-    def on_bad(self, path: Path, reason: str) -> None:
+    def on_bad(self, where: str, reason: str) -> None:
         """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
         if not self._skip_bad:
             raise MegatfmError(
-                f"{path}: {reason}; mend it, or skip and list all such files: read.on_bad=skip"
+                f"{where}: {reason}; mend it, or skip and list all such files: read.on_bad=skip"
             )
-        self.bad.append(BadFile(path, reason))
+        self.bad.append(BadFile(where, reason))
 
-    def _walk(self) -> Iterator[TextFile]:
+    def format(self, file: TextFile) -> str:
+        """The name of a file's format."""
+        return format_of(file.name, self.config, lambda size: self._begin(file, size))
+
+    def _begin(self, file: TextFile, size: int) -> bytes:
+        """The first bytes of a file; none if it can't be read, which whoever reads it will be told."""
+        if self._remote:
+            return self._remote.begin(self._there[file.name], size)
+        try:
+            with open(file.where, "rb") as opened:
+                return opened.read(size)
+        except OSError:
+            return b""
+
+    @contextmanager
+    def local(self, file: TextFile, beside: Sequence[str] = ()) -> Iterator[Path]:
+        """Where a file lies on this machine, meanwhile. beside: suffixes of files that are wanted at its side."""
+        if not self._remote:
+            yield Path(file.where)
+            return
+        assert self._scratch is not None
+        stem, _, _ = file.name.rpartition(".")
+        folder = self._scratch / blake3(file.name.encode()).hexdigest(8)
+        names = [file.name, *(name for suffix in beside if (name := stem + suffix) in self._there)]
+        for name in names:
+            self._remote.fetch(self._there[name], folder / name.rpartition("/")[2])
+        yield folder / file.name.rpartition("/")[2]
+        # Only now: what a failed reading has fetched needn't be fetched again.
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _walk_remote(self, remote: Remote) -> Iterator[TextFile]:
+        """In the same order, and by the same names."""
+        found = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        self._there = {file.name: file for _, file in found}
+        names: dict[tuple[str, ...], set[str]] = {}
+        for parts, _ in found:
+            for depth in range(len(parts)):
+                names.setdefault(parts[:depth], set()).add(parts[depth])
+        excluded = {folder: self._excluded(of_folder) for folder, of_folder in names.items()}
+        left_out = set[tuple[str, ...]]()
+        for parts, file in sorted(found, key=lambda each: [part.encode() for part in each[0]]):
+            out = (
+                depth + 1
+                for depth, part in enumerate(parts)
+                if _matches(part, (".*", *excluded[parts[:depth]]))
+            )
+            if (depth := next(out, 0)) or not _matches(parts[-1], self._include):
+                left_out.add(parts[: depth or len(parts)])
+            else:
+                name = file.name.replace("#", "%23")
+                self._there[name] = file
+                yield TextFile(f"{remote.url}/{file.name}", name, file.size, file.stamp)
+        self.left_out += len(left_out)
+
+    def _excluded(self, names: Iterable[str]) -> Sequence[str]:
+        """Patterns of what is left out of a folder that has these names."""
+        of_datasets = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
+        return (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
+
+    def _walk(self, root: Path) -> Iterator[TextFile]:
         """Depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
-        stack = [(self._entries(self.root), _identity(self.root))]
+        stack = [(self._entries(root), _identity(root))]
         while stack:
             path = next(stack[-1][0], None)
             if path is None:
@@ -91,34 +163,37 @@ class Listing:
             try:
                 found = path.stat()
             except OSError as error:
-                self.on_bad(path, f"can't be read ({error.strerror})")
+                self.on_bad(str(path), f"can't be read ({error.strerror})")
                 continue
             if stat.S_ISDIR(found.st_mode):
                 identity = (found.st_dev, found.st_ino)
                 if identity in [above for _, above in stack]:
-                    self.on_bad(path, "is a link that leads back to a folder above it")
+                    self.on_bad(str(path), "is a link that leads back to a folder above it")
                 else:
                     stack.append((self._entries(path), identity))
-            elif not any(fnmatchcase(path.name, pattern) for pattern in self._include):
+            elif not _matches(path.name, self._include):
                 self.left_out += 1
             elif stat.S_ISREG(found.st_mode):
-                yield TextFile(path, _name(path.relative_to(self.root)), found.st_size, found.st_mtime_ns)
+                yield TextFile(str(path), _name(path.relative_to(root)), found.st_size, found.st_mtime_ns)
             else:
-                self.on_bad(path, "is not a file but a device, pipe or socket")
+                self.on_bad(str(path), "is not a file but a device, pipe or socket")
 
     def _entries(self, folder: Path) -> Iterator[Path]:
         try:
             paths = sorted(folder.iterdir(), key=os.fsencode)
         except OSError as error:
-            self.on_bad(folder, f"can't list this folder ({error.strerror})")
+            self.on_bad(str(folder), f"can't list this folder ({error.strerror})")
             return
-        of_datasets = any(path.suffix == ".arrow" or path.name == "dataset_dict.json" for path in paths)
-        exclude = (*self._exclude, *(_OF_DATASETS if of_datasets else ()))
+        exclude = self._excluded(path.name for path in paths)
         for path in paths:
-            if path.name.startswith(".") or any(fnmatchcase(path.name, pattern) for pattern in exclude):
+            if _matches(path.name, (".*", *exclude)):
                 self.left_out += 1
             else:
                 yield path
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def runs(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:

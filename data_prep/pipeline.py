@@ -61,15 +61,15 @@ def run(
             reporter.say(f"{workspace.out}: no locks on this file system: let no other prep work here")
         result = members.agreed(lambda: workspace.finished(shared))
         if result is not None:
-            return PrepSummary(workspace.out, result, already_done=True)
+            return PrepSummary(workspace.place, result, already_done=True)
         result = _prepare(workspace, Stages(config, workspace, reporter, members))
-        return PrepSummary(workspace.out, result, already_done=False)
+        return PrepSummary(workspace.place, result, already_done=False)
 
 
 def _prepare(workspace: Workspace, stages: Stages) -> Facts:
     """The story: read and clean, thin out, hold out, tokenize, finish."""
     config, values = stages.config, identity(stages.config)
-    listing = Listing(config.read)
+    listing = Listing(config.read, workspace.folder / "fetched")
     basis: Facts = {
         "files": listing.fingerprint(),
         "part_bytes": config.part_bytes,
@@ -121,7 +121,7 @@ def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) ->
     def provenance(digest: str) -> Facts:
         return {"config": values, "input_blake3": digest, "libraries": _libraries(config, facts)}
 
-    skipped = [f"{bad.path}: {bad.reason}" for bad in listing.bad]
+    skipped = [f"{bad.where}: {bad.reason}" for bad in listing.bad]
     found = TakeOver(stages, source).run(basis, provenance)
     return {
         **found["provenance"],
@@ -158,9 +158,15 @@ def _libraries(config: PrepConfig, tokenizer: Facts) -> dict[str, str]:
 
 
 def _check_places(config: PrepConfig) -> None:
-    if config.read.folder is not None and Path(config.out).resolve().is_relative_to(
-        Path(config.read.folder).resolve()
-    ):
+    folder = config.read.folder
+    if folder is None or ("://" in config.out) != ("://" in folder):
+        return
+    inside = (
+        f"{config.out.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+        if "://" in folder
+        else Path(config.out).resolve().is_relative_to(Path(folder).resolve())
+    )
+    if inside:
         raise UsageError(
             f"out = {config.out!r}: lies inside read.folder, whose files are read: choose a place outside"
         )

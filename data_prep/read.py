@@ -1,13 +1,14 @@
 """Read the files of a listing as documents, whatever their format."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from ftfy.fixes import fix_surrogates
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.files import BadFile, Listing, TextFile
-from data_prep.readers import Bad, BadFileError, format_of, reader
+from data_prep.readers import Bad, BadFileError, reader
 from data_prep.readers.text import cut_text, texts
 from megatfm.config.prep import ReadConfig
 from megatfm.errors import MegatfmError
@@ -36,46 +37,47 @@ class Read:
     def documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
         """The documents of all files; `advance` is told the bytes of every file that is done."""
         for bad in self._bad:
-            self._drop(bad.reason, 0, str(bad.path))
+            self._drop(bad.reason, 0, bad.where)
         for file in self._files:
-            name = format_of(file.path, self._config)
-            for document in self._text(file) if name == "text" else self._records(file, name):
-                self.counts.take(document.text_bytes)
-                if document.text.strip():
-                    self.counts.keep(document.text_bytes)
-                    yield document
-                else:
-                    self.counts.drop("is empty", document.text_bytes, document.source)
+            name = self._listing.format(file)
+            with self._listing.local(file) as path:
+                for document in self._text(file, path) if name == "text" else self._records(file, path, name):
+                    self.counts.take(document.text_bytes)
+                    if document.text.strip():
+                        self.counts.keep(document.text_bytes)
+                        yield document
+                    else:
+                        self.counts.drop("is empty", document.text_bytes, document.source)
             advance(file.size)
 
-    def _text(self, file: TextFile) -> Iterator[Document]:
+    def _text(self, file: TextFile, path: Path) -> Iterator[Document]:
         """The parts of a text file, or none if it is bad. It is read twice: half of a file is never used, and a
         large one is never held as a whole."""
         try:
-            parts = sum(1 for _ in texts(file.path, self._limit))
+            parts = sum(1 for _ in texts(path, self._limit))
         except (OSError, BadFileError) as error:
             reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            self._listing.on_bad(file.path, reason)
+            self._listing.on_bad(file.where, reason)
             self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
             return
         self.counts.changed += parts > 1
         try:
-            for part, text in enumerate(texts(file.path, self._limit)):
+            for part, text in enumerate(texts(path, self._limit)):
                 yield Document(f"{file.name}#{part}" if parts > 1 else file.name, text)
         except (OSError, BadFileError) as error:
             raise MegatfmError(
-                f"{file.path}: changed while it was read ({error}): run the same command again"
+                f"{file.where}: changed while it was read ({error}): run the same command again"
             ) from None
 
-    def _records(self, file: TextFile, name: str) -> Iterator[Document]:
+    def _records(self, file: TextFile, path: Path, name: str) -> Iterator[Document]:
         """The records of a file; of those that can't be used the first is told of, and all are counted."""
         told = False
         try:
-            for record in reader(name)(file.path, self._config):
+            for record in reader(name)(path, self._config):
                 source = f"{file.name}#{record.key}"
                 if isinstance(record, Bad):
                     if not told:
-                        self._listing.on_bad(file.path, f"record {record.key} {record.reason}")
+                        self._listing.on_bad(file.where, f"record {record.key} {record.reason}")
                     told = True
                     self._drop(f"{record.reason.partition(':')[0]}", 0, source)
                     continue
@@ -84,7 +86,7 @@ class Read:
                 for part, text in enumerate(pieces):
                     yield Document(f"{source}.{part}" if len(pieces) > 1 else source, text, record.url)
         except BadFileError as error:
-            self._listing.on_bad(file.path, str(error))
+            self._listing.on_bad(file.where, str(error))
             self._drop("breaks off", 0, f"{file.name}: {error}")
 
     def _drop(self, reason: str, size: int, example: str) -> None:

@@ -21,6 +21,7 @@ class Stages:
         self.team = team
         self.out: Path = workspace.out
         self.folder: Path = workspace.folder
+        self.send: Callable[[Path], None] = workspace.send
         self._workspace = workspace
 
     def finished(self, name: str, basis: Facts) -> Facts | None:

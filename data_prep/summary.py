@@ -9,9 +9,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class PrepSummary:
-    """The folder that a prep made and the contents of its `prep.json`; `already_done` if this run did nothing."""
+    """The folder that a prep made, or its URL, and the contents of `prep.json`; `already_done` if it did nothing."""
 
-    out: Path
+    out: Path | str
     result: dict[str, Any]
     already_done: bool
 

@@ -30,15 +30,16 @@ class IdFiles:
     def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
         file = self._listing.files[part]
         try:
-            for number, ids in enumerate(reader.read(file.path, self._listing.config)):
-                if len(ids):
-                    yield self._taken(file, number, ids)
-                else:
-                    counts.take(0)
-                    counts.drop("is empty", 0, f"{file.name}#{number}")
+            with self._listing.local(file, beside=(".idx",)) as path:
+                for number, ids in enumerate(reader.read(path, self._listing.config)):
+                    if len(ids):
+                        yield self._taken(file, number, ids)
+                    else:
+                        counts.take(0)
+                        counts.drop("is empty", 0, f"{file.name}#{number}")
         except BadFileError as error:
-            self._listing.on_bad(file.path, str(error))
-            self.skipped.append(f"{file.path}: {error}")
+            self._listing.on_bad(file.where, str(error))
+            self.skipped.append(f"{file.where}: {error}")
             counts.take(0)
             counts.drop("breaks off", 0, f"{file.name}: {error}")
         advance(file.size)
@@ -48,7 +49,7 @@ class IdFiles:
         if ids.min() < 0 or ids.max() >= size:
             wrong = max(int(ids.max()), -int(ids.min()))
             raise MegatfmError(
-                f"{file.path}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
+                f"{file.where}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
                 "tokenizer.file to the one that made it, or mend read.tokens.dtype"
             )
         if len(self._lengths):

@@ -1,6 +1,7 @@
 """Images with their captions and classes, in folders or in tars: checked, and written byte for byte as they are."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -33,31 +34,33 @@ class ImageFiles:
 
     def documents(self, part: int, counts: Counts, advance: Advance) -> Iterator[Taken]:
         for unit in self._units[slice(*self._runs[part])]:
-            path = unit[0].path
+            where = unit[0].where
             try:
                 for source, found in self._records(unit):
                     if isinstance(found, Bad):
-                        self._skip(path, f"{source} {found.reason}", found.reason.partition(":")[0], counts)
+                        self._skip(where, f"{source} {found.reason}", found.reason.partition(":")[0], counts)
                     else:
                         yield self._taken(source, found)
             except BadFileError as error:
-                self._skip(path, str(error), "breaks off", counts)
+                self._skip(where, str(error), "breaks off", counts)
             advance(sum(file.size for file in unit))
 
     def _records(self, unit: list[TextFile]) -> Iterator[tuple[str, images.ImageRecord | Bad]]:
         config = self._listing.config
-        if _is_tar(unit[0].path):
-            for found in images.of_tar(unit[0].path, config):
-                yield f"{unit[0].name}#{found.key}", found
-            return
-        paths: dict[str, Path] = {}
-        for file in unit:
-            extension = file.path.suffix[1:].lower()
-            if extension in paths:
-                yield file.name, Bad(file.name, f"has a .{extension} twice")
+        with ExitStack() as stack:
+            found = [stack.enter_context(self._listing.local(file)) for file in unit]
+            if _is_tar(unit[0]):
+                for record in images.of_tar(found[0], config):
+                    yield f"{unit[0].name}#{record.key}", record
                 return
-            paths[extension] = file.path
-        yield unit[0].name, images.of_files(unit[0].name, paths, config)
+            paths: dict[str, Path] = {}
+            for file, path in zip(unit, found, strict=True):
+                extension = path.suffix[1:].lower()
+                if extension in paths:
+                    yield file.name, Bad(file.name, f"has a .{extension} twice")
+                    return
+                paths[extension] = path
+            yield unit[0].name, images.of_files(unit[0].name, paths, config)
 
     def _taken(self, source: str, found: images.ImageRecord) -> Taken:
         if self.tokenizer is None or not found.text:
@@ -65,9 +68,9 @@ class ImageFiles:
         (ids,) = self.tokenizer.encode_batch([found.text], 1)
         return Taken(source, ids, len(found.text.encode()), found.members)
 
-    def _skip(self, path: Path, reason: str, kind: str, counts: Counts) -> None:
-        self._listing.on_bad(path, reason)
-        self.skipped.append(f"{path}: {reason}")
+    def _skip(self, where: str, reason: str, kind: str, counts: Counts) -> None:
+        self._listing.on_bad(where, reason)
+        self.skipped.append(f"{where}: {reason}")
         counts.take(0)
         counts.drop(kind, 0, reason)
 
@@ -76,10 +79,10 @@ def _units(files: list[TextFile]) -> list[list[TextFile]]:
     """Tars, and files that have all but the last suffix in common, in the order of the listing."""
     units: dict[str, list[TextFile]] = {}
     for file in files:
-        key = file.name if _is_tar(file.path) else file.name.rpartition(".")[0]
+        key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
         units.setdefault(key, []).append(file)
     return list(units.values())
 
 
-def _is_tar(path: Path) -> bool:
-    return path.name.lower().endswith(TARS)
+def _is_tar(file: TextFile) -> bool:
+    return file.name.lower().endswith(TARS)

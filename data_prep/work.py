@@ -13,16 +13,17 @@ from typing import Any
 
 from blake3 import blake3
 
+from data_prep.away import RESULT, Away, local_folder
 from data_prep.report import render
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
+from megatfm.data.manifest import MANIFEST
 from megatfm.errors import MegatfmError, UsageError
 
 VERSION = 4
 """Raised when a change of the code changes what the same config makes."""
 
-RESULT = "prep.json"
 WORK = ".work"
 SPLITS = ("train", "validation")
 REPORT = "report.html"
@@ -39,7 +40,7 @@ LATER_SECTIONS = ("steps", "duplicates", "plain_tars")
 def identity(config: PrepConfig) -> dict[str, Any]:
     """What of a config determines the result."""
     values = config.model_dump(
-        mode="json", exclude={"out", "overwrite", "workers", "part_bytes", "memory_bytes"}
+        mode="json", exclude={"out", "scratch", "overwrite", "workers", "part_bytes", "memory_bytes"}
     )
     for name, later in LATER.items():
         section = getattr(config, name)
@@ -65,46 +66,64 @@ class Workspace:
     Every finished stage is committed as `.work/STAGE.json`, with all that it depends on, so that an interrupted
     prep goes on from the first stage that is missing or depends on something else by now. `prep.json`, written
     last, commits the whole.
+
+    Where `out` is a URL, all is made in a folder of this machine, sent from there, and committed there.
     """
 
     def __init__(self, config: PrepConfig) -> None:
-        self.out = Path(config.out)
+        self.out = local_folder(config)
         self.folder = self.out / WORK
+        self._away = Away(config.out, self.out, self.folder / "sent", MADE) if "://" in config.out else None
+        self.place: Path | str = self._away.url if self._away else self.out
         self._config = config
         self._identity = identity(config)
 
     def finished(self, shared: bool = False) -> dict[str, Any] | None:
         """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
         holds anything else. With `shared`, nothing is removed that others may look at."""
-        result = _read(self.out / RESULT)
-        if result is None:
+        result = self.result()
+        if result is None and self._away:
+            self._away.begin(self._config.overwrite and not shared)
+        elif result is None:
             self._check_free()
         elif self._config.overwrite and shared:
             raise UsageError(
-                f"{self.out}: overwrite=true, but several tasks can't replace it at once: delete it first"
+                f"{self.place}: overwrite=true, but several tasks can't replace it at once: delete it first"
             )
         elif self._config.overwrite:
             self._clear()
         elif result["config"]["version"] != VERSION:
             raise UsageError(
-                f"{self.out}: was prepared by another version of megatfm, which makes other splits: use it "
+                f"{self.place}: was prepared by another version of megatfm, which makes other splits: use it "
                 "as it is, choose another out, or replace it with overwrite=true"
             )
         elif result["config"] != self._identity:
             raise UsageError(
-                f"{self.out}: was prepared with another config ({_difference(result['config'], self._identity)}): "
+                f"{self.place}: was prepared with another config ({_difference(result['config'], self._identity)}): "
                 "choose another out, or replace it with overwrite=true"
             )
         else:
             self._check_complete(result)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._away:
+                self._away.end()
+            shutil.rmtree(self._scratch, ignore_errors=True)
             return result
         self.folder.mkdir(exist_ok=True)
         return None
 
+    @property
+    def _scratch(self) -> Path:
+        """What only the stages need."""
+        return self.out if self._away else self.folder
+
     def result(self) -> dict[str, Any] | None:
         """What `finish` wrote, if it has."""
-        return _read(self.out / RESULT)
+        return self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+
+    def send(self, path: Path) -> None:
+        """A file below `out` is final: where `out` is a URL, it goes there."""
+        if self._away:
+            self._away.send(path)
 
     def stage(self, name: str, basis: Mapping[str, Any]) -> dict[str, Any] | None:
         """The committed result of a stage that depends on `basis`; None if it has to run."""
@@ -121,9 +140,29 @@ class Workspace:
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the whole and remove what only the stages needed, unless others may still look at it."""
         write_whole(self.out / REPORT, render(result).encode())
-        _write(self.out / RESULT, result)
+        if self._away:
+            self._send_rest(self._away, result)
+        else:
+            _write(self.out / RESULT, result)
         if clean:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self._scratch)
+
+    def _send_rest(self, away: Away, result: Mapping[str, Any]) -> None:
+        """The small files, and last the one that commits all."""
+        names = [path for path in map(self.out.joinpath, MADE) if path.is_file()]
+        for path in names:
+            away.send(path, keep=True)
+        shards = [
+            f"{name}/{file}"
+            for name in SPLITS
+            if result[name]["shards"]
+            for shard in away.read(f"{name}/{MANIFEST}")["shards"]
+            for file in (MANIFEST, shard["file"], shard["index"]["file"])
+        ]
+        away.settle([*shards, *(path.name for path in names)])
+        _write(self.out / RESULT, result)
+        away.send(self.out / RESULT)
+        away.end()
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[bool]:
@@ -139,8 +178,8 @@ class Workspace:
             raise MegatfmError(f"{self.out}: can't be made ({error.strerror}): choose another out") from error
         try:
             yield _locked(descriptor, self.out, shared)
-            if shared and (self.out / RESULT).exists():
-                _last_cleans(descriptor, self.folder)
+            if shared and self.result() is not None:
+                _last_cleans(descriptor, self._scratch)
         finally:
             os.close(descriptor)
 
@@ -161,14 +200,18 @@ class Workspace:
             *([tokenizer_json] if kind != "none" else []),
             *(f"{name}/manifest.json" for name in SPLITS if result[name]["shards"]),
         ]
-        missing = [path for path in map(self.out.joinpath, names) if not path.exists()]
+        there = self._away.has if self._away else lambda name: (self.out / name).exists()
+        missing = [name for name in names if not there(name)]
         if missing:
             raise MegatfmError(
-                f"{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
+                f"{self.place}/{missing[0]}: is missing from a finished prep: make all again with overwrite=true"
             )
 
     def _clear(self) -> None:
         """Remove an earlier result: its commit first, so that no half of it is ever taken for a whole."""
+        if self._away:
+            self._away.clear()
+            self._away.claim()
         (self.out / RESULT).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         for path in map(self.out.joinpath, MADE):

@@ -10,6 +10,7 @@ import torch
 from megatfm.layers.attention.patterns import (
     BigBird,
     Chunked,
+    Compressed,
     Fixed,
     Full,
     Longformer,
@@ -34,6 +35,7 @@ PATTERNS: dict[str, Pattern] = {
     "bigbird": BigBird(2, 1, 0, 2),
     "bigbird-etc": BigBird(2, 0, 3, 2),
     "longformer": Longformer(3, (0, 17)),
+    "compressed": Compressed(4),
 }
 PACKED = torch.tensor([0] * 11 + [1] * 5 + [2] * 16)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from megatfm.atomic import never_through_a_link
 from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 
 POLL_SECONDS = 0.02
@@ -104,7 +105,7 @@ class _Team:
             try:
                 if child.log:
                     child.log.parent.mkdir(parents=True, exist_ok=True)
-                    output = child.log.open("ab")
+                    output = open(child.log, "ab", opener=never_through_a_link)  # noqa: SIM115
                     self.log_starts[child.name] = output.tell()
                 self.processes[child.name] = subprocess.Popen(
                     child.command,

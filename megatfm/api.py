@@ -11,8 +11,9 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, load_config
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.load import padding_of, sentence_options
+from megatfm.convert.load import padding_of, sentence_options, text_parts
 from megatfm.convert.pair import is_pair
+from megatfm.convert.tokenizer_files import place_in
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import DONE, MegatfmError, UsageError
 from megatfm.evaluate.evaluate import evaluate_run
@@ -97,7 +98,7 @@ class Model:
     ) -> str:
         """What follows a prompt, without it: as `megatfm generate` does, whose options these are.
 
-        Raises UsageError for a model that makes no text, and a folder in the Hugging Face format.
+        Raises UsageError for a model that makes no text.
         """
         loaded = self._with_tokenizer()
         if beams:
@@ -145,13 +146,15 @@ class Model:
     def _text_encoder(self) -> TextEncoder:
         if is_hf_folder(self.path):
             options = sentence_options(self.path, self.module)
-            return TextEncoder(self.module, tokenizers.load(self.path), **options)
+            return TextEncoder(self.module, tokenizers.load(place_in(self.path)), **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
         return TextEncoder(self.module, loaded.tokenizer, max_tokens=longest)
 
     def _with_tokenizer(self) -> Loaded:
-        if self._loaded is None:
+        if self._loaded is None and (is_hf_folder(self.path) or is_pair(self.path)):
+            self._loaded = Loaded(self.module, **text_parts(self.path))
+        elif self._loaded is None:
             self._loaded = with_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
         return self._loaded
 

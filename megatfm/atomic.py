@@ -1,6 +1,7 @@
-"""Small files that are there whole or not at all."""
+"""Small files that are there whole or not at all, and files that grow, never through a planted link."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -24,6 +25,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
             draft.unlink()
         raise
     sync_folder(path.parent)
+
+
+def never_through_a_link(path: str, flags: int) -> int:
+    """For `open(path, "ab", opener=never_through_a_link)`: a symbolic link in the file's place is refused.
+
+    Raises OSError.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        said = "it is a symbolic link, and what it points to would be written to: remove it"
+        raise OSError(errno.ELOOP, said, path) from None
 
 
 def sync_folder(folder: Path) -> None:

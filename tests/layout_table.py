@@ -110,7 +110,13 @@ def contexts_table() -> str:
     layouts = [(ranks, named(p)) for ranks, each in test_context.LAYOUTS.items() for p in each.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for model in test_context.MODELS:
-        marks = [GREEN if model in test_context.MANY[ranks] else "" for ranks, _ in layouts]
+        tried = {
+            (ranks, named(p))
+            for ranks, models in test_context.MANY.items()
+            for p in test_context.layouts_of(model, ranks).values()
+            if model in models
+        }
+        marks = [GREEN if layout in tried else "" for layout in layouts]
         lines.append(f"| {model} | {' | '.join(marks)} |")
     return "\n".join(lines)
 

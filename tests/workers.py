@@ -2,7 +2,7 @@
 
 `workers.run(fn, world_size, *args)` calls a module-level function of a test file on ranks 0 … world_size-1 inside
 a fresh gloo process group and returns the results by rank. The processes are forked from a server that has torch
-imported already, so a worker costs milliseconds, also when the team was thrown away after a failure.
+and megatfm imported already, so a worker costs milliseconds, also when the team was thrown away after a failure.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
     "torch._dynamo",
+    "megatfm.cli",
+    "megatfm.train.loop",
+    "megatfm.verify.rank",
 ]
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw

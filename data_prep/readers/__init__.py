@@ -24,12 +24,12 @@ FORMATS: dict[str, tuple[str, ...]] = {
 """Formats of many records, and the ends of names by which they are known; any other file is text."""
 
 
-def format_of(path: Path, config: ReadConfig) -> str:
+def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
     """The name of a file's format: the config's, or as its name (for `.xml` its beginning) says."""
     if config.format is not None:
         return config.format
-    name = path.name.lower()
-    if name.endswith(".xml") and _begins(path, b"<mediawiki"):
+    name = name.lower()
+    if name.endswith(".xml") and begin(100).lstrip(b"\xef\xbb\xbf \r\n").startswith(b"<mediawiki"):
         return "mediawiki"
     return next((format_ for format_, ends in FORMATS.items() if name.endswith(ends)), "text")
 
@@ -40,11 +40,3 @@ def reader(name: str) -> Callable[[Path, ReadConfig], Iterator[Record | Bad]]:
         f"data_prep.readers.{name}"
     ).read
     return found
-
-
-def _begins(path: Path, begin: bytes) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(100).lstrip(b"\xef\xbb\xbf \r\n").startswith(begin)
-    except OSError:  # to be told of by whoever reads it
-        return False

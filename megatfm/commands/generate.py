@@ -15,7 +15,9 @@ SAMPLES = "samples.jsonl"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to open, what to continue, and how tokens are chosen."""
     parser.add_argument(
-        "run_dir", metavar="RUN", help="a run directory or a checkpoint, e.g. runs/quickstart"
+        "run_dir",
+        metavar="RUN",
+        help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder",
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (none)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="at most so many (200)")
@@ -63,11 +65,17 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--max-tokens and --samples: choose 1 or more")
     if args.beams < 0 or (args.beams and args.samples > 1):
         raise UsageError("--beams: choose 1 or more, and no --samples: beam search finds one text")
+    from megatfm.convert.folder import is_hf_folder
+    from megatfm.convert.load import load_model as load_hf
+    from megatfm.convert.load import text_parts
+    from megatfm.convert.pair import is_pair
     from megatfm.generate.continuation import sample, search
-    from megatfm.generate.load import load
+    from megatfm.generate.load import Loaded, load
     from megatfm.generate.sampling import Sampling
 
-    loaded = load(args.run_dir, _device(args.device))
+    path, device = args.run_dir, _device(args.device)
+    is_hf = is_hf_folder(path) or is_pair(path)
+    loaded = Loaded(load_hf(path, device), **text_parts(path)) if is_hf else load(path, device)
     if args.beams:
         text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty, args.begin)
         print(f"{args.prompt}{text}")
@@ -89,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:
     """Append to the run's samples, in one write. A run that can't be written is no reason to fail."""
+    from megatfm.atomic import never_through_a_link
     from megatfm.train.record.metrics import to_line
 
     if loaded.folder is None:
@@ -96,7 +105,7 @@ def _keep(loaded: "Loaded", prompt: str, texts: list[str]) -> None:
     path = loaded.folder / SAMPLES
     lines = [to_line({"prompt": prompt, "text": text, "step": loaded.step}) for text in texts]
     try:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=never_through_a_link) as file:
             file.write(b"".join(lines))
     except OSError as error:
         _note(f"{path}: not written, so the report won't show this: {error.strerror}")

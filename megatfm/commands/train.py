@@ -3,6 +3,7 @@
 import argparse
 
 from megatfm.commands import add_config_arguments, add_source_argument, training_config
+from megatfm.parallel import sentinel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Train or resume; returns 0 when done, 75 when stopped by a signal after saving (`megatfm.errors`)."""
+    sentinel.start()
     config = training_config(args)
     # After the config: its mistakes shouldn't wait for torch.
     from megatfm.describe.description import flops_per_token

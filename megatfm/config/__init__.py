@@ -3,6 +3,7 @@
 from megatfm.config.attention import (
     AttentionConfig,
     AttentionSection,
+    CompressedAttentionConfig,
     HeadsAttentionConfig,
     LatentAttentionConfig,
     LinformerAttentionConfig,
@@ -90,6 +91,7 @@ __all__ = [
     "CausalObjective",
     "CheckpointConfig",
     "ChunkedPatternConfig",
+    "CompressedAttentionConfig",
     "Config",
     "ConstantSchedule",
     "CosineSchedule",

@@ -97,10 +97,21 @@ class LinformerAttentionConfig(AttentionSection):
     """Places that are projected: no row may be longer."""
     rank: PositiveInt = Field(default=128, le=WIDEST)
     """Keys and values that a document has."""
-    share: Literal["none", "headwise", "key_value"] = "headwise"
-    """Who has a projection in common: no one, all heads of a layer, or besides them its keys and values."""
+    share: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
+    """Who has a projection in common: no one, all heads of a layer, besides them its keys and values, or besides those
+    all layers."""
     scale: PositiveFloat | None = None
     """Factor on the scores; left out, head_dim^-1/2."""
+    bias: bool = False
+    """Biases in the projections of tokens."""
+
+
+class CompressedAttentionConfig(ScaledAttention):
+    """Keys and values of neighbouring tokens are made one by a convolution, in decoders (Liu et al. 2018)."""
+
+    name: Literal["compressed"] = "compressed"
+    factor: PositiveInt = Field(default=3, le=WIDEST)
+    """Tokens that become one key and one value."""
     bias: bool = False
     """Biases in the projections of tokens."""
 
@@ -137,6 +148,7 @@ AttentionConfig = Annotated[
     | LatentAttentionConfig
     | LongformerAttentionConfig
     | LinformerAttentionConfig
+    | CompressedAttentionConfig
     | DisentangledAttentionConfig
     | DisentangledSharedAttentionConfig
     | TwoStreamAttentionConfig
@@ -146,6 +158,7 @@ AttentionConfig = Annotated[
         LatentAttentionConfig,
         LongformerAttentionConfig,
         LinformerAttentionConfig,
+        CompressedAttentionConfig,
         DisentangledAttentionConfig,
         DisentangledSharedAttentionConfig,
         TwoStreamAttentionConfig,

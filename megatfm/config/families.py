@@ -7,12 +7,13 @@ from dataclasses import dataclass
 class Family:
     """One family's row.
 
-    knows: which of `PARTS_OF_SOME` it has. no_heads: why it has no heads but its own, if so. other_names: beginnings of
-    what people write for it.
+    knows: which of `PARTS_OF_SOME` it has. no_heads: why it has no heads but its own, if so. bare: whether it makes
+    sense without that one. other_names: beginnings of what people write for it.
     """
 
     knows: frozenset[str]
     no_heads: str = ""
+    bare: bool = False
     other_names: tuple[str, ...] = ()
 
 
@@ -35,7 +36,7 @@ FAMILIES = {
         frozenset({"n_encoder_layers", "ffn.name = 'moe'", "mup"}),
         other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
     ),
-    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts"),
+    "xlnet": Family(frozenset({"mup"}), no_heads="whose query stream ends with what it predicts", bare=True),
     "electra": Family(
         frozenset({"generator", "embedding.n_segments"}),
         no_heads="which is trained as a whole (its discriminator alone may have heads: family = 'discriminator')",

@@ -122,7 +122,7 @@ class ModelConfig(Section):
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
                         + " or ".join(map(repr, that_know(part)))
                     )
-            if family.no_heads and (self.heads or self.head.name == "none"):
+            if family.no_heads and (self.heads or (self.head.name == "none" and not family.bare)):
                 key = f"heads.{next(iter(self.heads))}" if self.heads else "head.name = 'none'"
                 raise ValueError(
                     f"{key} has no meaning with family = {self.family!r}, {family.no_heads}: leave it out, or choose "

@@ -15,8 +15,8 @@ class ReadConfig(Section):
     """A corpus that every machine has: the sources of Python's standard library, without its tests. Used when
     no `folder` is given."""
     folder: PathStr | None = Field(None, examples=["my-texts"])
-    """A folder of UTF-8 text or of files in another `format`, read with all its sub-folders. Hidden files and folders
-    are left out."""
+    """A folder of UTF-8 text or of files in another `format`, read with all its sub-folders, or the URL of a folder or
+    file (`s3://`, `gs://`, `hf://`, `https://` and what else fsspec knows). Hidden files and folders are left out."""
     include: tuple[str, ...] = Field((), examples=[["*.txt", "*.md"]])
     """File names to read, as patterns; left out, every file of a folder."""
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
@@ -57,15 +57,6 @@ class ReadConfig(Section):
     def takes_over(self) -> bool:
         """Whether nothing is cleaned, split by source or searched for duplicates."""
         return self.format in ("images", "megatron", "tokens")
-
-    @model_validator(mode="after")
-    def _is_a_folder(self) -> Self:
-        if self.folder is not None and "://" in self.folder:
-            raise ValueError(
-                f"folder = {self.folder!r} is a URL, and text is read from folders: fetch it first, for example with "
-                "`aws s3 sync`, `gcloud storage rsync`, `hf download` or `wget -r`"
-            )
-        return self
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -140,7 +131,10 @@ class PrepConfig(Section):
     """Everything about `megatfm prep`."""
 
     out: PathStr = Field(examples=["corpora/mine"])
-    """Folder to make: the tokenizer, train/, validation/ and prep.json."""
+    """Folder to make: the tokenizer, train/, validation/ and prep.json; or its URL, such as `s3://bucket/mine`."""
+    scratch: PathStr | None = Field(None, examples=["/scratch/me"])
+    """Where a corpus that goes to a URL is made, from where each shard is sent when it is final: a folder that all who
+    share the work see; left out, `~/.cache/megatfm/prep`."""
     overwrite: bool = False
     """Replace what an earlier prep with another config left in `out`."""
     workers: PositiveInt | None = None
@@ -164,12 +158,13 @@ class PrepConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
 
     @model_validator(mode="after")
-    def _is_written_here(self) -> Self:
-        if "://" in self.out:
+    def _can_be_written(self) -> Self:
+        if self.out.startswith(("http://", "https://")):
             raise ValueError(
-                f"out = {self.out!r} is a URL, and corpora are written to folders: choose one, and upload it; training "
-                "reads corpora from URLs"
+                f"out = {self.out!r}: nothing can be written over HTTP: choose a folder, or s3://, gs:// and the like"
             )
+        if self.scratch is not None and "://" in self.scratch:
+            raise ValueError(f"scratch = {self.scratch!r} is a URL: choose a folder of this machine")
         return self
 
     @model_validator(mode="after")

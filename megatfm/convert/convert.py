@@ -70,7 +70,9 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
             f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
     import_plugins(config.plugins)
-    parts = parts_of(config.model, state.get("converted_from"))
+    kept = state.get("origin")
+    origin = kept if isinstance(kept, dict) else {}
+    parts = parts_of(config.model, origin.get("name"))
     stored = checkpoint.names(found)
     ours = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
@@ -87,10 +89,11 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         size = write_weights(place, part.rules, ours, _Reader(found, order, ours).read, shard_bytes)
         notes, ids = tokenizer_files.to_hf(found, config, place)
         _check_padding(part.theirs, ids)
-        before = state.get("their_config") if part.name == state.get("converted_from") else None
-        travelled = before if isinstance(before, dict) else {}
+        before = origin if part.name == origin.get("name") else {}
+        travelled = travels.on_the_way_back(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}
-        travels.copy_generation(found.absolute().parent.parent, place)
+        if isinstance(generation := before.get("generation"), dict):
+            write_json(place / travels.GENERATION, generation)
         if (key := part.architecture.length_key) and key not in theirs:
             theirs[key] = config.data.sequence_length
         write_json(place / CONFIG, theirs)
@@ -108,20 +111,19 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     kept, notes = tokenizer_files.to_megatfm(source / "discriminator" if is_pair(source) else source, folder)
     length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
     config = template.config(target, opened.config, kept, length)
-    travelling: dict[str, JsonValue] = {}
+    travelling: dict[str, JsonValue] = {"origin": {"name": opened.name}}
     if isinstance(opened, HfFolder):
         written = opened.architecture.write(opened.config)
-        travelling["their_config"] = travels.of_config(opened.json, written)
-        travels.copy_generation(source, folder)
+        travelling["origin"] = travels.origin_of(source, opened.name, opened.json, written)
         if kept:
             tokenizer = tokenizers.load(folder / kept)
-            travelling["begins"] = [*travels.begin_of(source, folder / kept, tokenizer)]
+            files = tokenizers.files(folder / kept)
+            travelling["begins"] = [*travels.begin_of(source, files, tokenizer)]
             travelling["stop"] = travels.stop_of(source, opened.json, tokenizer)
     state: dict[str, JsonValue] = {
         **travelling,
         "step": 0,
         "megatfm": __version__,
-        "converted_from": opened.name,
         "config": config.model_dump(mode="json"),
         "tokenizer": tokenizers.load(folder / kept).hash if kept else None,
     }

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatfm import tokenizers
 from megatfm.config import ModelConfig
+from megatfm.convert import template, tokenizer_files, travels
 from megatfm.convert.convert import meta_shapes, ours_of
-from megatfm.convert.folder import CONFIG, read_json
+from megatfm.convert.folder import CONFIG, HfFolder, read_json
 from megatfm.convert.pair import open_folder
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
@@ -32,6 +34,37 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Modul
         # In place, so that tied modules keep sharing it.
         stored[name].data = aligned(tensor.float())
     return model.eval().to(device)
+
+
+def text_parts(path: str | Path) -> dict[str, Any]:
+    """What `generate.load.Loaded` has besides the model: as it would be after a conversion.
+
+    Raises UsageError where there is no tokenizer, MegatfmError where it doesn't fit the model.
+    """
+    opened, place = open_folder(path), Path(path)
+    source = place if isinstance(opened, HfFolder) else place / "discriminator"
+    where = tokenizer_files.place_in(source)
+    try:
+        tokenizer = tokenizers.load(where)
+    except MegatfmError as error:
+        raise UsageError(
+            f"{path}: has no tokenizer that megatfm opens, and so makes no text: {error}"
+        ) from None
+    rows = opened.config.vocab_size or 0
+    if tokenizer.vocab_size > rows:
+        raise MegatfmError(
+            f"{path}: the model has {rows} rows, fewer than its tokenizer's {tokenizer.vocab_size} ids: one of the two "
+            "was replaced"
+        )
+    length = opened.json.get(opened.architecture.length_key) or opened.config.position.limit
+    return {
+        "tokenizer": tokenizer,
+        "config": template.config(place, opened.config, where.name, length),
+        "step": 0,
+        "folder": None,
+        "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
+        "stop": travels.stop_of(source, opened.json, tokenizer),
+    }
 
 
 def padding_of(path: str | Path) -> int | None:

@@ -77,7 +77,7 @@ TRAINING_ONLY = {
 
 
 DOWNSTREAM = re.compile(
-    r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|NextSentencePrediction)"
+    r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering(Simple)?|MultipleChoice|NextSentencePrediction)"
 )
 """Classes that are a bare model and a head of their own."""
 HEADS = ("head.", "sentence.", "dense.", "verdict.")

@@ -9,6 +9,7 @@ OBJECTIVES = {
     "decoder": "causal",
     "encoder": "masked",
     "encoder_decoder": "span_corruption",
+    "xlnet": "permutation",
     "electra": "replaced_token",
     "discriminator": "replaced_token",
 }

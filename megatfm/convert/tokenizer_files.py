@@ -33,12 +33,17 @@ def to_hf(checkpoint: Path, config: Config, folder: Path) -> tuple[list[str], di
 
 def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     """Copy the tokenizer of a folder in the Hugging Face format; returns its file's name, and notes."""
-    place = tokenizers.find(source) or _plain_model(source) or source
+    place = place_in(source)
     try:
         tokenizers.load(place)
     except MegatfmError as error:
         return None, [f"no tokenizer: {error}"]
     return _copy(place, folder), []
+
+
+def place_in(source: Path) -> Path:
+    """What `tokenizers.load` is to open of a folder in the Hugging Face format: a file, or all of it."""
+    return tokenizers.find(source) or _plain_model(source) or source
 
 
 def _plain_model(source: Path) -> Path | None:

@@ -1,13 +1,13 @@
 """What goes along with a converted model that our config has no place for, so that it is there on the way back."""
 
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from megatfm.checkpoint import disk
+from megatfm.convert.config_keys import Json
 from megatfm.convert.folder import read_json
 from megatfm.tokenizers import Tokenizer
 
@@ -17,20 +17,29 @@ RATES = re.compile(r"(pdrop|dropout|dropout_prob)$")
 BOS = "add_bos_token"
 
 
-def of_config(theirs: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Special ids and dropout rates of a config.json, where `written`, our own export of it, says another."""
-    return {
-        key: value
+def origin_of(source: Path, name: str, theirs: Json, written: Json) -> Json:
+    """What a checkpoint keeps of the folder that its model came from, also through training on.
+
+    config: special ids and dropout rates of config.json where `written`, our own export, says another; generation:
+    what generation_config.json holds, if there is one. Raises MegatfmError.
+    """
+    differing = {
+        key: {"theirs": value, "ours": written.get(key)}
         for key, value in theirs.items()
         if (key in IDS or RATES.search(key)) and (key not in written or written[key] != value)
     }
+    file = source / GENERATION
+    return {
+        "name": name,
+        "config": differing,
+        **({"generation": read_json(file)} if file.is_file() else {}),
+    }
 
 
-def copy_generation(source: Path, target: Path) -> None:
-    """Copy generation_config.json, if there is one and it is JSON."""
-    if (source / GENERATION).is_file():
-        content = json.dumps(read_json(source / GENERATION), indent=2) + "\n"
-        disk.write_file(target / GENERATION, [memoryview(content.encode())])
+def on_the_way_back(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
+    """Of config.json what `origin_of` kept, but for what our config has said otherwise since: that is `written`."""
+    kept = origin.get("config", {})
+    return {key: each["theirs"] for key, each in kept.items() if written.get(key) == each["ours"]}
 
 
 def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> int | None:
@@ -41,12 +50,12 @@ def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> int |
     return tokenizer.eos if tokenizer.eos in stops else next(iter(stops), None)
 
 
-def begin_of(source: Path, place: Path, tokenizer: Tokenizer) -> list[int]:
-    """What the model's own tokenizer puts before a text; nothing for GPT-2, a BOS for Llama."""
+def begin_of(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+    """What the model's own tokenizer, of these files, puts before a text; nothing for GPT-2, a BOS for Llama."""
     file = source / "tokenizer_config.json"
     about = read_json(file) if file.is_file() else {}
-    if place.suffix == ".json":
-        library = Library.from_file(str(place))
+    if (content := files.get("tokenizer.json")) is not None:
+        library = Library.from_str(content.decode())
         whole, bare = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
         ends = range(len(whole) - len(bare) + 1)
         begins = next((whole[:i] for i in ends if whole[i : i + len(bare)] == bare), [])

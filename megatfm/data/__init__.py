@@ -12,6 +12,7 @@ from megatfm.data.mixture import Mixture, Phase, source_seed
 from megatfm.data.order import Order, RowAddress
 from megatfm.data.packing import IGNORED_TARGET, NO_DOCUMENT, Field, Piece, SequenceBuilder
 from megatfm.data.quarantine import Quarantine
+from megatfm.data.remote import Remote, RemoteFile
 from megatfm.data.rows import CorpusRows, PackedRows, Rows
 from megatfm.data.samples import ShuffledSamples
 from megatfm.data.statistics import stats
@@ -37,6 +38,8 @@ __all__ = [
     "Phase",
     "Piece",
     "Quarantine",
+    "Remote",
+    "RemoteFile",
     "RowAddress",
     "Rows",
     "Sample",

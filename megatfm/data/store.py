@@ -4,8 +4,7 @@ import errno
 import fcntl
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from megatfm.data.files import check_size, open_descriptor, read_at, read_range
+from megatfm.data.remote import CHUNK, DiskError, retried
 from megatfm.errors import MegatfmError, UsageError
 
-ATTEMPTS = 3
-CHUNK = 2**20
 MAX_MANIFEST_BYTES = 2**30
 
 
@@ -122,7 +120,7 @@ class RemoteStore:
 
     def manifest(self, name: str) -> bytes:
         """The manifest's bytes, which are never kept."""
-        return self._retried(name, lambda fs, root: _small(fs, f"{root}/{name}"))
+        return retried(self.url, name, lambda fs, root: _small(fs, f"{root}/{name}"))
 
     def _fetch(self, path: Path, known: Known) -> None:
         try:
@@ -152,7 +150,7 @@ class RemoteStore:
 
         try:
             for _ in range(2):
-                arrived = self._retried(known.file, fetch)
+                arrived = retried(self.url, known.file, fetch)
                 if arrived == known.blake3:
                     partial.replace(path)
                     return
@@ -160,7 +158,7 @@ class RemoteStore:
                 f"{self.url}/{known.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
                 f"{known.blake3[:16]} of {known.bytes} bytes): upload the corpus again"
             )
-        except _Disk as error:
+        except DiskError as error:
             raise error.cause from error
         finally:
             partial.unlink(missing_ok=True)
@@ -177,28 +175,6 @@ class RemoteStore:
                 path.unlink(missing_ok=True)
                 total -= found.st_size
 
-    def _retried(self, name: str, fetch: Callable[[Any, str], Any]) -> Any:
-        import fsspec  # by name, since it takes a while to import and most corpora are local
-
-        if "::" in self.url:
-            raise UsageError(f"{self.url}: chained URLs are not opened: give a plain one")
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                fs, root = fsspec.core.url_to_fs(self.url)
-                return fetch(fs, root)
-            except FileNotFoundError as error:
-                raise UsageError(f"{self.url}: there is no {name}: check the URL") from error
-            except (ImportError, ValueError) as error:
-                raise UsageError(f"{self.url}: can't be opened: {error}") from error
-            except (_Disk, MegatfmError):
-                raise
-            except Exception as error:  # every protocol has errors of its own
-                if attempt == ATTEMPTS:
-                    said = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise MegatfmError(f"{self.url}: {name} can't be read ({said})") from error
-                time.sleep(attempt)
-        raise AssertionError
-
 
 def open_store(place: str | Path, cache: Cache) -> LocalStore | RemoteStore:
     """The store of a folder or URL. A UsageError for what is neither."""
@@ -211,18 +187,11 @@ def open_store(place: str | Path, cache: Cache) -> LocalStore | RemoteStore:
     return LocalStore(Path(place))
 
 
-class _Disk(Exception):
-    """This machine's disk failed, not the network."""
-
-    def __init__(self, cause: OSError) -> None:
-        self.cause = cause
-
-
 def _write(file: Any, chunk: bytes) -> None:
     try:
         file.write(chunk)
     except OSError as error:
-        raise _Disk(error) from error
+        raise DiskError(error) from error
 
 
 def _small(fs: Any, path: str) -> bytes:

@@ -1,7 +1,7 @@
 """Write a corpus: samples into tar shards of independent zstd frames, an index for each, a manifest last."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -49,6 +49,7 @@ class ShardWriter:
     - compress: as `.tar.zst`; else as plain `.tar`.
     - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
       a half of headers and padding.
+    - final: told of each file as soon as it is whole, which it may take away.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ShardWriter:
         frame_bytes: int = 2**18,
         compress: bool = True,
         pack: bool = True,
+        final: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self.folder = Path(folder)
         self._how = _How(frame_bytes, compress, pack)
@@ -69,6 +71,7 @@ class ShardWriter:
         self._dtype = np.dtype(token_dtype).newbyteorder("<")
         self._largest = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
+        self._final = final
         self._shards: list[Shard] = []
         self._open: _OpenShard | None = None
         with writing(self.folder):
@@ -127,6 +130,7 @@ class ShardWriter:
                     path.unlink()
             sync_folder(self.folder)
         manifest.save(self.folder)
+        self._final(self.folder / MANIFEST)
         return manifest
 
     def __enter__(self) -> Self:
@@ -153,8 +157,11 @@ class ShardWriter:
 
     def _close_shard(self) -> None:
         assert self._open is not None
-        self._shards.append(self._open.commit())
+        shard = self._open.commit()
+        self._shards.append(shard)
         self._open = None
+        for name in (shard.file, shard.index.file):
+            self._final(self.folder / name)
 
 
 class _How(NamedTuple):

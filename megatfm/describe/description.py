@@ -135,11 +135,12 @@ def _optimizer_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> f
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for group in optimizer_groups(config.optimizer, model):
         for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
-            tried = {dims: _state_shapes(group, options, dims) for dims in {len(shapes[n]) for n in names}}
+            moved = {n: shapes[n][1:] if n in group.stacked else shapes[n] for n in names}
+            tried = {dims: _state_shapes(group, options, dims) for dims in map(len, moved.values())}
             for name in names:
-                of = dict(zip(PROBE, shapes[name], strict=False))
+                of, size = dict(zip(PROBE, moved[name], strict=False)), math.prod(shapes[name])
                 values = sum(math.prod(of.get(dim, dim) for dim in state) for state in tried[len(of)])
-                size = math.prod(shapes[name])
+                values *= size // math.prod(moved[name])
                 total += (values + size * (group.needs == "whole_tensor")) * weight_bytes
                 parameters += size
     return total / parameters

@@ -221,9 +221,9 @@ class Engine(Protocol):
     def zero_grad(self) -> None:
         """Forget what `forward_backward` has left: gradients, and what stateful modules observed."""
 
-    def layer_statistics(self) -> dict[str, dict[str, float]]:
+    def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """After `forward_backward`: layer → "weight", "gradient" or "activation" → √mean x², and what else the layer's
-        stateful modules tell, if they have a method `statistics(observed)`."""
+        stateful modules tell, numbers or lists of them, if they have a method `statistics(observed)`."""
 
     def weights(self) -> Mapping[str, Box]:
         """This rank's blocks of the weights, as the optimizer moves them, and of the state of modules: to be filled in

@@ -1,6 +1,7 @@
 """Root mean squares of weights, gradients and activations, layer by layer."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,8 @@ class LayerStatistics:
         self,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        told: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> dict[str, dict[str, float]]:
+        told: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, dict[str, Any]]:
         """Layer → kind → √mean x² over all ranks, of blocks of weights and gradients, and what modules, by path, tell
         of themselves. A collective."""
         device = next(iter(weights.values())).device
@@ -71,7 +72,7 @@ class LayerStatistics:
         squares, counts = over_ranks(sums, self._kinds, self._mesh).unbind(-1)
         roots = (squares / counts).sqrt().tolist()
         self._seen = {}
-        found = {
+        found: dict[str, dict[str, Any]] = {
             layer: {kind: value for kind, value in zip(KINDS, values, strict=True) if value == value}
             for layer, values in zip(self._layers, roots, strict=True)
         }

@@ -1,6 +1,7 @@
 """What modules keep that is no gradient's: counted while micro-batches pass, updated once a step over all ranks."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,9 @@ class ModuleState:
             module.update(total)
 
     @torch.no_grad()
-    def statistics(self) -> dict[str, dict[str, float]]:
+    def statistics(self) -> dict[str, dict[str, Any]]:
         """By path, what modules that have a method `statistics` tell of what all ranks observed. A collective."""
-        told: dict[str, dict[str, float]] = {}
+        told: dict[str, dict[str, Any]] = {}
         for path, module, total in self._totals():
             if tell := getattr(module, "statistics", None):
                 told[path] = tell(total)

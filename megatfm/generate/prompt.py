@@ -24,6 +24,11 @@ def prompts_of(loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto
     it is what follows. Raises UsageError for models that make no text.
     """
     model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
+    if model.family in ("decoder", "encoder_decoder") and model.head.name == "none":
+        raise UsageError(
+            "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
+            "take vectors by megatfm.load(FOLDER).encode"
+        )
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
         ids = _with_sentinels(loaded, text)

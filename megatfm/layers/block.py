@@ -42,7 +42,8 @@ class Block(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor | Extra:
-        """[B, T, D], or an Extra; bias: what the stack's position encoding shares among its layers."""
+        """[B, T, D], or an Extra; bias: what the stack shares among its layers, numbers for all pairs
+        or a projection."""
         extras = Extras()
         y_BTD = extras.take("attn", self.attn(self.attn_residual.before(x_BTD), sequence, bias, None, cache))
         x_BTD = self.attn_residual.after(x_BTD, y_BTD, sequence)

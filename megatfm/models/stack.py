@@ -12,6 +12,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention import KVCache
+from megatfm.layers.attention.linformer import layerwise_sketch, shares_sketch
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.initialisation import initialiser
@@ -51,6 +52,8 @@ class Stack(nn.Module):
         bias = POSITIONS.get(config.position.name).bias
         self.position = bias(config, initialiser(config, kind)) if bias else None
         self.biased = [_reads_bias(config, depth) for depth in range(n_layers)]
+        self.sketched = [kind == "encoder" and shares_sketch(config.at(depth)) for depth in range(n_layers)]
+        self.sketch = layerwise_sketch(config, self.sketched, initialiser(config, kind))
         self.norm = make_norm(config) if config.norm.ends_stack else None
         self.causal = kind == "decoder"
 
@@ -65,9 +68,10 @@ class Stack(nn.Module):
             (f"{path}.embedding",), carried, made, tokens,
         )  # fmt: skip
         for depth, name in enumerate(self.order):
+            sketch = (f"{path}.sketch",) if self.sketched[depth] else ()
             yield ModelStep(
                 f"{path}.layers.{depth}", self.layers[name], partial(self._into_block, reads, depth),
-                (f"{path}.layers.{name}", *position, *reads.carried_memory),
+                (f"{path}.layers.{name}", *position, *sketch, *reads.carried_memory),
                 (reads.writes, *reads.carried_memory), made, tokens,
             )  # fmt: skip
         if self.norm is not None:
@@ -83,10 +87,13 @@ class Stack(nn.Module):
     def _into_block(self, reads: "StackInputs", depth: int, batch: ForwardPass) -> Sequence[Any]:
         sequence = reads.sequence(batch)
         position, causal = self.position if self.biased[depth] else None, self.causal
+        shared = None if position is None else batch.once(position, lambda: position(sequence, causal))
+        if self.sketch is not None and self.sketched[depth]:
+            shared = self.sketch()
         return (
             batch.carry[reads.writes],
             sequence.at_layer(depth, self.skip_rates[depth]),
-            None if position is None else batch.once(position, lambda: position(sequence, causal)),
+            shared,
             None if reads.memory is None else reads.memory(batch),
             None if batch.cache is None else batch.cache.layers[depth],
         )

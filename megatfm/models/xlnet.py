@@ -44,16 +44,16 @@ PREDICTED_SHARE = 1 / 6
 
 @MODELS.register("xlnet")
 class XLNet(nn.Module):
-    """A stack with two streams and a head over the vocabulary."""
+    """A stack with two streams and a head over the vocabulary, if it has one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.encoder = TwoStreamStack(config)
-        self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True)
-        self.steps = ModelSteps(
-            [*self.encoder.steps(), ModelStep("head", self._head, uses=("head",), reads=("query",))]
-        )
+        has_head = config.head.name != "none"
+        self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True) if has_head else None
+        head = [ModelStep("head", self._head, uses=("head",), reads=("query",))] if self.head else []
+        self.steps = ModelSteps([*self.encoder.steps(), *head])
 
     def forward(
         self,
@@ -87,6 +87,7 @@ class XLNet(nn.Module):
         return batch.output("query" if "query" in batch.carry else "content")
 
     def _head(self, batch: ForwardPass) -> None:
+        assert self.head is not None
         targets = batch.get("targets")
         if targets is None:
             batch.logits = self.head(batch.carry.get("query", batch.carry["content"]))

@@ -31,6 +31,7 @@ class Causal(Objective):
     """
 
     families = ("decoder",)
+    predicts_tokens = True
     likelihood = "causal"
     crosses_documents = True
 
@@ -76,6 +77,7 @@ class LanguageModel(Objective):
     """A text from its first token on by an encoder-decoder, whose encoder reads only EOS (Raffel et al. 2020, 3.2)."""
 
     families = ("encoder_decoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
     sides = TWO_SIDES
     likelihood = "span"

@@ -61,6 +61,7 @@ class Denoisers(Objective):
     """
 
     families = ("encoder_decoder", "decoder")
+    predicts_tokens = True
     weights: Mapping[str, float]
 
     def __init__(

@@ -26,6 +26,7 @@ class Masked(Objective):
     """[CLS] text [SEP]; masked tokens are predicted."""
 
     families = ("encoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
     crosses_documents = True
 

@@ -39,6 +39,7 @@ class Permutation(Objective):
     """
 
     families = ("xlnet",)
+    predicts_tokens = True
     weights: Mapping[str, float]
 
     def __init__(

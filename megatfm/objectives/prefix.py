@@ -28,6 +28,7 @@ class PrefixDecoder(Objective):
     """[BOS, d…] → [d…, EOS] by a decoder; BOS and a uniform number of tokens, 0 to all, are the prefix that all see."""
 
     families = ("decoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
 
     def __init__(
@@ -60,6 +61,7 @@ class PrefixPair(Objective):
     """
 
     families = ("encoder_decoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
     sides = TWO_SIDES
 

@@ -114,6 +114,8 @@ class Objective(Protocol):
     """Whether it needs a tokenizer. If not, the first argument with which it is made may be None."""
     likelihood: str | None = None
     """The term whose sum is −log p(text), each token predicted once; only then are there bits per byte."""
+    predicts_tokens: bool = False
+    """Whether a term is made by the head over the vocabulary: then a model without one is refused."""
     predicted: float | None = None
     """Share of a row's tokens that have a target, where it is known beforehand: what a head costs that sees those alone
     follows from it. Objectives with a section of their own say it there."""
@@ -219,6 +221,12 @@ def make(
         raise UsageError(
             f"objective.name = {config.name!r} does not train model.family = {model.family!r}, but "
             f"{' and '.join(objective.families)}: change one of the two"
+        )
+    if objective.predicts_tokens and model.head.name == "none":
+        raise UsageError(
+            f"objective.name = {config.name!r} predicts tokens, and a model with model.head.name = 'none' has no head "
+            "for them: set model.head.name=linear, or transform for a BERT's (train.init_only then says which weights "
+            "come from elsewhere)"
         )
     if len(row_lengths) < len(objective.sides):
         raise UsageError(

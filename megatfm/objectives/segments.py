@@ -32,6 +32,7 @@ class Segments(Objective):
     the two objectives below. Where the model has segments, B and its mark are segment 1."""
 
     families = ("encoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
     fills: Mapping[str, int]
 

@@ -39,6 +39,7 @@ class SpanBoundary(Objective):
     """
 
     families = ("encoder",)
+    predicts_tokens = True
     weights: Mapping[str, float]
 
     def __init__(

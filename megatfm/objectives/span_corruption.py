@@ -36,6 +36,7 @@ class SpanCorruption(Objective):
     """
 
     families = ("encoder_decoder", "decoder")
+    predicts_tokens = True
     weights: Mapping[str, float]
 
     def __init__(

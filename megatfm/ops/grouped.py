@@ -3,9 +3,12 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # M rows, G groups, I width of the rows, O of the products
 
+Window = tuple[int, int, int, int]
+"""A group's first row and its end, and those of rows around it."""
 ALIGNED = 16
 """Bytes of which torch's grouped product wants all strides to be multiples."""
 
@@ -17,9 +20,11 @@ def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """
     if not len(x_MI):  # torch's operator takes no empty x
         return looped_linear(x_MI, weight_GOI, ends_G)
-    if has_grouped_product(x_MI, weight_GOI):
-        product: Tensor = F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
+    if has_few_shapes(x_MI):
+        product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
         return product
+    if has_grouped_product(x_MI, weight_GOI):
+        return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
     return looped_linear(x_MI, weight_GOI, ends_G)
 
 
@@ -30,9 +35,61 @@ def has_grouped_product(x_MI: Tensor, weight_GOI: Tensor) -> bool:
     return x_MI.dtype in (torch.bfloat16, torch.float32) and aligned
 
 
+def has_few_shapes(x_MI: Tensor) -> bool:
+    """Whether products want shapes that were there before: oneDNN, which multiplies bfloat16 on CPUs, builds and keeps
+    a kernel for each number of rows, which takes longer than the product, and a megabyte."""
+    return x_MI.dtype == torch.bfloat16 and x_MI.device.type == "cpu" and not isinstance(x_MI, FakeTensor)
+
+
 def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """The same, one product after the other: the reference. An empty product gives an empty group's W its gradient."""
-    ends = ends_G.tolist()
-    bounds = zip([0, *ends], ends, strict=False)
-    products = [F.linear(x_MI[i:j], weight_OI) for (i, j), weight_OI in zip(bounds, weight_GOI, strict=True)]
-    return torch.cat([*products, x_MI.new_zeros(len(x_MI) - ends[-1], weight_GOI.shape[1])])
+    sizes = ends_G.diff(prepend=ends_G.new_zeros(1)).tolist()
+    *groups, rest_xI = x_MI.split([*sizes, len(x_MI) - sum(sizes)])
+    products = [F.linear(rows_xI, weight_OI) for rows_xI, weight_OI in zip(groups, weight_GOI, strict=True)]
+    return torch.cat([*products, rest_xI.new_zeros(len(rest_xI), weight_GOI.shape[1])])
+
+
+class _Windowed(torch.autograd.Function):
+    """One product after the other, each of a window of rows around its group whose length is one of a few."""
+
+    @staticmethod
+    def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_MI, weight_GOI)
+        ctx.windows = windows(ends_G.tolist())
+        return _by_windows(x_MI, weight_GOI.mT, ctx.windows)
+
+    @staticmethod
+    def backward(ctx, gradient_MO):  # type: ignore[no-untyped-def]
+        x_MI, weight_GOI = ctx.saved_tensors
+        into_weight_GOI = torch.zeros_like(weight_GOI)
+        for (first, last, low, high), into_OI in zip(ctx.windows, into_weight_GOI, strict=True):
+            if first < last:
+                own_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
+                own_WO[first - low : last - low] = gradient_MO[first:last]
+                torch.mm(own_WO.T, x_MI[low:high], out=into_OI)
+        return _by_windows(gradient_MO.contiguous(), weight_GOI, ctx.windows), into_weight_GOI, None
+
+
+def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[Window]) -> Tensor:
+    """x W [M, O]. What a window has beyond its group's end is overwritten by the next group."""
+    y_MO = x_MI.new_empty(len(x_MI), weight_GIO.shape[2])
+    for (first, last, low, high), weight_IO in zip(spans, weight_GIO, strict=True):
+        if low == first < last:
+            torch.mm(x_MI[low:high], weight_IO, out=y_MO[low:high])
+        elif first < last:
+            y_MO[first:last] = torch.mm(x_MI[low:high], weight_IO)[first - low : last - low]
+    return y_MO
+
+
+def windows(ends: list[int]) -> list[Window]:
+    """Of each group its first row and its end, and those of a window around it, at most an eighth longer (or 8 rows),
+    within the rows of all groups."""
+    found, first = [], 0
+    for last in ends:
+        size = last - first
+        step = max(8, 1 << max(size - 1, 0).bit_length() >> 4)
+        length = min(-(-size // step) * step, ends[-1])
+        low = min(first, ends[-1] - length)
+        found.append((first, last, low, low + length))
+        first = last
+    return found

@@ -5,6 +5,7 @@ Every way ends in the same default process group, also for a single process, so 
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,16 @@ import torch.distributed as dist
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.agent_store import own_part
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
+from megatfm.parallel.sentinel import STOPPED
 from megatfm.parallel.startup_watch import StartupWatch
 
 Device = Literal["auto", "cpu", "cuda"]
 
 MEET_SECONDS = 300.0
 """For ranks to meet: they may come from machines that load the same libraries at very different speeds."""
+
+LOOK = timedelta(seconds=1)
+"""Between looks whether one that is missing was stopped."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,16 @@ def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta) ->
     store.set(f"megatfm/here/{place.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == place.world_size:
         store.set("megatfm/all", "1")
-    try:
-        store.wait(["megatfm/all"], timeout)
-    except dist.DistError as error:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (error := _not_all(store)) is not None:
+        if store.check([STOPPED]):
+            if place.rank == 0:
+                time.sleep(
+                    2 * LOOK.total_seconds()
+                )  # the store goes with it, and the others want to read it, too
+            raise MegatfmError(store.get(STOPPED).decode())
+        if time.monotonic() < deadline:
+            continue
         missing = [n for n in range(place.world_size) if not store.check([f"megatfm/here/{n}"])]
         if not missing:
             raise
@@ -155,6 +167,15 @@ def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta) ->
             f"rank {names} of {place.world_size} never came, within {timeout.total_seconds():g} s: see its log, or the "
             "machine that it should run on"
         ) from error
+
+
+def _not_all(store: dist.Store) -> dist.DistError | None:
+    """Why not all have arrived, after a look of some time."""
+    try:
+        store.wait(["megatfm/all"], LOOK)
+    except dist.DistError as error:
+        return error
+    return None
 
 
 def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:

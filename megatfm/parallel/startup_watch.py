@@ -15,6 +15,7 @@ from typing import Self
 import psutil
 
 from megatfm.errors import FAILED, REQUEUE, MegatfmError
+from megatfm.parallel import sentinel
 from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
 
 LOOK_SECONDS = 0.2
@@ -42,6 +43,7 @@ class StartupWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over.set()
+        sentinel.end()
 
     def _watch(self) -> None:
         stopped, asked = Counter[int](), 0

@@ -127,8 +127,8 @@ def chart(
     def height(value: float) -> float:
         return place(first, value)[1] * 100 / BOX
 
-    ticks = _log_ticks(low, high) if log else _ticks(low, high, 5)
-    steps = [step for step in _ticks(first, last, 6) if step == int(step)]
+    ticks = _log_ticks(low, high) if log else round_ticks(low, high, 5)
+    steps = [step for step in round_ticks(first, last, 6) if step == int(step)]
     return Chart(
         title=title,
         unit=unit,
@@ -247,7 +247,7 @@ def _limits(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     return (low if from_zero and low == 0 else low - margin), high + margin
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
+def round_ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers between two limits, 1, 2 or 5 times a power of ten apart."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))

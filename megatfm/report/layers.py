@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from megatfm.report.chart import Chart, Line, chart
 from megatfm.report.run import Run
@@ -9,6 +10,7 @@ from megatfm.report.run import Run
 DRAWN, NAMED = 12, 6
 """Layers that are drawn, evenly spread, and those among them that get a colour and a place in the legend; the others
 are thin lines."""
+Path = TypeVar("Path")
 RMS = "root mean square"
 KINDS = {
     "gradient": ("Gradients", RMS),
@@ -27,28 +29,29 @@ def layer_charts(run: Run) -> list[Chart | None]:
 
 def _chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
-    paths.sort(key=lambda path: _in_order(path[1]))
-    drawn = _spread(paths, DRAWN)
-    colours = {path: 1 + i for i, path in enumerate(_spread(drawn, NAMED))}
+    paths.sort(key=lambda path: in_order(path[1]))
+    drawn = spread(paths, DRAWN)
+    colours = {path: 1 + i for i, path in enumerate(spread(drawn, NAMED))}
     lines, colour = [], 1
     for path in drawn:
         colour = colours.get(path, colour)
-        lines.append(Line(_short(path[1]), run.curve(*path), colour, "line" if path in colours else "thin"))
+        lines.append(Line(short(path[1]), run.curve(*path), colour, "line" if path in colours else "thin"))
     some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
     return chart(f"{title} by layer", f"{unit}{some}", lines)
 
 
-def _spread(paths: Sequence[tuple[str, ...]], most: int) -> list[tuple[str, ...]]:
+def spread(paths: Sequence[Path], most: int) -> list[Path]:
     """At most so many, evenly spread, the first and the last among them."""
     if len(paths) <= most:
         return list(paths)
     return [paths[round(i * (len(paths) - 1) / (most - 1))] for i in range(most)]
 
 
-def _in_order(layer: str) -> list[tuple[int, str]]:
+def in_order(layer: str) -> list[tuple[int, str]]:
     """Layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", layer)]
 
 
-def _short(layer: str) -> str:
+def short(layer: str) -> str:
+    """As a chart names it."""
     return layer.replace(".layers.", " ")

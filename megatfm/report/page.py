@@ -12,6 +12,7 @@ from typing import Any
 from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError
 from megatfm.report.chart import Chart, Level, Line, Mark, chart, number, smooth
+from megatfm.report.heat import load_maps
 from megatfm.report.layers import layer_charts
 from megatfm.report.run import Curve, Run
 from megatfm.report.settings import changed, flat, sections
@@ -58,6 +59,7 @@ def render(run: Run) -> str:
         status=status(run),
         headline=headline(run),
         charts=charts(run),
+        maps=load_maps(run),
         samples=by_prompt(run.samples[-SAMPLES:]),
         corpora=run.corpora(),
         prep=prep_steps(prep),

@@ -160,10 +160,12 @@ def _json(text: str) -> Any:
 def _numbers(
     table: Mapping[str, Any], prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The numbers of nested tables by path; "NaN" and "Infinity" are strings there, since JSON lacks them."""
+    """The numbers of nested tables and lists by path; "NaN" and "Infinity" are strings there, since JSON lacks them."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, (*prefix, key))
+        elif isinstance(value, list):
+            yield from _numbers({str(place): one for place, one in enumerate(value)}, (*prefix, key))
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             yield (*prefix, key), float(value)
 

@@ -8,9 +8,12 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from megatfm import checkpoint
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.ranks import run_on_rank_0
 from megatfm.registry import did_you_mean
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -46,6 +49,13 @@ class Takeover:
             f"  drawn       {_counted(self.drawn)}{_listed(self.drawn)}",
             f"  left there  {_counted(self.left)}{_listed(self.left)}",
         ]
+
+
+def origin_of(source: Path, tokenizer: str) -> JsonValue:
+    """What a checkpoint knows of the folder that its model came from, for the run's own to keep; None if the run has
+    another tokenizer (its hash). A collective."""
+    state = run_on_rank_0(lambda: dict(checkpoint.read_state(source)))
+    return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
 def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> "Takeover":

@@ -23,7 +23,7 @@ from megatfm.train.guards.elastic import elastic_config
 from megatfm.train.guards.integrity import compare_replicas, forward_backward
 from megatfm.train.guards.preflight import preflight
 from megatfm.train.guards.progress import check_progress
-from megatfm.train.init_from import load_weights
+from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.metrics import MetricsLog, RunFacts
 from megatfm.train.record.run_directory import RunDirectory, run_folder
@@ -127,6 +127,8 @@ class Trainer:
                 )
             elif config.train.init_from:
                 takeover = load_weights(self.engine, config.train.init_from, config.train.init_only)
+                if not config.train.init_only:
+                    self.state.origin = origin_of(takeover.source, self.corpora.tokenizer_hash)
                 begins = f"with {takeover}"
                 for line in takeover.lines() if takeover.is_partial else ():
                     log.info("%s", line)

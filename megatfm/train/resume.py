@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from megatfm import checkpoint
 from megatfm.checkpoint.folder import committed, damage
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
@@ -139,10 +141,12 @@ def run_state(
     data: Mapping[str, Any],
     trouble: Mapping[str, Any],
     machines: Machines,
+    origin: JsonValue = None,
 ) -> dict[str, Any]:
     """The JSON state of a checkpoint. `data` is the loader's state, `trouble` what is remembered of the losses,
-    `machines` what `machine.of_all_ranks` found."""
+    `machines` what `machine.of_all_ranks` found, `origin` what is kept of a folder that the weights came from."""
     return {
+        **({} if origin is None else {"origin": origin}),
         "step": step,
         "tokens": tokens,
         "precision": precision,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 
 from megatfm import checkpoint
 from megatfm.checkpoint.nodes import Nodes, fetch, forget_nodes
@@ -46,6 +47,7 @@ class RunState:
         generators.seed_all(config.train.seed, run.rank)
         self.loss_guard = LossGuard(config.resilience, config.optimizer.clip, run.decisions)
         self.step, self.tokens, self.position = 0, 0, 0
+        self.origin: JsonValue = None
 
     def loader(self) -> Loader:
         """This rank's batches from here on."""
@@ -91,6 +93,7 @@ class RunState:
         self.step, self.tokens = found.step, int(found.state["tokens"])
         self.position = self.run.decisions.data_skips.get(self.step, int(found.state["data"]["position"]))
         self.loss_guard.load(found.state.get("trouble", {}))
+        self.origin = found.state.get("origin")
 
     def _unfit(self, found: resume.ResumePoint) -> str:
         """What of the weights doesn't fit into a model that was changed. A collective."""
@@ -155,4 +158,5 @@ class RunState:
             data=loader.state(),
             trouble=self.loss_guard.state(),
             machines=self.machines,
+            origin=self.origin,
         )

@@ -54,15 +54,12 @@ class RowsCut:
                 self._sums(ledger, microbatch, call, module)
 
     def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
-        """Linformer's: `rank` keys and values of each document and head, forward and backward."""
-        computed, heads = (
-            PRECISIONS[self._config.train.precision].computed.itemsize,
-            self._config.model.attention.n_heads,
-        )
-        row, width = self._row(microbatch, ""), int(2 * module.head_dim * module.of_keys.rank)  # type: ignore[operator, union-attr]
-        documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
+        """Keys and values that are made of several tokens, of all heads, forward and backward."""
+        computed = PRECISIONS[self._config.train.precision].computed.itemsize
+        side = "encoder_" if call.path.startswith("encoder.") and "encoder_" in self._dealt else ""
+        of_head = module.sums_of(self._row(microbatch, side))  # type: ignore[operator]
         forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
-        elements = documents * heads // self._config.parallel.tp * width
+        elements = of_head * self._config.model.attention.n_heads // self._config.parallel.tp
         ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
 
     def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Going on from a model: a Hugging Face folder, a run, or a run's checkpoint with all that belongs to it."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_
     assert config_from(foreign, None, words) == (config, [])
     with pytest.raises(UsageError, match="of which one process makes a folder of ours: run `megatfm convert"):
         config_from(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
+
+
+def test_what_came_with_the_model_is_there_on_the_way_back(workers, corpus, foreign, tmp_path):
+    """Ids and how to generate, after training on and after a resume."""
+    about = {
+        key: json.loads((foreign / f"{key}.json").read_text()) for key in ("config", "generation_config")
+    }
+    about["config"] |= {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": None}
+    about["generation_config"] |= {"eos_token_id": [7, 9], "top_k": 3}
+    for key, values in about.items():
+        (foreign / f"{key}.json").write_text(json.dumps(values))
+    words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
+    for more in ([], ["train.steps=2", "resume.allow=schedule"]):
+        config, _ = config_from(foreign, None, [*words, *more])
+        assert workers.run(run_training, 1, config) == [DONE]
+    assert checkpoint.latest(tmp_path / "run/checkpoints").name == "step-00000002"
+    convert(tmp_path / "run", tmp_path / "back", "hf")
+    back = {key: json.loads((tmp_path / "back" / f"{key}.json").read_text()) for key in about}
+    assert back["generation_config"] == about["generation_config"]
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [back["config"][key] for key in ids] == [5, [7, 9], None]
 
 
 def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, config_file, tmp_path):

@@ -15,7 +15,7 @@ from megatfm.parallel import context_attention, context_exchange
 from megatfm.parallel.mesh import SHARD, Mesh
 from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
 from tests.parity import test_layouts, test_pipelines
-from tests.parity.test_context import one_device
+from tests.parity.test_context import microbatches, one_device
 from tests.workers import Workers
 
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
@@ -93,7 +93,7 @@ def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
                 if fault:
                     fault(patch)
                 engine = test_layouts.make_engine(config, ParallelConfig(cp=2), test_layouts.ADAMW)
-                engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+                engine.forward_backward(microbatches(engine, batch), objective)
                 found[name].append(set(test_pipelines.errors(engine, model)))
     return found
 

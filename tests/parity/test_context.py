@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
+from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
@@ -15,16 +16,48 @@ from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
 from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
 
+ROWS = 4
 DECODER = {**SMALL, **DROPPED, "attention.n_kv_heads": 2}
 ENCODER = {**SMALL, **DROPPED, **BERT, "family": "encoder"}
+NO_POSITIONS = {"position": {"name": "none"}}
+OF_DECODERS: dict[str, dict[str, Any]] = {
+    "full": {"attention": {"softcap": 2.0, "sinks": True}},
+    "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
+    "first": {"attention": {"pattern": {"name": "window", "width": 2, "first": 1}}},
+    "dilated": {"attention": {"pattern": {"name": "window", "width": 2, "step": 2}}},
+    "chunked": {"attention": {"pattern": {"name": "chunked", "size": 3}}},
+    "strided": {"attention": {"pattern": {"name": "strided", "stride": 2}}},
+    "fixed": {"attention": {"pattern": {"name": "fixed", "stride": 3, "summary": 1}}},
+    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 2, "random": 1}}},
+    "compressed": {"attention": {"name": "compressed"}, **NO_POSITIONS},
+}
+LINFORMER = {"name": "linformer", "length": 12, "rank": 3}
+OF_ENCODERS: dict[str, dict[str, Any]] = {
+    "window": {"attention": {"pattern": {"name": "window", "width": 4}}},
+    "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 1, "random": 1}}},
+    "etc": {"attention": {"pattern": {"name": "bigbird", "block": 1, "random": 0, "extra": 2}}},
+    "longformer": {"attention": {"pattern": {"name": "longformer", "width": 2}}},
+    **{f"linformer_{share}": {"attention": {**LINFORMER, "share": share}} for share in ("none", "headwise")},
+    "linformer_both": {"attention": {**LINFORMER, "share": "key_value"}},
+    "linformer_all": {"attention": {**LINFORMER, "share": "layerwise"}},
+}
+
+
+def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A model whose every block has another pattern: so one comparison of all gradients tries all of them."""
+    return {**model, "n_layers": len(kinds), "blocks": [*kinds], "block": kinds}
+
+
 MODELS = {
     "llama": DECODER,
     "bert": {**ENCODER, "heads": {"sentence": {}}},
+    "patterns of decoders": one_block_each(DECODER, OF_DECODERS),
+    "patterns of encoders": one_block_each(ENCODER, OF_ENCODERS),
+    "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
+    "compressed": {**SMALL, **DROPPED, "attention.name": "compressed", "position.name": "sinusoidal"},
     "alibi": {**DECODER, "position.name": "alibi"},
     "t5 positions": {**DECODER, "position.name": "t5"},
     "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
-    "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
-    "bigbird": {**ENCODER, "attention.pattern": {"name": "bigbird", "block": 1, "random": 1}},
     "latent": {
         **SMALL,
         "attention.name": "latent",
@@ -32,17 +65,6 @@ MODELS = {
         "attention.q_rank": 6,
         "attention.rope_dim": 4,
     },
-}
-MODELS |= {
-    "first tokens": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "first": 1}},
-    "dilated": {**DECODER, "attention.pattern": {"name": "window", "width": 2, "step": 2}},
-    "soft caps, sinks": {**DECODER, "attention.softcap": 2.0, "attention.sinks": True},
-    "two-sided window": {**ENCODER, "attention.pattern": {"name": "window", "width": 4}},
-    "chunked": {**DECODER, "attention.pattern": {"name": "chunked", "size": 3}},
-    "strided": {**DECODER, "attention.pattern": {"name": "strided", "stride": 2}},
-    "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
-    "longformer": {**ENCODER, "attention.pattern": {"name": "longformer", "width": 2}},
-    "bigbird of a decoder": {**DECODER, "attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
 }
 MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts": 1}
 FAMILIES = {name: test_families.MODELS[name] for name in ("t5", "albert", "electra")}
@@ -52,9 +74,9 @@ FAMILIES["experts"] = ModelConfig.of(
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
-LINFORMERS = [name for name in test_patterns.MODELS if name.startswith("linformer")]
-MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in LINFORMERS}
-UNEVEN = ("linformer", "llama", "bert", "bigbird", "window", "two-sided window")
+OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
+MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in OTHERS}
+UNEVEN = ("patterns of decoders", "patterns of encoders", "llama", "window")
 """Also on rows of one document each, of a length that no number of ranks divides."""
 MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
@@ -68,8 +90,10 @@ LAYOUTS = {
         "cp4 by a ring": ParallelConfig(cp=4, context="ring"),
         "cp2 × tp2": ParallelConfig(cp=2, tp=2),
         "cp2 × tp2 without sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=False),
-        "pp2 1f1b × cp2": ParallelConfig(pp=2, cp=2),
-        "pp2 zbv × cp2": ParallelConfig(pp=2, cp=2, schedule="zbv"),
+        **{
+            f"pp2 {each} × cp2": ParallelConfig(pp=2, cp=2, schedule=each)
+            for each in test_pipelines.SCHEDULES
+        },
         "zero0 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=0),
         "zero1 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=1),
         "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2),
@@ -79,27 +103,56 @@ LAYOUTS = {
     8: {
         "zero3 × cp2 × tp2": ParallelConfig(dp_shard=2, cp=2, tp=2),
         "replicas × zero3 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
-        "replicas × zero1 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, zero=1),
     },
 }
+PATTERNS = ("patterns of decoders", "patterns of encoders")
+TOGETHER = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
+ONE = ("cp2",)
+"""Where nothing is sent by heads."""
+SOME: dict[tuple[str, int], tuple[str, ...]] = {
+    **{(name, 2): ONE for name in ("window", "compressed", "alibi", "t5 positions", "shaw", *OTHERS)},
+    **{(name, 2): ONE for name in ("window, prefixes", "window, rows of 11 tokens")},
+    ("patterns of encoders", 2): ONE,
+    ("patterns of encoders, rows of 11 tokens", 2): ONE,
+    ("llama", 4): (
+        "cp4 by heads", "cp4 by a ring", "cp2 × tp2 without sequence parallel", "replicas × cp2",
+        *(f"zero{zero} × cp2" for zero in range(3)),
+    ),
+    ("patterns of decoders", 4): (*TOGETHER, *(f"pp2 {each} × cp2" for each in test_pipelines.SCHEDULES)),
+    ("patterns of encoders", 4): TOGETHER,
+    ("t5", 4): TOGETHER,
+    **{
+        (f"{name}, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel", "zero3 × cp2")
+        for name in PATTERNS
+    },
+    **{(name, 8): ("zero3 × cp2 × tp2",) for name in PATTERNS},
+    ("llama", 8): ("replicas × zero3 × cp2",),
+}  # fmt: skip
+"""Models that are not compared under all layouts of so many ranks."""
 MANY = {
     2: tuple(MODELS),
-    3: ("llama, rows of 11 tokens", "window, rows of 11 tokens"),
-    4: ("llama", "bert", "window", "alibi", "t5"),
-    8: ("llama",),
+    3: ("llama, rows of 11 tokens", "patterns of decoders, rows of 11 tokens"),
+    4: ("llama", *PATTERNS, *(f"{name}, rows of 11 tokens" for name in PATTERNS), "t5"),
+    8: ("llama", *PATTERNS),
 }
 """Models by ranks; those of equally many share one call, and so the reference."""
+
+
+def layouts_of(name: str, ranks: int) -> dict[str, ParallelConfig]:
+    """The layouts of so many ranks under which a model is compared."""
+    return {each: LAYOUTS[ranks][each] for each in SOME.get((name, ranks), LAYOUTS[ranks])}
 
 
 def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, Any, float]:
     """A model with the gradients of one device, the batch and objective that they are of, and the loss."""
     config = MODELS[name]
     batch, model = batch_for(config), build(config).double().train()
+    batch = {field: values[1::2] for field, values in batch.items()}
     if "prefix" in name:
         batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
     if "11" in name:
         batch = {field: values if field == "keys" else values[:, :11] for field, values in batch.items()}
-        batch["positions"] = torch.arange(11).expand(test_layouts.ROWS, -1)
+        batch["positions"] = torch.arange(11).expand(ROWS, -1)
         del batch["documents"]
     initialise(model, 7)
     terms = PassOn([])(model, batch)
@@ -110,48 +163,65 @@ def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, An
     return config, batch, model, objective, loss.item()
 
 
+def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """This data rank's rows, one and then the others."""
+    rows = ROWS // engine.mesh.data_ranks
+    mine = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
+    return [{key: value[:1] for key, value in mine.items()}, {key: value[1:] for key, value in mine.items()}]
+
+
 def compare(name: str, ranks: int) -> list[str]:
     """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
     config, batch, model, objective, loss = one_device(name)
-    for layout, parallel in LAYOUTS[ranks].items():
+    layouts = layouts_of(name, ranks)
+    for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
         engine = make(config, parallel, *more)
-        stats = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
-        evaluated = engine.evaluate(test_layouts.microbatches(engine, batch), objective)
-        assert evaluated.counts == stats.counts
-    return list(LAYOUTS[ranks])
+    evaluated = engine.evaluate(microbatches(engine, batch), objective)
+    assert evaluated.counts == stats.counts
+    return list(layouts)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"), [(name, ranks) for ranks, names in MANY.items() for name in names]
 )
 def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
+    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(layouts_of(name, ranks))
 
 
-TRAFFIC = {
-    "t5": ["cp2"],
-    "llama": ["cp2", "cp2, recomputed", "cp2 by heads", "cp2 by heads, recomputed"],
-    "bert": ["cp2"],
-    "linformer": ["cp2", "cp2, recomputed"],
-    "alibi": ["cp2"],
-    "window": ["cp2", "cp2, recomputed"],
-    "chunked": ["cp2"],
+AGAIN = ("cp2", "cp2, recomputed")
+TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "llama": (*AGAIN, "cp2 by heads, recomputed"),
+        "patterns of decoders": AGAIN,
+        "patterns of encoders": ONE,
+        "alibi": ONE,
+        "t5": ONE,
+        "linformer of an encoder-decoder": ONE,
+    },
+    4: {
+        "llama": ("cp4 by heads", "cp4 by a ring"),
+        "patterns of decoders": ("cp4",),
+        "patterns of encoders": ("cp4",),
+    },
 }
-OBJECTIVES = {"t5": SpanCorruptionObjective(), "bert": MaskedObjective(), "linformer": MaskedObjective()}
+OBJECTIVES = {"t5": SpanCorruptionObjective(), "patterns of encoders": MaskedObjective()}
+OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
-def test_counted_traffic_is_expected(workers: Workers) -> None:
+@pytest.mark.parametrize("ranks", TRAFFIC)
+def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
     configs = {}
-    for name, layouts in TRAFFIC.items():
+    for name, layouts in TRAFFIC[ranks].items():
         for layout in layouts:
             which, _, again = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
-            parallel = LAYOUTS[2][which].model_copy(update={"dp_shard": 1})
+            parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
             model = MODELS[name].changed({"heads": {}})
             recompute = "full" if again else "none"
             configs[f"{name}, {layout}"] = config_of(model, objective, parallel, recompute=recompute)
-    assert missed(workers, 2, configs) == {}
+    assert missed(workers, ranks, configs) == {}

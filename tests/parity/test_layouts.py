@@ -52,20 +52,20 @@ WORLD = {
 }
 
 
-def global_batch(seed: int) -> dict[str, Tensor]:
+def global_batch(seed: int, rows: int = ROWS, length: int = LENGTH) -> dict[str, Tensor]:
     """Packed rows with several documents each, padding, and an uneven number of targets from row to row."""
     random = np.random.default_rng(seed)
-    tokens = torch.from_numpy(random.integers(0, 95, (ROWS, LENGTH)))
-    targets = torch.from_numpy(random.integers(0, 95, (ROWS, LENGTH)))
-    documents = torch.from_numpy(np.sort(random.integers(0, 3, (ROWS, LENGTH)), axis=1))
-    padding = torch.arange(LENGTH)[None] >= LENGTH - torch.arange(ROWS)[:, None]
+    tokens = torch.from_numpy(random.integers(0, 95, (rows, length)))
+    targets = torch.from_numpy(random.integers(0, 95, (rows, length)))
+    documents = torch.from_numpy(np.sort(random.integers(0, 3, (rows, length)), axis=1))
+    padding = torch.arange(length)[None] >= length - torch.arange(rows)[:, None]
     targets[padding], documents[padding] = -100, -1
     starts = torch.tensor([[int((row == d).nonzero()[0]) for d in row] for row in documents])
     return {
         "tokens": tokens,
         "targets": targets,
         "documents": documents,
-        "positions": torch.arange(LENGTH)[None] - starts,
+        "positions": torch.arange(length)[None] - starts,
     }
 
 

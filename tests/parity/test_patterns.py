@@ -14,7 +14,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import attention_reference, blocks, kernels
-from tests.parity import test_layouts, test_pipelines
+from tests.parity import test_experts, test_layouts, test_pipelines
 from tests.parity.test_families import DROPPED, SMALL, PassOn, batch_for
 from tests.workers import Workers
 
@@ -28,6 +28,7 @@ LINFORMER = {
     "position.name": "learned",
     "position.max_positions": 12,
 }
+COMPRESSED = {**SMALL, **DROPPED, "position.name": "sinusoidal"}
 MODELS = {
     "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
     "window with soft caps": {
@@ -63,6 +64,29 @@ MODELS = {
     "linformer": {**LINFORMER, "attention.share": "none"},
     "linformer, shared by heads": {**LINFORMER, "attention.share": "headwise"},
     "linformer, shared by keys and values": {**LINFORMER, "attention.share": "key_value"},
+    "linformer, shared by layers": {**LINFORMER, "attention.share": "layerwise"},
+    "linformer of an encoder-decoder": {
+        **{key: value for key, value in LINFORMER.items() if key != "head.bias"},
+        "family": "encoder_decoder",
+        "attention.share": "layerwise",
+    },
+    "compressed": {**COMPRESSED, "attention.name": "compressed"},
+    "local, compressed and experts": {
+        **{key: value for key, value in COMPRESSED.items() if key != "attention.dropout"},
+        "n_layers": 3,
+        "blocks": ["local", "compressed", "experts"],
+        "block.local.attention.pattern": {"name": "chunked", "size": 5},
+        "block.compressed.attention.name": "compressed",
+        "block.experts.attention.pattern": {"name": "chunked", "size": 5},
+        "block.experts.ffn": {
+            "name": "moe",
+            "dropout": 0.0,
+            "d_ff": 16,
+            "n_experts": 4,
+            "top_k": 2,
+            "router": {"name": "noisy_top_k", "importance": 0.1, "load": 0.1},
+        },
+    },
     "fixed": {**DECODER, "attention.pattern": {"name": "fixed", "stride": 3, "summary": 1}},
 }
 LAYOUTS = {
@@ -93,7 +117,7 @@ def compare(name: str, ranks: int) -> list[str]:
     initialise(model, 7)
     with mock.patch.object(kernels, "KERNELS", (WRITTEN,)):
         terms = PassOn([])(model, batch)
-        objective = PassOn([*terms])
+        objective = test_experts.objective_of(config, [*terms])
         counts = objective.counts(batch)
         loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
         loss.backward()

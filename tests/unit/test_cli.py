@@ -37,6 +37,12 @@ def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int)
         assert all(f"    {name}" in done.stdout for name in COMMANDS)
 
 
+def test_models_and_runs_are_imported_without_the_compiler() -> None:
+    """A second of CPU that sampling, evaluating and converting don't need."""
+    line = "import megatfm.train.loop, megatfm.generate, sys; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
 @pytest.fixture(scope="module")
 def bash_script() -> str:
     return script("bash")
@@ -46,7 +52,7 @@ def bash_script() -> str:
     ("line", "found"),
     [
         ("la", ["launch"]),
-        ("launch quickst", ["quickstart", "quickstart-data"]),
+        ("launch quickst", ["quickstart", "quickstart-data", "quickstart-moe"]),
         ("launch --nproc 2 train.micro", ["train.micro_batch="]),
         ("launch x --reserv", ["--reservation"]),
         ("train optimizer.matrix_", ["optimizer.matrix_lr="]),

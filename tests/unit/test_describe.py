@@ -13,7 +13,7 @@ from megatfm.commands.describe import add_arguments, main
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.cost import Tokens, cost_of
-from megatfm.describe import describe
+from megatfm.describe import Description, describe
 from megatfm.describe.flops import row
 from megatfm.describe.text import lines
 from megatfm.engines.optimizers import TorchOptimizer
@@ -163,9 +163,7 @@ def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
         assert often.multiplied - rare.multiplied == pytest.approx(0.2 * head, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "preset", [name for name in preset_names() if name not in ("quickstart", "quickstart-data")]
-)
+@pytest.mark.parametrize("preset", [name for name in preset_names() if not name.startswith("quickstart")])
 def test_every_preset_is_described(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the FLOPs only what a reader can check by eye: 6 for each parameter that is no table, roughly."""
     found = describe(load_config(preset))
@@ -193,18 +191,25 @@ def test_state_bytes_are_those_of_the_real_optimizers(name: str, about: str) -> 
     optimizer = f'optimizer={{name="{name}", lr=1e-3}}'
     constant = ['schedule={name="constant"}'] if name == "schedule_free_adamw" else []
     small = ["model.vocab_size=64", "model.d_model=32", "model.ffn.d_ff=80"]
-    config = load_config("quickstart", [optimizer, *constant, *small])
-    found = describe(config)
+    found = describe(load_config("quickstart", [optimizer, *constant, *small]))
+    assert found.optimizer_bytes * found.parameters == pytest.approx(state_bytes(found), rel=1e-12)
+    assert f"{found.optimizer_bytes:.3g}" == about.partition(":")[0]
+    assert found.state_bytes == 8 + found.optimizer_bytes
+    experts = 'model.ffn={name="moe", d_ff=40, n_experts=3, top_k=2}'
+    sparse = describe(load_config("quickstart", [optimizer, *constant, *small, experts]))
+    assert sparse.optimizer_bytes * sparse.parameters == pytest.approx(state_bytes(sparse), rel=1e-12)
+
+
+def state_bytes(found: Description) -> int:
+    """Of the optimizer, tried on ones."""
     n_bytes = 0
-    for group in optimizer_groups(config.optimizer, build(config.model)):
+    for group in optimizer_groups(found.config.optimizer, build(found.config.model)):
         tensors = {n: torch.ones(found.shapes[n]) for n in group.names}
         made = TorchOptimizer(group, tensors)
         made.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
         n_bytes += sum(v.nbytes for state in made.state().values() for v in state.values() if v.dim())
         n_bytes += sum(t.nbytes for t in tensors.values()) * (group.needs == "whole_tensor")
-    assert found.optimizer_bytes * found.parameters == pytest.approx(n_bytes, rel=1e-12)
-    assert f"{found.optimizer_bytes:.3g}" == about.partition(":")[0]
-    assert found.state_bytes == 8 + found.optimizer_bytes
+    return n_bytes
 
 
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,11 @@ KEYS = roberta.KEYS | {
 def read(theirs: Json) -> ModelConfig:
     given = theirs["attention_window"]
     widths = set(given) if isinstance(given, list) else {given}
+    if isinstance(given, list) and len(given) != theirs["num_hidden_layers"]:
+        raise UsageError(
+            f"config.json: attention_window = {given!r:.80} has {len(given)} widths, but num_hidden_layers = "
+            f"{theirs['num_hidden_layers']}: give one number, or one for each layer"
+        )
     if len(widths) > 1:
         raise UsageError(
             f"config.json: attention_window = {given} differs by layer: megatfm reads one for all layers"

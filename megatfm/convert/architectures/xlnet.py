@@ -1,4 +1,6 @@
-"""XLNet: XLNetLMHeadModel. Its projections are kept head by head, and [d_in, heads, width] but for the last."""
+"""XLNet: XLNetLMHeadModel, and XLNetModel without the head.
+
+Its projections are kept head by head, and [d_in, heads, width] but for the last."""
 
 from collections.abc import Sequence
 
@@ -8,7 +10,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert.config_keys import Json, alias, idle, only, taken
 from megatfm.convert.encoder import SUMMARY
 from megatfm.convert.keys import activation, derived, std, their_activation
-from megatfm.convert.registry import ARCHITECTURES, Architecture
+from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear, same
 from megatfm.errors import UsageError
 
@@ -146,3 +148,4 @@ def _outwards(ours: str, theirs: str, n_heads: int) -> Rule:
 ARCHITECTURES.register("XLNetLMHeadModel")(
     Architecture("xlnet", KEYS, read, write, rules, prefix="transformer.", marks={"family": "xlnet"})
 )
+register_bare("XLNetModel", ARCHITECTURES.get("XLNetLMHeadModel"))

@@ -7,6 +7,7 @@ element once), clipping, the choice to leave a step out, float16's loss scale, a
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +203,7 @@ class DeepSpeedEngine:
         """This rank's parts of all gradients, flattened; complete over every axis after `forward_backward`."""
         return self.partitions.gradients()
 
-    def layer_statistics(self) -> dict[str, dict[str, float]]:
+    def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """After `forward_backward`: see LayerStatistics, and what stateful modules tell. A collective."""
         return self.norms.measure(self.local, self.gradients(), self.module_state.statistics())
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +160,7 @@ class NativeEngine:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
         return self.data.gradients()
 
-    def layer_statistics(self) -> dict[str, dict[str, float]]:
+    def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """After `forward_backward`: see LayerStatistics, and what stateful modules tell. A collective."""
         return self.norms.measure(self.local, self.gradients(), self.module_state.statistics())
 

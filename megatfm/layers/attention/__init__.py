@@ -1,6 +1,14 @@
 """Attention layers and the key-value cache."""
 
-from megatfm.layers.attention import disentangled, disentangled_shared, heads, latent, linformer, longformer
+from megatfm.layers.attention import (
+    compressed,
+    disentangled,
+    disentangled_shared,
+    heads,
+    latent,
+    linformer,
+    longformer,
+)
 from megatfm.layers.attention.cache import KVCache, LayerCache
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -10,6 +18,7 @@ __all__ = [
     "Core",
     "KVCache",
     "LayerCache",
+    "compressed",
     "disentangled",
     "disentangled_shared",
     "heads",

@@ -11,7 +11,8 @@ from megatfm.layers.attention.patterns import Pattern, Seen, reached
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import Case, Variant, choose
+from megatfm.ops.attention import Case, Variant, Visible, choose
+from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
 
@@ -80,11 +81,13 @@ class Core(nn.Module):
         v_BKSH: Tensor,
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
+        seen: Visible | None = None,
     ) -> Tensor:
-        """The same of a part of the heads: of all of the model's, those from part · N on."""
+        """The same of a part of the heads: of all of the model's, those from part · N on. seen: of keys that are not
+        the sequence's tokens."""
         n_heads = q_BNTH.shape[1]
         rng_keys = self.dropout.head_rng_keys(sequence, n_heads, part)
-        seen = Seen(self.pattern, sequence, part * n_heads, n_heads)
+        seen = seen or Seen(self.pattern, sequence, part * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
             of_parts = self.sinks.weight.view(-1, n_heads)
@@ -121,7 +124,7 @@ def tell(kernel: str, pattern: str, case: Case) -> None:
     _tell(kernel, pattern, case.plain, slow, case.device, case.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called while a block is compiled, too
+@constant_when_compiled
 def _tell(kernel: str, pattern: str, plain: str | None, slow: bool, device: str, dtype: torch.dtype) -> None:
     kind = (kernel, pattern, plain, slow, device, dtype)
     if kind not in _TOLD:

@@ -1,13 +1,16 @@
 """Linformer's attention (Wang et al. 2020): keys and values of a document are projected to a fixed number of them."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import LinformerAttentionConfig, ModelConfig, expect
+from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.heads import HeadsAttention
 from megatfm.layers.attention.patterns import Pattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
 from megatfm.layers.dropout import Dropout
@@ -19,8 +22,35 @@ from megatfm.ops.attention import probabilities
 
 # B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
 
+Pair = tuple[Tensor, Tensor]
+"""Projections of keys and of values."""
+
 
 @ATTENTIONS.register("linformer")
+def linformer(config: ModelConfig, initial: Initialiser, pattern: Pattern) -> nn.Module:
+    """In an encoder-decoder, the encoder's; its decoder looks at all earlier tokens, and at all of the memory."""
+    if config.family == "encoder_decoder" and (pattern.of_memory or pattern.plain == "causal"):
+        return HeadsAttention(config.changed({"attention": {"name": "heads"}}), initial, pattern)
+    return LinformerAttention(config, initial, pattern)
+
+
+def shares_sketch(config: ModelConfig) -> bool:
+    """Whether a layer's projection is that of all layers of its encoder."""
+    return getattr(config.attention, "share", None) == "layerwise"
+
+
+def layerwise_sketch(config: ModelConfig, sketched: Sequence[bool], initial: Initialiser) -> "Sketch | None":
+    """The projection that these layers of an encoder have in common. Raises UsageError where its sizes differ."""
+    options = [config.at(depth).attention for depth, has in enumerate(sketched) if has]
+    linformers = [expect(each, LinformerAttentionConfig, "model.attention") for each in options]
+    if len({(each.length, each.rank) for each in linformers}) > 1:
+        raise UsageError(
+            "model.attention.share = 'layerwise' is one projection for all layers, and model.block has other lengths "
+            "or ranks: give all the same, or choose share = 'key_value'"
+        )
+    return Sketch(linformers[0], initial) if linformers else None
+
+
 class LinformerAttention(nn.Module):
     """softmax(q (E k)ᵀ · scale) (F v): each document has R keys and values. Padding is a document of its own."""
 
@@ -35,17 +65,18 @@ class LinformerAttention(nn.Module):
             raise UsageError(
                 "model.attention.name = 'linformer' mixes keys of all places, later ones too, so that it leaks the "
                 f"future in family = {config.family!r} with position.name = {config.position.name!r}: choose family = "
-                "'encoder', and position.name = 'learned', 'sinusoidal' or 'none'"
+                "'encoder' or 'encoder_decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
             )
         d, self.head_dim = config.d_model, config.head_width
-        width = options.n_heads * self.head_dim
+        self.channels = width = options.n_heads * self.head_dim
         self.wq = Linear(d, width, initial("query", d, width), bias=options.bias)
         self.wk = Linear(d, width, initial("key", d, width), bias=options.bias)
         self.wv = Linear(d, width, initial("value", d, width), bias=options.bias)
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
+        self.length, self.rank = options.length, options.rank
         sketch = HeadSketch if options.share == "none" else Sketch
-        self.of_keys = sketch(options, initial)
-        self.of_values = None if options.share == "key_value" else sketch(options, initial)
+        self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
+        self.of_values = sketch(options, initial) if options.share in ("none", "headwise") else None
         self.scale = options.scale or self.head_dim**-0.5
         self.dropout = Dropout(options.dropout, "attention")
         self.summed = nn.Identity()  # where sums over some tokens of documents become those over all
@@ -58,18 +89,21 @@ class LinformerAttention(nn.Module):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]."""
-        if sequence.length > self.of_keys.length:
+        """[B, T, D]. bias: the projection [P, R], where all layers share it."""
+        if sequence.length > self.length:
             raise UsageError(
-                f"rows of {sequence.length} tokens, but model.attention.length = {self.of_keys.length}: make the rows "
+                f"rows of {sequence.length} tokens, but model.attention.length = {self.length}: make the rows "
                 "shorter, or length longer"
             )
         q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        of_keys = bias if self.of_keys is None else self.of_keys.weight
+        assert of_keys is not None
+        sketches = of_keys, of_keys if self.of_values is None else self.of_values.weight
         rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
         if isinstance(sequence, Part):
-            heads_BNTH = self._parts(q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
+            heads_BNTH = self._parts(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
         elif sequence.document_numbers() is None:
-            heads_BNTH = self._document(q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
+            heads_BNTH = self._document(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: work and memory grow with their tokens, however many a row has.
             places_BT = sequence.document_places()[0].expand(len(x_BTD), -1)
@@ -79,29 +113,36 @@ class LinformerAttention(nn.Module):
                 for start, end in pairwise([*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]):
                     at = slice(row, row + 1), slice(None), slice(start, end)
                     rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-                    parts.append(self._document(q_BNTH[at], k_BNTH[at], v_BNTH[at], rng_keys))
+                    parts.append(self._document(sketches, q_BNTH[at], k_BNTH[at], v_BNTH[at], rng_keys))
                 rows.append(torch.cat(parts, 2))
             heads_BNTH = torch.cat(rows)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """A key or value goes into `rank` of them, and a query looks at as many."""
+        pairs = 4 * self.rank * tokens.n * self.channels
+        return costs_of((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(attention=pairs, seen=pairs)
+
     def _document(
-        self, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
+        self, sketches: Pair, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
     ) -> Tensor:
         """[B, N, T, H] of documents that begin at the first token; no other is in them."""
         places_T = torch.arange(k_BNTH.shape[2], device=k_BNTH.device)
-        return self._looked(q_BNTH, *self._sketched(k_BNTH, v_BNTH, places_T), rng_keys_BNT)
-
-    def _sketched(self, k_BNTH: Tensor, v_BNTH: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, R, H] each, of the tokens at these places of a document."""
-        of_values = self.of_keys if self.of_values is None else self.of_values
-        return self.of_keys(k_BNTH, places_T), of_values(v_BNTH, places_T)
+        k_BNRH, v_BNRH = (sketched(x, of, places_T) for x, of in zip((k_BNTH, v_BNTH), sketches, strict=True))
+        return self._looked(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
         scores_BNTR = (q_BNTH * self.scale) @ k_BNRH.transpose(-1, -2)
         return probabilities(scores_BNTR, None, self.dropout.rate, rng_keys_BNT) @ v_BNRH
 
     def _parts(
-        self, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None, part: Part
+        self,
+        of: Pair,
+        q_BNTH: Tensor,
+        k_BNTH: Tensor,
+        v_BNTH: Tensor,
+        rng_keys_BNT: Tensor | None,
+        part: Part,
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
@@ -110,43 +151,44 @@ class LinformerAttention(nn.Module):
                 first, last = torch.searchsorted(part.places, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
-                sketches.append(
-                    torch.cat(self._sketched(k_BNTH[at], v_BNTH[at], part.places[at[2]] - start), -1)
-                )
+                places_T = part.places[at[2]] - start
+                made = [sketched(x[at], one, places_T) for x, one in zip((k_BNTH, v_BNTH), of, strict=True)]
+                sketches.append(torch.cat(made, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
-        made = []
+        looked = []
         for i, at in enumerate(documents):
             rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-            made.append(self._looked(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
+            looked.append(self._looked(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
         rows = [
-            [y for y, at in zip(made, documents, strict=True) if at[0].start == b] for b in range(len(q_BNTH))
+            [y for y, at in zip(looked, documents, strict=True) if at[0].start == b]
+            for b in range(len(q_BNTH))
         ]
         return torch.cat([torch.cat(row, 2) for row in rows])
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def sums_of(self, row: SequenceMetadata) -> int:
+        """How many numbers of a head are summed where rows are cut: a document's `rank` keys and values."""
+        documents = int((row.document_places()[0] == 0).expand(len(row.positions), -1).sum())
+        return documents * 2 * self.head_dim * self.rank
+
 
 class Sketch(nn.Module):
-    """A matrix [P, R] for all heads of a layer."""
+    """A matrix [P, R] for all heads of a layer, or of all layers."""
 
     plan = (("", "shared by heads"),)
 
     def __init__(self, options: LinformerAttentionConfig, initial: Initialiser) -> None:
         super().__init__()
-        self.length, self.rank = options.length, options.rank
-        shape = self._shape(options)
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.initial = {"weight": initial("relative", self.length, self.rank)}
+        self.weight = nn.Parameter(torch.empty(self._shape(options)))
+        self.initial = {"weight": initial("relative", options.length, options.rank)}
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
-        return (self.length, self.rank)
+        return (options.length, options.rank)
 
-    def forward(self, x_BNTH: Tensor, places_T: Tensor) -> Tensor:
-        """Keys or values of a document's tokens, which stand there in it → [B, N, R, H]."""
-        weight_PRN = self.weight if self.weight.dim() == 3 else self.weight[..., None]
-        weight_TRN = weight_PRN[places_T].expand(-1, -1, x_BNTH.shape[1])
-        return torch.einsum("trn,bnth->bnrh", weight_TRN, x_BNTH)
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class HeadSketch(Sketch):
@@ -155,4 +197,11 @@ class HeadSketch(Sketch):
     plan = (("", "last dim"),)
 
     def _shape(self, options: LinformerAttentionConfig) -> tuple[int, ...]:
-        return (self.length, self.rank, options.n_heads)
+        return (options.length, options.rank, options.n_heads)
+
+
+def sketched(x_BNTH: Tensor, weight: Tensor, places_T: Tensor) -> Tensor:
+    """Keys or values of a document's tokens, which stand there in it → [B, N, R, H]. weight: [P, R] or [P, R, N]."""
+    weight_PRN = weight if weight.dim() == 3 else weight[..., None]
+    weight_TRN = weight_PRN[places_T].expand(-1, -1, x_BNTH.shape[1])
+    return torch.einsum("trn,bnth->bnrh", weight_TRN, x_BNTH)

@@ -1,9 +1,11 @@
 """Which rows go to which experts: sorted by expert, and with a capacity the first of them."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # B batch, T tokens, K chosen experts, M = B · T · K choices
 
@@ -39,3 +41,20 @@ def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
     sorted_M, order_M = known_M.sort(stable=True)
     experts_E = torch.arange(n_experts, device=choices_M.device)
     return order_M, torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
+
+
+def asks_for_values(tensor: Tensor) -> bool:
+    """Whether the host may look into it: a GPU would have to be waited for."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+
+
+def without_rest(order_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The order of choices that are some expert's, and what is to be done with rows in that order [R, D], before and
+    after the experts.
+
+    What experts make of the rest is undefined, and so are its gradients: it is cut off, or its rows are set to 0.
+    """
+    if asks_for_values(order_M):
+        return order_M[: int(ends_E[-1])], lambda rows_RD: rows_RD
+    is_rest_M1 = (torch.arange(len(order_M), device=order_M.device) >= ends_E[-1])[:, None]
+    return order_M, lambda rows_MD: rows_MD.masked_fill(is_rest_M1, 0)

@@ -8,11 +8,11 @@ from megatfm.config.experts import MoEConfig
 from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
+from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity, without_rest
 from megatfm.ops.grouped import grouped_linear
 from megatfm.ops.initial import Constant
 
-# B batch, T tokens, K chosen experts, M = B · T · K choices, D model width
+# B batch, T tokens, K chosen experts, M = B · T · K choices, R of them that are reached, D model width
 
 
 class Experts(nn.Module):
@@ -80,14 +80,13 @@ class Experts(nn.Module):
             places = self.places or even_share(choices_BTK, self.n_experts, self.capacity or 1.0)
             taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, places)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
-        order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
-        is_beyond_M1 = (torch.arange(len(order_M), device=x_BTD.device) >= ends_E[-1])[:, None]
-        tokens_M = order_M // choices_BTK.shape[-1]
-        # What lies beyond is undefined, forward and backward.
-        rows_MD = x_BTD.flatten(0, 1)[tokens_M].masked_fill(is_beyond_M1, 0)
-        made_MD = self.each(rows_MD, ends_E).masked_fill(is_beyond_M1, 0)
-        made_MD = made_MD * weights_BTK.flatten()[order_M][:, None]
-        y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_M, made_MD).view_as(x_BTD)
+        order_R, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
+        order_R, within = without_rest(order_R, ends_E)
+        tokens_R = order_R // choices_BTK.shape[-1]
+        rows_RD = within(x_BTD.flatten(0, 1).index_select(0, tokens_R))
+        made_RD = within(self.each(rows_RD, ends_E))
+        made_RD = made_RD * weights_BTK.flatten().index_select(0, order_R)[:, None]
+        y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_R, made_RD).view_as(x_BTD)
         return self.summed(y_BTD), self.taken(taken_BTK)
 
     def _reached(self, choices_M: Tensor) -> Tensor:

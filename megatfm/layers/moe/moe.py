@@ -135,19 +135,20 @@ class MoE(nn.Module):
         evened = observed.keys() & set(self.options.evens)
         self.router.update(load_E, {name: observed[name].double() * balance.STEP / tokens for name in evened})
 
-    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float]:
-        """Of a step. load_max, load_min: of the busiest and the idlest expert, as multiples of the mean; dropped: share
-        of the choices that a capacity left out; entropy: of a token's probabilities, in nats."""
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float | list[float]]:
+        """Of a step. load: how often each expert was chosen, as a multiple of the mean; load_max, load_min: of the
+        busiest and the idlest; dropped: share of the choices that a capacity left out; entropy: of a token's
+        probabilities, in nats."""
         load_E = observed["load"].double()
         chosen = load_E.sum().clamp(min=1)
-        most, least = (each / chosen * len(load_E) for each in (load_E.max(), load_E.min()))
-        told = {
-            "load_max": most,
-            "load_min": least,
-            "dropped": observed["dropped"] / chosen,
-            "entropy": observed["entropy"] / observed["tokens"].clamp(min=1),
+        loads = (load_E / chosen * len(load_E)).tolist()
+        return {
+            "load": loads,
+            "load_max": max(loads),
+            "load_min": min(loads),
+            "dropped": float(observed["dropped"] / chosen),
+            "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
         }
-        return {name: float(value) for name, value in told.items()}
 
     def forget(self) -> None:
         """Begin to count anew."""

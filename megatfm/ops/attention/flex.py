@@ -1,15 +1,20 @@
-"""Attention by torch's FlexAttention (He et al. 2024), which visits only blocks of keys that are seen, on a GPU."""
+"""Attention by torch's FlexAttention (He et al. 2024), which visits only blocks of keys that are seen, on a GPU.
+
+It is imported where it runs: with it come a second of torch's compiler and sympy.
+"""
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
 # n heads that differ (or 1), Q query blocks, J key blocks
@@ -29,6 +34,8 @@ def flex(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases and dropped probabilities."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
     run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
@@ -48,8 +55,10 @@ def flex(
     return made * shares_BNT[..., None].to(made.dtype)
 
 
-def block_mask(seen: Visible, queries: int, keys: int) -> BlockMask:
+def block_mask(seen: Visible, queries: int, keys: int) -> "BlockMask":
     """The blocks that are visited, from the table of blocks: torch's own way asks for all pairs first."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     table_BnQJ, whole = seen.blocks(SIZE), seen.whole(SIZE)
     if keys % SIZE:
         whole = whole & (torch.arange(whole.shape[-1], device=whole.device) < whole.shape[-1] - 1)
@@ -79,5 +88,7 @@ def _capped(most: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     made: Callable[..., Any] = torch.compile(flex_attention)
     return made

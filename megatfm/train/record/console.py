@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatfm.atomic import never_through_a_link
+from megatfm.errors import MegatfmError
 from megatfm.train.record.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -52,7 +54,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         log.setLevel(logging.INFO)
-        to_file = logging.FileHandler(self._path, encoding="utf-8")
+        to_file = logging.StreamHandler(self._stack.enter_context(self._open()))
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._add(to_file)
         if self._shows and self._console.is_terminal:
@@ -65,7 +67,7 @@ class RunLog:
             to_screen = Screen(sys.stdout)
             to_screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
             self._add(to_screen)
-        crashes = self._stack.enter_context(self._path.open("a", encoding="utf-8"))
+        crashes = self._stack.enter_context(self._open())
         faulthandler.enable(crashes)
         self._stack.callback(faulthandler.disable)
         self._to_file = to_file
@@ -117,6 +119,13 @@ class RunLog:
         )
         progress.add_task("train", total=self._steps, completed=completed, facts="")
         return progress
+
+    def _open(self) -> TextIO:
+        """The log, to append to. Raises MegatfmError."""
+        try:
+            return open(self._path, "a", encoding="utf-8", opener=never_through_a_link)
+        except OSError as error:
+            raise MegatfmError(f"can't write {self._path}: {error.strerror}") from error
 
     def _add(self, handler: logging.Handler) -> None:
         log.addHandler(handler)

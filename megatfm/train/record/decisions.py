@@ -12,6 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from megatfm.atomic import never_through_a_link
 from megatfm.checkpoint import disk
 from megatfm.errors import MegatfmError
 from megatfm.ranks import run_on_rank_0
@@ -56,7 +57,7 @@ class Decisions:
         self._apply(record)
         if self.is_writer:
             try:
-                with self.path.open("ab") as file:
+                with open(self.path, "ab", opener=never_through_a_link) as file:
                     whole = self.path.read_bytes().rfind(b"\n") + 1
                     file.truncate(whole)  # a kill may have torn the last line
                     file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatfm.atomic import write_whole
+from megatfm.atomic import never_through_a_link, write_whole
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.registry import Registry
 
@@ -75,7 +75,7 @@ class MetricsLog:
         self._last_step = run.first_step or -1  # a run from the start may record a step 0
         self._sinks = [make(run) for make in makers]
         with _naming(self._path):
-            self._file = self._path.open("ab")
+            self._file = open(self._path, "ab", opener=never_through_a_link)  # noqa: SIM115
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append the record of one step; a training record holds at least `step`, `tokens` and `loss`.
@@ -118,7 +118,7 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
     path = folder / EVENTS
     with _naming(path):
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        with path.open("ab") as file:
+        with open(path, "ab", opener=never_through_a_link) as file:
             file.write((b"\n" if torn else b"") + to_line(record))
             file.flush()
             os.fsync(file.fileno())
@@ -176,10 +176,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`."""
+    """The numbers of a record under slash-joined names: `train/loss`, `evaluation/validation/loss`; those of
+    a list by their places."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, list):
+            yield from _numbers(dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/")
         elif isinstance(value, int | float) and key not in ("step", "time"):
             yield (prefix or "train/") + key, value
 

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from megatfm.atomic import never_through_a_link
 from megatfm.errors import FAILED, MegatfmError
 from megatfm.parallel.bootstrap import Rank
 from megatfm.ranks import gather, run_on_rank_0
@@ -107,7 +108,7 @@ class Watch:
 
     def log_to(self, path: Path, report: Report) -> None:
         """From now on stacks go to this file; one of the ranks that are left calls `report`."""
-        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._log = never_through_a_link(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._report = report
         self._arm()
 

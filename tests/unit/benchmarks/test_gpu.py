@@ -1,48 +1,98 @@
-"""The GPU benchmark's script, on a CPU with a tiny model."""
+"""The scripts of `make gpu`, on a CPU with tiny models."""
 
 import importlib.util
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
+
+from megatfm.models import build
 from tests.workers import Workers
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_benchmark"] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def run(folder: Path) -> None:
-    script().main(["--tiny", "--steps", "2", "--out", str(folder)])
+def rows(result: Path) -> list[list[str]]:
+    lines = result.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
 
 
-def test_it_writes_a_dated_result(workers: Workers, tmp_path: Path) -> None:
-    workers.run(run, 1, tmp_path)
-    (result,) = tmp_path.glob("*-gpu.md")
-    row = result.read_text(encoding="utf-8").splitlines()[-1]
-    assert row.startswith("| gpt2-124m | ")
-    assert row.count("|") == 9
-    _, _, _, length, rows, rate, memory, full, causal, _ = (cell.strip() for cell in row.split("|"))
-    assert (length, rows, full, causal) == ("64", "2", "–", "–")
-    assert float(rate.replace(",", "")) > 0
-    assert float(memory) > 0
+def decoders(folder: Path) -> None:
+    assert script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
+
+
+def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
+    workers.run(decoders, 1, tmp_path)
+    (result,) = tmp_path.glob("*-gpu-124m.md")
+    head, *found = rows(result)
+    assert [row[4] for row in found] == ["", "packed"]
+    for row in found:
+        told = dict(zip(head, row, strict=True))
+        assert (told["Model"], told["Tokens a row"], told["Rows"]) == ("gpt2-124m", "64", "2")
+        assert float(told["Tokens a second"].replace(",", "")) > 0
+        assert float(told["Peak memory, GB"]) > 0
+        assert row[-2:] == ["–", "–"]
 
 
 def test_cases_are_of_the_sizes_that_they_claim() -> None:
-    module = script()
+    module = script("gpu")
     counts = {}
-    for preset, length, rows in module.CASES:
-        config = module.config_of(preset, length, rows, tiny=False, compiled=True)
-        counts[preset, length] = module.describe(config).parameters
-        assert config.train.compile
-        assert config.model.dropout == config.model.attention.dropout == 0
-    assert counts["gpt2-124m", 1024] == 124_439_808
-    assert counts["gpt3-xl", 2048] == 1_315_723_264
+    for title, cases in module.CASES.items():
+        for case in cases:
+            config = module.config_of(case, tiny=False)
+            with torch.device("meta"):
+                model = build(config.model)
+            counts.setdefault(title, set()).add(sum(p.numel() for p in model.parameters()))
+            assert config.train.compile is not case.eager
+            assert config.model.dropout == config.model.attention.dropout == 0
+    assert counts["124m"] == {124_439_808}
+    assert counts["350m"] == {354_823_168}
+    assert counts["1.3b"] == {1_315_723_264}
+    assert counts["6.7b"] == {6_658_404_352}
+
+
+def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
+    (result,) = tmp_path.glob("*-gpu-facts.md")
+    kernels = {tuple(row[:2]): row[2:] for row in rows(result) if len(row) == 6}
+    speed, _, finite, error = kernels["tiny, 1 documents a row", "flash"]
+    assert finite == "yes"
+    assert float(speed) >= 0
+    assert float(error) < 1e-2
+    assert kernels["tiny, 1 documents a row", "varlen"][0].startswith("NotImplementedError")
+
+
+def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = script("gpu_facts")
+    exact = module.KERNELS["flash"]
+    monkeypatch.setitem(module.KERNELS, "flash", lambda *given: exact(*given) * float("nan"))
+    assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
+
+
+def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("gpu_packages")
+    assert module.missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
+    assert module.missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
+    there = metadata.distribution
+
+    def without_pluggy(name: str) -> metadata.Distribution:
+        if name == "pluggy":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "distribution", without_pluggy)
+    (needed,) = module.missing(["pytest"])
+    assert needed.startswith("pluggy")

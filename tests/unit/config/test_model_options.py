@@ -81,8 +81,8 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
             "heads.my_head has no meaning with family = 'xlnet', whose query",
         ),
         (
-            {**XLNET, "head.name": "none"},
-            "head.name = 'none' has no meaning with family = 'xlnet', whose query",
+            {"family": "electra", "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}, "head.name": "none"},
+            "head.name = 'none' has no meaning with family = 'electra', which is trained as a whole",
         ),
         ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
     ],

@@ -13,15 +13,17 @@ import transformers
 
 import megatfm
 from megatfm.convert import ARCHITECTURES
+from megatfm.convert.architectures.longformer import TOKENS as SEEN_BY_ALL
 from megatfm.errors import MegatfmError
 from tests.unit.convert import test_decoders as decoders
 from tests.unit.convert import test_encoders as encoders
+from tests.unit.convert import test_long_encoders as long
 
 TOKENS = torch.randint(7, 60, (3, 9), generator=torch.Generator().manual_seed(3))
 LLAMA = {**decoders.LLAMA, "max_position_embeddings": 64}
 ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in encoders.CASES},
+    **{name: (name, {}) for name in (*encoders.CASES, *long.CASES)},
     **{name: decoders.MODELS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
     **{name: decoders.MODELS[name] for name in ("mixtral", "qwen3-moe", "deepseek-v3")},
     **{name: decoders.MODELS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
@@ -40,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 VARIANTS: dict[str, tuple[str, ...]] = {
     "BertForPreTraining": (),
     "AlbertForPreTraining": (),
+    "BigBirdForPreTraining": (),
     "mla-whole-queries": ("q_lora_rank",),
     "t5-v1.1": (
         "tie_word_embeddings",
@@ -76,6 +79,8 @@ def theirs_of(case: str) -> Any:
     name, values = CASES[case]
     if name in encoders.CASES:
         return encoders.make(name)
+    if name in long.CASES:
+        return long.make(name)
     if case in decoders.MODELS:
         return decoders.theirs_of(case)
     kind = getattr(transformers, name)
@@ -111,7 +116,8 @@ def edits(base: Mapping[str, Any], case: str) -> Iterator[tuple[str, dict[str, A
             if key in base:
                 yield f"{key}, idle", {**base, key: IDLE.get(key, others(base[key])[0])}
             continue
-        for value in [*others(base.get(key)), None]:
+        # What is not declared is refused before its value is looked at.
+        for value in [*others(base.get(key)), None] if key in keys else [1]:
             if value != base.get(key):
                 yield f"{key} = {value!r}", {**base, key: value}
         if key in base and (key not in keys or base[key] != keys[key].default):
@@ -144,21 +150,19 @@ IDLE = {
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
 
 
-def logits(model: Any, *, ours: bool) -> torch.Tensor:
+def logits(model: Any, *, ours: bool, config: Mapping[str, Any]) -> torch.Tensor:
+    """config: config.json; which tokens of a Longformer all see, transformers has as an input."""
+    if config["model_type"] in ("big_bird", "longformer"):
+        return model(long.TOKENS).logits if ours else long.logits(model, config.get(SEEN_BY_ALL, [0]))
     if type(model).__name__.startswith(("T5", "Switch")) or (
         ours and model.config.family == "encoder_decoder"
     ):
         return decoders.logits(model, ours=ours)
     output = model(TOKENS)
-    return output.logits if ours else first(output)
+    return output.logits if ours else encoders.first(output)
 
 
-def first(output: Any) -> torch.Tensor:
-
-    return encoders.first(output)
-
-
-def their_logits(case: str, folder: Path) -> torch.Tensor | str:
+def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Tensor | str:
     """Or why there are none: it can't be opened, or not with all of its weights."""
     try:
         model, info = getattr(transformers, CASES[case][0]).from_pretrained(
@@ -166,7 +170,7 @@ def their_logits(case: str, folder: Path) -> torch.Tensor | str:
         )
         if lost := info["missing_keys"] or info["mismatched_keys"] or info["unexpected_keys"]:
             return f"{sorted(lost)[0]} does not fit"
-        return logits(model.eval(), ours=False)
+        return logits(model.eval(), ours=False, config=config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -185,14 +189,14 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(case: str, tmp_p
         for name, edited in [("as it is", base), *edits(base, case)]:
             file.write_text(json.dumps(edited))
             try:
-                got = logits(model := megatfm.load(tmp_path), ours=True)
+                got = logits(model := megatfm.load(tmp_path), ours=True, config=edited)
                 if model.config.head.name == "none":  # said, see test_a_head_that_is_missing_is_told
                     refused.append(name)
                     continue
             except MegatfmError:
                 refused.append(name)
                 continue
-            wanted = their_logits(case, tmp_path)
+            wanted = their_logits(case, tmp_path, edited)
             if isinstance(wanted, str):
                 wrong.append(f"{name}: opened, though {wanted}")
             elif got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
@@ -202,6 +206,14 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(case: str, tmp_p
     assert wrong == [], "\n".join(wrong)
     assert {"as it is", "all that is idle"} <= {*opened}
     assert case in VARIANTS or "never_heard_of = 1" in refused
+
+
+def test_every_architecture_is_edited() -> None:
+    """And of those with one config.json, one whole."""
+    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names()}
+    heads = {name: known[name].model_type for name in known if not known[name].is_bare}
+    assert {name for name, _ in CASES.values()} == heads.keys()
+    assert {heads[CASES[case][0]] for case in CASES.keys() - VARIANTS.keys()} == {*heads.values()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES.names())

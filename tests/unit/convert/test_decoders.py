@@ -1,5 +1,6 @@
 """Decoders and encoder-decoders in whole folders, with their tokenizers, and used afterwards."""
 
+import argparse
 import inspect
 import json
 import textwrap
@@ -16,9 +17,10 @@ from transformers import AutoTokenizer
 
 import megatfm
 from megatfm import checkpoint, tokenizers
+from megatfm.commands import generate
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
-from megatfm.convert import ARCHITECTURES, architecture_for
+from megatfm.convert import ARCHITECTURES, architecture_for, travels
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import HfFolder
 from megatfm.errors import MegatfmError, UsageError
@@ -407,8 +409,10 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_ids_rates_and_how_to_generate_travel(before: bool, tmp_path: Path) -> None:
-    """And a text begins as the model's own tokenizer begins it."""
+def test_ids_rates_and_how_to_generate_travel(
+    before: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a text begins as the model's own tokenizer begins it; the folder itself makes the same text."""
     theirs = tmp_path / "theirs"
     config = transformers.GPT2Config(
         **GPT | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
@@ -430,11 +434,33 @@ def test_ids_rates_and_how_to_generate_travel(before: bool, tmp_path: Path) -> N
     generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [9, 11], "top_k": 3}
 
+    origin = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))["origin"]
+    assert travels.on_the_way_back(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
+    assert "embd_pdrop" not in travels.on_the_way_back(origin, {"embd_pdrop": 0.5}), "it was set since"
+
     loaded = load(tmp_path / "ours")
     wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
     assert prompts_of(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
     assert loaded.stop == 9
+    ids = torch.tensor([wanted])
+    made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
+        ids, max_new_tokens=6, do_sample=False
+    )
+    text = loaded.tokenizer.decode(made[0, len(wanted) :].tolist())
+    for folder in (theirs, tmp_path / "ours"):
+        assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
+    assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT["n_embd"])
+    generate.add_arguments(parser := argparse.ArgumentParser())
+    words = [str(theirs), "--prompt", "import os", "--max-tokens=6", "--temperature=0"]
+    assert generate.main(parser.parse_args(words)) == 0
+    assert capsys.readouterr().out.endswith(f"import os{text}\n")
+    transformers.GPT2Model(config).save_pretrained(theirs)
+    with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):
+        megatfm.load(theirs).generate("import os")
+    (theirs / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match="theirs: has no tokenizer that megatfm opens, and so makes no text"):
+        megatfm.load(theirs).generate("import os")
     assert prompts_of(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
     assert prompts_of(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
     assert prompts_of(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

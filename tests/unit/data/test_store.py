@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-from megatfm.data import Cache, Corpus, Loader, PackedRows, check
+from megatfm.data import Cache, Corpus, Loader, PackedRows, check, remote
 from megatfm.data import store as module
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import SHARD, assert_refused
@@ -54,7 +54,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         download(self, path, known)
 
     monkeypatch.setattr(module.RemoteStore, "_download", watched)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     return names
 
 
@@ -116,11 +116,13 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     }.items():
         monkeypatch.setenv(name, value)
     fsspec.config.conf.pop("s3", None)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
     fs.mkdir("bucket")
     for path in folder.iterdir():
         fs.pipe(f"bucket/corpus/{path.name}", path.read_bytes())
     yield "s3://bucket/corpus"
+    fs.clear_instance_cache()
     server.stop()
 
 
@@ -262,7 +264,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     corpus = Corpus.open(memory, cache)
 
     def full(file: Any, chunk: bytes) -> None:
-        raise module._Disk(OSError(28, "No space left on device"))
+        raise remote.DiskError(OSError(28, "No space left on device"))
 
     monkeypatch.setattr(module, "_write", full)
     assert_refused(lambda: corpus.block(0), "No space left on device", "data.cache")

@@ -99,8 +99,9 @@ USAGE = {
         "too large for this little text, which gives at most",
     ),
     "small vocabulary": (["tokenizer.vocab_size=200"], "too small for the characters"),
-    "a folder that is a URL": (["read.folder=s3://bucket/texts"], "is a URL, and text is read from folders"),
-    "an out that is a URL": (["out=gs://bucket/out"], "is a URL, and corpora are written to folders"),
+    "a folder of an unknown kind": (["read.folder=nonsense://texts"], "nonsense://texts: can't be opened"),
+    "an out on the web": (["out=https://example.org/out"], "nothing can be written over HTTP"),
+    "a scratch that is a URL": (["scratch=gs://bucket/x"], "is a URL: choose a folder of this machine"),
     "no code of a language": (
         ["steps=[{name='language',keep=['english']}]"],
         "keep = 'english' is no code of a language (did you mean 'en'?); the codes are",

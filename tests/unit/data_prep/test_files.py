@@ -79,7 +79,7 @@ def test_what_is_no_file_is_named_or_skipped(root: Path, kind: str) -> None:
         listing(root)
     assert "\n" not in str(caught.value)
     found = listing(root, on_bad="skip")
-    assert [each.path for each in found.bad] == [bad]
+    assert [each.where for each in found.bad] == [str(bad)]
     assert len(found.files) == 5
 
 

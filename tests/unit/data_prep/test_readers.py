@@ -398,9 +398,9 @@ def test_formats_by_name(tmp_path: Path) -> None:
         "page.xml": "text",
         "b.tgz": "webdataset",
     }.items():
-        assert format_of(tmp_path / name, config) == format_
-    assert format_of(tmp_path / "x.py", ReadConfig(folder=str(tmp_path), format="jsonl")) == "jsonl"
-    assert {format_of(tmp_path / f"x{end}", config) for ends in FORMATS.values() for end in ends} == set(
+        assert formatted(tmp_path / name, config) == format_
+    assert formatted(tmp_path / "x.py", ReadConfig(folder=str(tmp_path), format="jsonl")) == "jsonl"
+    assert {formatted(tmp_path / f"x{end}", config) for ends in FORMATS.values() for end in ends} == set(
         FORMATS
     )
 
@@ -479,4 +479,8 @@ def test_no_bytes_bring_a_reader_down(
     cut = at % (len(whole) + 1)
     path.write_bytes(whole[:cut] + data + whole[cut + len(data) :])
     with contextlib.suppress(BadFileError):
-        list(reader(format_of(path, ReadConfig(folder="x")))(path, ReadConfig(folder="x")))
+        list(reader(formatted(path, ReadConfig(folder="x")))(path, ReadConfig(folder="x")))
+
+
+def formatted(path: Path, config: ReadConfig) -> str:
+    return format_of(str(path), config, lambda size: path.read_bytes()[:size])

@@ -54,6 +54,12 @@ PATTERNS = {
     "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
     "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
     "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "summary": 1}},
+    "local and compressed": {
+        "position.name": "sinusoidal",
+        "blocks": ["local", "compressed"],
+        "block.local.attention.pattern": {"name": "chunked", "size": 4},
+        "block.compressed.attention": {"name": "compressed", "factor": 2},
+    },
 }
 SIDES = ("decoder", "prefix", "encoder_decoder")
 LENGTHS = (6, 1, 4)
@@ -117,10 +123,12 @@ def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
         assert (whole - causal).abs().max() > 0.01 or len(prompt) == 1
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_beams_select_all_that_belongs_to_a_row(side: str) -> None:
+@pytest.mark.parametrize(
+    ("parts", "side"), [*(("rope", side) for side in SIDES), ("local and compressed", "decoder")]
+)
+def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
     """Rows in another order, some twice, go on as themselves."""
-    model, prompts = made("rope", side)
+    model, prompts = made(parts, side)
     order = torch.tensor([2, 0, 0, 1])
     decoding = Decoding(model, prompts, NEW)
     decoding.logits()

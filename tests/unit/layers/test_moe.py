@@ -20,11 +20,12 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.cost import Tokens, cost_of
 from megatfm.layers.extra import Extra
 from megatfm.layers.initialisation import initialise, initialiser
-from megatfm.layers.moe import MoE, experts
+from megatfm.layers.moe import MoE, dispatch, experts
 from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
 from megatfm.layers.moe.router import highest
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.grouped import grouped_linear, has_grouped_product, looped_linear
+from megatfm.ops import grouped
+from megatfm.ops.grouped import grouped_linear, has_few_shapes, has_grouped_product, looped_linear
 from tests.parity.oracle import TOLERANCE, doubled
 
 B, T, D, F_, E = 3, 11, 16, 8, 8
@@ -272,6 +273,7 @@ def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch
         module, x = make(activation="relu"), inputs()
         y = module(x, sequence(documents)).y
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+        monkeypatch.setattr(dispatch, "asks_for_values", lambda tensor: False)
         monkeypatch.setattr(experts, "grouped_linear", poisoned)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -297,13 +299,19 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_
             assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
 
 
+@pytest.mark.parametrize("cpu", [True, False], ids=["as here", "as elsewhere"])
 @pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16])
-def test_the_grouped_product_is_the_loop(dtype_: torch.dtype) -> None:
+def test_the_grouped_product_is_the_loop(
+    dtype_: torch.dtype, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
     assert has_grouped_product(x, weight)
+    assert has_few_shapes(x) == (dtype_ == torch.bfloat16)
+    if not cpu:
+        monkeypatch.setattr(grouped, "has_few_shapes", lambda x_MI: False)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
     made = []
     for product in (grouped_linear, looped_linear):
@@ -314,6 +322,22 @@ def test_the_grouped_product_is_the_loop(dtype_: torch.dtype) -> None:
         torch.testing.assert_close(one[rows], other[rows])
     assert not has_grouped_product(x.double(), weight.double())
     assert not has_grouped_product(x, weight[:, :7])
+
+
+def test_windows_hold_their_groups_and_have_few_lengths() -> None:
+    """Whatever the routing; of nothing beyond the last group, where rows may be undefined."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = set()
+    for _ in range(100):
+        ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
+        found = grouped.windows(ends)
+        assert [last for _, last, _, _ in found] == ends
+        assert [first for first, _, _, _ in found] == [0, *ends[:-1]]
+        for first, last, low, high in found:
+            assert 0 <= low <= first <= last <= high <= ends[-1]
+            assert high - low <= max(1.125 * (last - first), last - first + 8)
+            lengths |= {high - low} if high - low < ends[-1] else set()
+    assert len(lengths) < 70
 
 
 def test_choices_are_sorted_by_expert_and_others_come_last() -> None:

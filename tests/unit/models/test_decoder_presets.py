@@ -64,6 +64,8 @@ COUNTS = {
     "t5-v1.1-large": 783_150_080,
     "t5-v1.1-xl": 2_849_757_184,
     "t5-v1.1-xxl": 11_135_332_352,
+    "t-dmca": 32_528_896,
+    "t-dmca-moe": 567_562_240,
     "transformer-base": 63_045_632,
     "transformer-big": 214_171_648,
 }
@@ -141,6 +143,7 @@ ACTIVE = {
     "deepseek-v3": 37_552_282_624,
     "switch-base-8": 222_977_280,
     "switch-base-128": 224_083_200,
+    "t-dmca-moe": 34_885_632,
 }
 
 

@@ -110,12 +110,16 @@ def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
         make_objective("masked", rows=(2,))
 
 
-def test_what_is_missing_is_named(make_objective: Any, special: SpecialTokens) -> None:
+def test_what_is_missing_is_named(make_objective: Any, make_model: Any, special: SpecialTokens) -> None:
     bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
     with pytest.raises(
         UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none: p"
     ):
         make_objective("masked", special=bare)
+    with pytest.raises(
+        UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.head\.name=linear"
+    ):
+        make_objective("masked", model_config=make_model("encoder").changed({"head": {"name": "none"}}))
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
     wordless = replace(special, word_starts=None)

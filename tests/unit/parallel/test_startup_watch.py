@@ -1,5 +1,6 @@
 """While ranks meet: one that is stopped is named, and one that is asked to stop doesn't wait for ever."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,10 @@ from tests.e2e.ranks import free_port
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
 PROGRAM = """
 import os, signal, sys
+from megatfm.parallel import sentinel
+sentinel.STOPPED_LOOKS = 3
+if len(sys.argv) > 3:
+    sentinel.start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 if os.environ["RANK"] == sys.argv[1]:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -26,31 +31,41 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start(rank, stops=0)`: a rank of two."""
+    """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
     port, started = str(free_port()), []
 
-    def start(rank: int, stops: int = -1, asked: int = 0) -> "subprocess.Popen[str]":
+    def start(rank: int, stops: int = -1, asked: int = 0, *, alone: bool = False) -> "subprocess.Popen[str]":
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
         command = [sys.executable, "-c", PROGRAM, str(stops), str(asked)]
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        if alone:  # below a process of its own, as below a node's launcher
+            command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, "alone"]
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
         return started[-1]
 
     yield start
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: int) -> None:
+@pytest.mark.parametrize(("stopped", "alone"), [(0, False), (0, True), (1, True)])
+def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: int, alone: bool) -> None:
     """If it is rank 0, the other waits inside torch to reach it."""
-    start(stopped, stops=stopped)
-    waits = start(1 - stopped)
-    _, said = waits.communicate(timeout=120)
+    lost = start(stopped, stops=stopped, alone=alone)
+    waits = start(1 - stopped, alone=alone)
+    _, said = waits.communicate(timeout=200)
     assert waits.returncode == 1, said
-    assert said.startswith(f"error: rank {stopped} of 2 on "), said
-    assert said.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it\n")
+    (line,) = [line for line in said.splitlines() if "is stopped (SIGSTOP)" in line]
+    assert f"rank {stopped} of 2 on " in line
+    assert line.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it")
+    if alone:  # for its launcher to see
+        assert lost.wait(timeout=60) == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("rank", [0, 1])

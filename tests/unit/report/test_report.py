@@ -1,3 +1,5 @@
+import base64
+import io
 import json
 import os
 import re
@@ -5,9 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.report import write_report
+from megatfm.report import heat, write_report
+from megatfm.report.run import Run
 
 
 class Page(HTMLParser):
@@ -327,3 +331,63 @@ def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_agains
     assert "40 % without the masked half of attention; 989 TFLOP/s a device (H200: data sheet)" in page.text
     (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
+
+
+def with_loads(layers: int, loads: list[float]) -> list[dict[str, object]]:
+    """Records of a run with experts, which are chosen alike at first and as `loads` says at last."""
+    return [
+        {
+            "step": step,
+            "loss": 3.0,
+            "norms": {
+                f"decoder.layers.{i}": {
+                    "load": [1 + (load - 1) * step / 40 for load in loads],
+                    "load_max": 2.0,
+                }
+                for i in range(layers)
+            },
+        }
+        for step in range(1, 41)
+    ]
+
+
+def test_loads_of_experts_are_maps(run: Path) -> None:
+    """Each pixel is the load of an expert at a step; the words name the extremes."""
+    loads = [0.0, 1.0, 2.5, 0.5]
+    replace_metrics(run, with_loads(3, loads))
+    page = report(run)
+    maps = [a for tag, a in page.tags if tag == "img"]
+    assert [str(a["alt"]).split(",")[:2] for a in maps] == [
+        ["Load of experts", f" decoder {i}"] for i in range(3)
+    ]
+    assert str(maps[0]["alt"]).endswith(
+        "Busiest: expert 2 with 2.5 at step 40; idlest: expert 0 with 0 at step 40"
+    )
+    picture = base64.b64decode(str(maps[0]["src"]).removeprefix("data:image/png;base64,"))
+    with Image.open(io.BytesIO(picture)) as image:
+        assert image.size == (40, 4)
+        for expert, load in enumerate(loads):
+            assert image.getpixel((39, expert)) == heat.colour(load)
+            assert image.getpixel((0, expert)) == heat.colour(1 + (load - 1) / 40)
+
+
+def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
+    lines = [
+        {
+            "step": step,
+            "loss": 3.0,
+            "norms": {f"decoder.layers.{i}": {"load": [step % 2 * 2.0]} for i in range(30)},
+        }
+        for step in range(1, 321)
+    ]
+    replace_metrics(
+        run, [*lines, {"step": 321, "loss": 3.0, "norms": {"decoder.layers.0": {"load": ["NaN"]}}}]
+    )
+    page = report(run)
+    maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
+    assert len(maps) == 12
+    assert all(" · 12 of 30 layers. Busiest" in alt for alt in maps)
+    picture = heat.load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        assert image.size == (heat.COLUMNS, 1)
+        assert image.getpixel((80, 0)) == heat.colour(1.0), "the mean of a busy and an idle step"

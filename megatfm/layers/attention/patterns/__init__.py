@@ -2,6 +2,7 @@
 
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.chunked import Chunked
+from megatfm.layers.attention.patterns.compressed import Compressed
 from megatfm.layers.attention.patterns.fixed import Fixed
 from megatfm.layers.attention.patterns.full import Full, require_full
 from megatfm.layers.attention.patterns.longformer import Longformer
@@ -16,6 +17,7 @@ __all__ = [
     "PATTERNS",
     "BigBird",
     "Chunked",
+    "Compressed",
     "Fixed",
     "Full",
     "Longformer",

@@ -12,6 +12,7 @@ from megatfm.config import BigBirdPatternConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.ops.compiled import constant_when_compiled
 
 LOOKED_AT = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
@@ -128,7 +129,7 @@ class BigBird(Pattern):
         return table.to(q.device)[heads, q].unbind(-1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
     """The random blocks int64 [heads, rows, n_random] of each block, −1 for the first, as transformers draws them.
 

@@ -133,7 +133,8 @@ def tensorboard_events(folder: Path) -> list[event_pb2.Event]:
 
 def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> None:
     log = MetricsLog(RunFacts(tmp_path), ["tensorboard"])
-    log.write(training_record(1, loss=3.0) | {"evaluation": {"code": {"loss": 1.5}}, "note": "text"})
+    found = {"code": {"loss": 1.5, "load": [0.5, 2.0]}}
+    log.write(training_record(1, loss=3.0) | {"evaluation": found, "note": "text"})
     log.write(training_record(2, loss=2.0))
     log.close()
     write_steps(RunFacts(tmp_path, first_step=1), 2, 3, ("tensorboard",))
@@ -147,6 +148,8 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
             "train/loss": 3.0,
             "train/lr": pytest.approx(1e-3),
             "evaluation/code/loss": 1.5,
+            "evaluation/code/load/0": 0.5,
+            "evaluation/code/load/1": 2.0,
         },
     )
     assert [(step, values["train/loss"]) for step, values in scalars] == [

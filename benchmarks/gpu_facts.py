@@ -1,0 +1,250 @@
+"""What one GPU can do, at the shapes that training uses: copies, matrix products, attention by kernel.
+
+    python benchmarks/gpu_facts.py --out benchmarks/results
+
+Attention runs forward and backward, bfloat16, each kernel by name, on one document a row and on packed rows; outputs
+and gradients are searched for numbers that are not finite and compared with float32 on the same device. FLOPs are those
+of the pairs that are seen. Times are medians after warming up. "Expected" was written before a GPU was there.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatfm.layers.attention.patterns import Seen
+from megatfm.layers.attention.patterns.full import Full
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import Variant
+from megatfm.ops.attention.flex import flex
+
+PRODUCTS = {
+    "8192 × 8192 × 8192": ((8192, 8192, 8192), "790"),
+    "124M, QKV: 16384 × 768 × 2304": ((16384, 768, 2304), "550"),
+    "124M, up: 16384 × 768 × 3072": ((16384, 768, 3072), "580"),
+    "124M, logits: 4096 × 768 × 50304": ((4096, 768, 50304), "600"),
+    "124M, logits, 50257 columns": ((4096, 768, 50257), "350"),
+    "1.3B, up: 16384 × 2048 × 8192": ((16384, 2048, 8192), "700"),
+    "6.7B, up: 8192 × 4096 × 16384": ((8192, 4096, 16384), "750"),
+}
+"""Name → M, K, N and the TFLOP/s expected of an H200."""
+ATTENTION = {"124M": (16, 12, 1024, 64), "1.3B": (4, 16, 2048, 128), "long": (1, 16, 16384, 128)}
+"""Name → rows, heads, tokens, head width."""
+EXPECTED = {
+    "flash": "350 – 450",
+    "cudnn": "450 – 600",
+    "efficient": "150 – 200",
+    "flex": "300 – 400",
+    "varlen": "350 – 450",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one attention, and how the rows are cut into documents."""
+
+    name: str
+    rows: int
+    heads: int
+    tokens: int
+    width: int
+    documents: int
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward, of the pairs that are seen: 2 products forward, 5 backward."""
+        length = self.tokens / self.documents
+        pairs = self.rows * self.heads * self.documents * length * (length + 1) / 2
+        return 7 * 2 * pairs * self.width
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median, the device waited for."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(3):
+        run()
+    taken = []
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def copies(device: torch.device, repeats: int, elements: int) -> Iterator[str]:
+    a, b = (torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
+    rate = 2 * a.nbytes / seconds(lambda: b.copy_(a), device, repeats)
+    yield f"| copy of {a.nbytes / 1e9:.2f} GB | {rate / 1e12:.2f} TB/s read and written | 4.3 |"
+
+
+def products(device: torch.device, repeats: int, shrink: int) -> Iterator[str]:
+    for name, ((m, k, n), expected) in PRODUCTS.items():
+        a = torch.randn(m // shrink, k // shrink, device=device, dtype=torch.bfloat16)
+        b = torch.randn(n // shrink, k // shrink, device=device, dtype=torch.bfloat16)
+        flops = 2 * a.shape[0] * a.shape[1] * b.shape[0]
+        rate = flops / seconds(lambda a=a, b=b: F.linear(a, b), device, repeats)
+        yield f"| {name} | {rate / 1e12:,.1f} TFLOP/s | {expected} |"
+
+
+def with_backend(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+        if shape.documents > 1 and backend not in (
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ):
+            raise NotImplementedError("takes no mask of documents")
+        mask = None if shape.documents == 1 else visible(sequence(shape, q.device))
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+    return run
+
+
+def sequence(shape: Shape, device: torch.device) -> SequenceMetadata:
+    index = torch.arange(shape.tokens, device=device).expand(shape.rows, -1)
+    length = shape.tokens // shape.documents
+    return SequenceMetadata(index % length, None if shape.documents == 1 else index // length)
+
+
+def visible(row: SequenceMetadata) -> Tensor:
+    causal = torch.ones(row.length, row.length, dtype=torch.bool, device=row.positions.device).tril()
+    return causal & row.same_document() if row.documents is not None else causal
+
+
+def by_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+    """As the models call it."""
+    seen = Seen(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
+    return flex(q, k, v, seen, None, Variant(), None)
+
+
+def by_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+    """torch.nn.attention.varlen: all documents behind one another."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    length = shape.tokens // shape.documents
+    starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    causal = {"window_size": (-1, 0)} if "window_size" in _words(varlen_attn) else {"is_causal": True}
+    made = varlen_attn(*flat, starts, starts, length, length, **causal)
+    return made.unflatten(0, (shape.rows, -1)).transpose(1, 2)
+
+
+def _words(function: Callable[..., object]) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(function).parameters)
+
+
+KERNELS = {
+    "flash": with_backend(SDPBackend.FLASH_ATTENTION),
+    "cudnn": with_backend(SDPBackend.CUDNN_ATTENTION),
+    "efficient": with_backend(SDPBackend.EFFICIENT_ATTENTION),
+    "flex": by_flex,
+    "varlen": by_varlen,
+}
+
+
+def attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterator[str]:
+    for shape in shapes:
+        size = (shape.rows, shape.heads, shape.tokens, shape.width)
+        inputs = [
+            torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        ]
+        ahead = torch.randn(size, device=device, dtype=torch.bfloat16)
+        exact = _exact(inputs, ahead, shape) if shape.tokens <= 2048 else None
+        for name, kernel in KERNELS.items():
+            head = f"| {shape.name}, {shape.documents} documents a row | {name} "
+            try:
+                made, *gradients = _passes(kernel, inputs, ahead, shape)
+                finite = all(bool(x.isfinite().all()) for x in (made, *gradients))
+                error = "–" if exact is None else f"{max(map(_apart, (made, *gradients), exact)):.1e}"
+                rate = shape.flops / seconds(
+                    lambda kernel=kernel, inputs=inputs, ahead=ahead, shape=shape: _passes(
+                        kernel, inputs, ahead, shape
+                    ),
+                    device,
+                    repeats,
+                )
+                yield f"{head}| {rate / 1e12:,.1f} | {EXPECTED[name]} | {'yes' if finite else '**NO**'} | {error} |"
+            except Exception as error:
+                first = str(error).partition("\n")[0].replace("|", "/")[:120]
+                yield f"{head}| {type(error).__name__}: {first} | {EXPECTED[name]} | | |"
+
+
+def _passes(
+    kernel: Callable[..., Tensor], inputs: list[Tensor], ahead: Tensor, shape: Shape
+) -> tuple[Tensor, ...]:
+    made = kernel(*inputs, shape)
+    return made, *torch.autograd.grad(made, inputs, ahead)
+
+
+def _exact(inputs: list[Tensor], ahead: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    """In float32, by the products written out, a row at a time."""
+    found: list[list[Tensor]] = [[], [], [], []]
+    row = Shape(shape.name, 1, shape.heads, shape.tokens, shape.width, shape.documents)
+    mask = visible(sequence(row, ahead.device))
+    for number in range(shape.rows):
+        one = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
+        with sdpa_kernel(SDPBackend.MATH):
+            made = F.scaled_dot_product_attention(*one, attn_mask=mask)
+        for kept, value in zip(
+            found, (made, *torch.autograd.grad(made, one, ahead[number : number + 1].float())), strict=True
+        ):
+            kept.append(value.detach())
+    return tuple(torch.cat(kept) for kept in found)
+
+
+def _apart(found: Tensor, exact: Tensor) -> float:
+    return float((found.detach().float() - exact).norm() / exact.norm())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print and write the tables, anew after each row; 1 where a number is not finite."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="folder for DATE-gpu-facts.md")
+    args = parser.parse_args(arguments)
+    device = torch.device("cpu" if args.tiny else "cuda")
+    where = "a CPU" if args.tiny else torch.cuda.get_device_name()
+    repeats, elements, shrink = (1, 2**12, 256) if args.tiny else (args.repeats, 2**31, 1)
+    shapes = [Shape(name, *size, documents) for name, size in ATTENTION.items() for documents in (1, 8)]
+    if args.tiny:
+        shapes = [Shape("tiny", 2, 2, 256, 64, documents) for documents in (1, 2)]
+    torch.manual_seed(0)
+    lines = [f"# What a GPU can do, {date.today().isoformat()}", "", f"{where}, torch {torch.__version__}."]
+    tables = [
+        ("| Copies and products | measured | expected |\n|---|---|---|", copies(device, repeats, elements)),
+        (None, products(device, repeats, shrink)),
+        (
+            "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |\n|---|---|---|---|---|---|",
+            attention(device, repeats, shapes),
+        ),
+    ]
+    for heading, rows in tables:
+        if heading:
+            lines += ["", heading]
+        for row in rows:
+            lines.append(row)
+            print(row, flush=True)
+            if args.out:
+                path = args.out / f"{date.today().isoformat()}-gpu-facts.md"
+                path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(any("**NO**" in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

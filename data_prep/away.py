@@ -1,0 +1,117 @@
+"""A corpus that goes to a URL: made in a folder of this machine, from where each file is sent when it is final."""
+
+import json
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from megatfm.config.prep import PrepConfig
+from megatfm.data import Remote, RemoteFile
+from megatfm.data.files import write_whole
+from megatfm.errors import UsageError
+
+RESULT = "prep.json"
+MARK = ".prep-begun.json"
+"""Says there who is at work, until all is there."""
+SCRATCH = Path("~/.cache/megatfm/prep")
+
+
+def local_folder(config: PrepConfig) -> Path:
+    """Where a corpus is made: `out`, or for a URL a folder of its own in `scratch`."""
+    if "://" not in config.out:
+        return Path(config.out)
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", config.out.rstrip("/"))[-80:]
+    root = Path(config.scratch) if config.scratch else SCRATCH.expanduser()
+    return root / f"{name}-{blake3(config.out.rstrip('/').encode()).hexdigest(6)}"
+
+
+class Away:
+    """Sends files of `folder` to a URL. What was sent is noted in `notes`, so that it isn't sent again after a kill.
+
+    made: files and folders that a prep makes; it touches no others.
+    """
+
+    def __init__(self, url: str, folder: Path, notes: Path, made: Sequence[str]) -> None:
+        self.url = url.rstrip("/")
+        self._there = Remote(self.url)
+        self._folder, self._notes, self._made = folder, notes, made
+
+    def begin(self, overwrite: bool) -> None:
+        """Say who is at work. A UsageError if anything else is there, or nothing can be written there. overwrite:
+        whether what another prep has begun may go."""
+        me = {"host": socket.gethostname(), "folder": str(self._folder)}
+        found = self.read(MARK)
+        if found == me:
+            return
+        if found is not None and overwrite:
+            self.clear()
+        elif found is not None:
+            raise UsageError(
+                f"{self.url}: a prep began here on {found.get('host')}, in {found.get('folder')}: let that one go on, "
+                "or begin anew with overwrite=true"
+            )
+        if strangers := self._there.files():
+            raise UsageError(
+                f"{self.url}: holds {strangers[0].name!r}, which no prep made: choose a new or an empty place as out"
+            )
+        self.claim()
+
+    def claim(self) -> None:
+        """Say who is at work."""
+        self._write(MARK, {"host": socket.gethostname(), "folder": str(self._folder)})
+
+    def read(self, name: str) -> Any:
+        """The JSON of that name there; None if there is none."""
+        file = self._there.find(name)
+        return None if file is None else json.loads(self._there.begin(file, file.size))
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there."""
+        return self._there.find(name) is not None
+
+    def send(self, path: Path, keep: bool = False) -> None:
+        """Send a file, unless it is there already, and remove it here."""
+        name = path.relative_to(self._folder).as_posix()
+        note = self._notes / f"{name.replace('/', '.')}.json"
+        whole = blake3().update_mmap(path).hexdigest()
+        if self._known(note, name) != whole:
+            sent = self._there.put(path, name)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(note, json.dumps({"blake3": whole, "stamp": sent.stamp, "size": sent.size}).encode())
+        if not keep:
+            path.unlink()
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Remove what else a prep has made there, which was interrupted and went on with another config."""
+        kept = set(names)
+        for file in self._there.files():
+            if file.name not in kept and file.name.partition("/")[0] in self._made:
+                self._there.remove(file.name)
+
+    def end(self) -> None:
+        """All is there."""
+        self._there.remove(MARK)
+
+    def clear(self) -> None:
+        """Remove all that a prep has made: first the file that says that it is whole."""
+        self._there.remove(RESULT)
+        self.settle(())
+        self.end()
+
+    def _known(self, note: Path, name: str) -> str | None:
+        """The hash of what was sent under a name, if it is still there."""
+        if not note.exists():
+            return None
+        said = json.loads(note.read_bytes())
+        found = self._there.find(name)
+        return said["blake3"] if found == RemoteFile(name, said["size"], said["stamp"]) else None
+
+    def _write(self, name: str, value: Any) -> None:
+        path = self._notes / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(value).encode())
+        self._there.put(path, name)

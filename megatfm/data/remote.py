@@ -1,0 +1,284 @@
+"""Places behind URLs, through fsspec: what lies there is listed, read from where a reading broke off, written whole."""
+
+import base64
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from blake3 import blake3
+
+from megatfm.errors import MegatfmError, UsageError
+
+ATTEMPTS = 3
+"""How often something is tried, if nothing comes of it."""
+CHUNK = 2**20
+PART = 50 * 2**20
+"""Bytes in a part of a large upload to S3."""
+
+# What tells one version of a file from another, as the file systems name it, the most certain first.
+_STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+# An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
+_WHOLE = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
+_WEB = frozenset(("http", "https"))
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a place: its name there, its bytes, and what tells this version from another."""
+
+    name: str
+    size: int
+    stamp: str
+    path: str = field(compare=False, default="")
+    """As its file system calls it."""
+
+
+class DiskError(Exception):
+    """This machine's disk failed, not the network."""
+
+    def __init__(self, cause: OSError) -> None:
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What lies behind a URL. All errors are a MegatfmError, or a UsageError for what no other try would mend."""
+
+    url: str
+
+    def files(self) -> list[RemoteFile]:
+        """All files, those of folders below included, sorted by name. A URL of a single file has just that."""
+
+        def listed(fs: Any, root: str) -> list[RemoteFile]:
+            fs.invalidate_cache()
+            found = _of_pages(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            begin = f"{root.rstrip('/')}/"
+            names = {
+                path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
+                for path in found
+            }
+            if _protocols(fs) & _WEB:
+                names = {path: unquote(name) for path, name in names.items()}
+            return [_file(names[path], info, path) for path, info in found.items() if names[path]]
+
+        files: list[RemoteFile] = retried(self.url, "folder or file", listed)
+        return sorted(files, key=lambda file: file.name)
+
+    def find(self, name: str) -> RemoteFile | None:
+        """The file of that name, if there is one."""
+
+        def look(fs: Any, root: str) -> RemoteFile | None:
+            fs.invalidate_cache()
+            try:
+                info = fs.info(f"{root}/{name}")
+            except FileNotFoundError:
+                return None
+            return _file(name, info) if info["type"] == "file" else None
+
+        found: RemoteFile | None = retried(self.url, name, look)
+        return found
+
+    def begin(self, file: RemoteFile, size: int) -> bytes:
+        """The first `size` bytes of a file, or all that it has."""
+
+        def read(fs: Any, root: str) -> bytes:
+            with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
+                return bytes(source.read(size))
+
+        data: bytes = retried(self.url, file.name, read)
+        return data
+
+    def fetch(self, file: RemoteFile, path: Path) -> None:
+        """Bring a file to a path, where it appears when it is whole. What was fetched before, by a process that was
+        killed as well, is not fetched again. Raises MegatfmError if the file is no longer what was listed."""
+        version = blake3(f"{self.url}\0{file.name}\0{file.stamp}\0{file.size}".encode()).hexdigest(8)
+        partial = path.with_name(f".{path.name}.{version}.partial")
+
+        def have() -> int:
+            return partial.stat().st_size if partial.exists() else 0
+
+        def copy(fs: Any, root: str) -> None:
+            place = file.path or f"{root}/{file.name}"
+            if have() < file.size or not file.size:
+                _append(fs, place, partial, file.size)
+            fs.invalidate_cache()
+            if have() != file.size or _stamp(fs.info(place)) != file.stamp:
+                partial.unlink()
+                raise MegatfmError(
+                    f"{self.url}: {file.name} changed while it was read: run the same command again"
+                )
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            retried(self.url, file.name, copy, have)
+            partial.replace(path)
+        except DiskError as error:
+            raise MegatfmError(
+                f"{path}: cannot be written ({error.cause.strerror}): make room, and run again"
+            ) from error
+
+    def put(self, path: Path, name: str) -> RemoteFile:
+        """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
+        compared: by the store's checksum, or read again where none says it. Returns what lies there now."""
+
+        def send(fs: Any, root: str) -> RemoteFile:
+            final = f"{root}/{name}"
+            options = {"chunksize": PART} if _protocols(fs) & {"s3", "s3a"} else {}
+            if _protocols(fs) & _WHOLE:
+                fs.put_file(str(path), final, **options)
+            else:
+                folder, _, base = final.rpartition("/")
+                fs.makedirs(folder, exist_ok=True)
+                fs.put_file(str(path), f"{folder}/.{base}.partial")
+                fs.mv(f"{folder}/.{base}.partial", final)
+            fs.invalidate_cache()
+            info = fs.info(final)
+            if info["size"] != path.stat().st_size or not (_is_told(info, path) or _is_read(fs, final, path)):
+                raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
+            return _file(name, info)
+
+        sent: RemoteFile = retried(self.url, name, send, verb="written")
+        return sent
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+        def drop(fs: Any, root: str) -> None:
+            fs.invalidate_cache()
+            if fs.exists(f"{root}/{name}"):
+                fs.rm_file(f"{root}/{name}")
+
+        retried(self.url, name, drop, verb="removed")
+
+
+def retried(
+    url: str,
+    name: str,
+    do: Callable[[Any, str], Any],
+    reached: Callable[[], int] = lambda: 0,
+    verb: str = "read",
+) -> Any:
+    """What `do` gives of the file system of a URL, and the path there. A network's faults are given a few tries more,
+    counted from where `reached` last changed; a URL's own are a UsageError at once."""
+    import fsspec  # by name, since it takes a while to import and most corpora are local
+
+    if "::" in url:
+        raise UsageError(f"{url}: chained URLs are not opened: give a plain one")
+    attempt, before = 0, reached()
+    while True:
+        try:
+            fs, root = fsspec.core.url_to_fs(url)
+            return do(fs, root)
+        except FileNotFoundError as error:
+            raise UsageError(f"{url}: there is no {name}: check the URL") from error
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{url}: can't be opened: {error}") from error
+        except NotImplementedError as error:
+            raise UsageError(
+                f"{url}: {name} can't be {verb}: {url.partition('://')[0]}:// has no way"
+            ) from error
+        except (DiskError, MegatfmError):
+            raise
+        except Exception as error:  # every protocol has errors of its own
+            attempt, before = (1 if reached() != before else attempt + 1), reached()
+            if attempt == ATTEMPTS:
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise MegatfmError(f"{url}: {name} can't be {verb} ({said})") from error
+            time.sleep(attempt)
+
+
+def _append(fs: Any, place: str, partial: Path, size: int) -> None:
+    """Read on from where a partial file ends; from its begin, where the server can't do so."""
+    with fs.open(place, "rb", block_size=8 * CHUNK) as source, open(partial, "ab") as file:
+        at = file.tell()
+        try:
+            source.seek(at)
+        except (ValueError, OSError):
+            at = file.truncate(0)
+        while at <= size and (chunk := source.read(CHUNK)):
+            try:
+                file.write(chunk)
+                file.flush()
+            except OSError as error:
+                raise DiskError(error) from error
+            at += len(chunk)
+    if at < size:
+        raise OSError(f"the connection ended at byte {at} of {size}")
+
+
+def _of_pages(fs: Any, root: str) -> dict[str, dict[str, Any]]:
+    """What web pages list below a URL, or the file at it. The library would follow links that lead upwards."""
+    if not _is_page(first := fs.info(root)):
+        return {root: first}
+    files, folders, seen = {}, [f"{root.rstrip('/')}/"], set()
+    while folders:
+        folder = folders.pop()
+        for link in fs.ls(folder, detail=False):
+            if link in seen or "?" in link or not link.startswith(folder) or link == folder:
+                continue
+            seen.add(link)
+            if link.endswith("/"):
+                folders.append(link)
+            else:
+                files[link] = fs.info(link)
+    return files
+
+
+def _is_page(info: dict[str, Any]) -> bool:
+    return str(info.get("mimetype") or "").startswith("text/html")
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
+    if info.get("size") is None:
+        raise MegatfmError(
+            f"{path or name}: the server doesn't say how long it is, so nothing can be checked"
+        )
+    return RemoteFile(name, int(info["size"]), _stamp(info), path)
+
+
+def _stamp(info: dict[str, Any]) -> str:
+    return next((str(info[name]) for name in (*_STAMPS, *_TIMES) if info.get(name)), "")
+
+
+def _is_told(info: dict[str, Any], path: Path) -> bool:
+    """Whether a checksum of the store says that it has the bytes of a file. That it doesn't, says nothing: an ETag of
+    S3 is an MD5 only without a key of one's own."""
+    tag = str(info.get("ETag") or "").strip('"')
+    if len(tag) == 32:
+        return tag == _md5(path).hex()
+    if "-" in tag:
+        parts = b"".join(hashlib.md5(part).digest() for part in _parts(path))
+        return tag == f"{hashlib.md5(parts).hexdigest()}-{len(parts) // 16}"
+    told = info.get("md5Hash")
+    return bool(told) and told == base64.b64encode(_md5(path)).decode()
+
+
+def _md5(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").digest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while part := file.read(PART):
+            yield part
+
+
+def _is_read(fs: Any, place: str, path: Path) -> bool:
+    """Whether what is read there is a file, byte by byte."""
+    there, here = blake3(), blake3()
+    with fs.open(place, "rb") as source:
+        while chunk := source.read(CHUNK):
+            there.update(chunk)
+    here.update_mmap(os.fspath(path))
+    return there.digest() == here.digest()

@@ -1,0 +1,305 @@
+"""Corpora from URLs and to URLs: the same as from folders and to folders, whatever breaks off on the way."""
+
+import functools
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+import data_prep
+from data_prep.files import Listing
+from megatfm.config.prep import PrepConfig, ReadConfig
+from megatfm.data import Corpus, Remote, remote
+from megatfm.errors import MegatfmError, UsageError
+from tests.unit.data_prep.conftest import write
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A server that speaks S3."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty bucket there, and its file system."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.config.conf.pop("s3", None)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    fs = fsspec.filesystem("s3")
+    fs.mkdir("bucket")
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    yield fs
+    fs.invalidate_cache()
+    fs.rm("bucket", recursive=True)
+    fs.clear_instance_cache()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder of a few formats, with names to be left out, and one that a URL spells otherwise."""
+    root = tmp_path / "small"
+    lines = [json.dumps({"text": f"A line number {n} of some words. " * 9}) for n in range(60)]
+    write(root / "a" / "lines.jsonl", "\n".join(lines).encode())
+    for n in range(12):
+        write(root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode())
+    write(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
+    write(root / ".hidden" / "x.txt", b"never read")
+    write(root / "tests" / "y.txt", b"left out")
+    return root
+
+
+SETTINGS: dict[str, Any] = {
+    "split": {"validation": 0.1},
+    "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+}
+
+
+def of(folder: str, out: str, scratch: Path, **more: Any) -> PrepConfig:
+    values = {
+        "out": out,
+        "read": {"folder": folder, "exclude": ["tests"]},
+        "scratch": str(scratch),
+        **SETTINGS,
+    }
+    return PrepConfig.model_validate({**values, **more})
+
+
+def there(fs: Any, place: str) -> dict[str, bytes]:
+    fs.invalidate_cache()
+    return {path.removeprefix(f"{place}/"): fs.cat(path) for path in fs.find(place)}
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def without_place(files: dict[str, bytes]) -> dict[str, Any]:
+    """All but the report and what says where the text was read: they name the folder."""
+    return {
+        name: json.dumps({**json.loads(data), "provenance": 0, "config": 0}).encode()
+        if name.endswith(".json")
+        else data
+        for name, data in files.items()
+        if name != "report.html"
+    }
+
+
+def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tmp_path: Path) -> None:
+    s3.put(str(small), "bucket/in", recursive=True)
+    local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
+    url, scratch = "s3://bucket/corpora/mine", tmp_path / "scratch"
+    made = data_prep.run(of("s3://bucket/in", url, scratch))
+    assert made.out == url
+    assert not any(scratch.iterdir()), "nothing is left here"
+    assert without_place(there(s3, "bucket/corpora/mine")) == without_place(here(tmp_path / "out"))
+    assert Corpus.open(f"{url}/train").fingerprint == local.result["train"]["fingerprint"]
+    assert data_prep.run(of("s3://bucket/in", url, scratch)).already_done
+    with pytest.raises(
+        UsageError, match=r"s3://bucket/corpora/mine: was prepared with another config \(split.seed"
+    ):
+        data_prep.run(of("s3://bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
+    s3.pipe("bucket/corpora/mine/notes.txt", b"mine")
+    again = data_prep.run(of("s3://bucket/in", url, scratch, overwrite=True))
+    assert again.result == made.result
+    assert there(s3, "bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
+
+
+class KilledError(BaseException):
+    """As a kill, nothing handles it."""
+
+
+def test_a_kill_at_any_upload_loses_nothing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
+    put, sent, killed = Remote.put, list[str](), set[tuple[str, str]]()
+
+    def fall(name: str, when: str) -> None:
+        if (name, when) not in killed:
+            killed.add((name, when))
+            raise KilledError
+
+    def falling(self: Remote, path: Path, name: str) -> Any:
+        fall(name, "before")
+        sent.append(name)
+        found = put(self, path, name)
+        fall(name, "after")
+        return found
+
+    monkeypatch.setattr(Remote, "put", falling)
+    config = of(str(small), "memory://bucket/out", tmp_path / "scratch")
+    fs = fsspec.filesystem("memory")
+    for _ in range(50):
+        try:
+            made = data_prep.run(config)
+            break
+        except KilledError:
+            assert not fs.exists("/bucket/out/prep.json") or "prep.json" in sent
+    assert len(killed) == 2 * len(set(sent)) > 20
+    assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
+    monkeypatch.setattr(Remote, "put", put)
+    local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
+    assert {name: made.result[name] for name in ("train", "validation")} == {
+        name: local.result[name] for name in ("train", "validation")
+    }
+    assert without_place(there(fs, "/bucket/out")) == without_place(here(tmp_path / "out"))
+    fs.rm("/bucket", recursive=True)
+
+
+class Pages(http.server.SimpleHTTPRequestHandler):
+    """A server that lists folders, with a link to what is above, and breaks off in every third answer."""
+
+    protocol_version = "HTTP/1.0"
+    asked: tuple[str, ...] = ()
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if path.is_dir():
+            names = [quote(each.name) + "/" * each.is_dir() for each in path.iterdir()]
+            links = "".join(f'<a href="{name}">x</a>' for name in ["/", "../", "?C=N;O=D", *names])
+            self.answer(links.encode(), {"Content-Type": "text/html"})
+            return
+        data = path.read_bytes()
+        begin, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        part = data[int(begin) : int(end or len(data)) + 1]
+        Pages.asked = (*Pages.asked, begin)
+        span = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(data)}"
+        self.send_response(206)
+        for name, value in {
+            "Content-Length": str(len(part)),
+            "Content-Range": span,
+            "Accept-Ranges": "bytes",
+            "ETag": '"1"',
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(part[: len(part) // (1 + (len(self.asked) % 3 == 2))])
+
+    def do_HEAD(self) -> None:
+        path = Path(self.translate_path(self.path))
+        headers = (
+            {"Content-Type": "text/html"} if path.is_dir() else {"Accept-Ranges": "bytes", "ETag": '"1"'}
+        )
+        self.answer(b"" if path.is_dir() else path.read_bytes(), headers, body=False)
+
+    def answer(self, data: bytes, headers: dict[str, str], body: bool = True) -> None:
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    write(small / "above.txt", b"")
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Pages, directory=small)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
+    web: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Listing(ReadConfig(folder=f"{web}/b"), tmp_path)
+    assert [file.name for file in found.files] == sorted(f"text {n}%23é.txt" for n in range(12)), (
+        "nothing above it"
+    )
+    (one,) = Listing(ReadConfig(folder=f"{web}/a/lines.jsonl"), tmp_path).files
+    assert one.name == "lines.jsonl"
+    data = bytes(range(256)) * 1000
+    (small / "large.bin").write_bytes(data)
+    place = Remote(web)
+    monkeypatch.setattr(remote, "CHUNK", 2**12)
+    file = place.find("large.bin")
+    assert file is not None
+    Pages.asked = ()
+    place.fetch(file, tmp_path / "large.bin")
+    assert (tmp_path / "large.bin").read_bytes() == data
+    assert len(Pages.asked) > 9
+    assert Pages.asked.count("0") == 1, "it went on where it was, and did not begin anew"
+
+
+def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/box/a.txt", b"one")
+    place = Remote("memory://box")
+    (file,) = place.files()
+    fs.pipe("/box/a.txt", b"two")
+    with pytest.raises(MegatfmError, match=r"memory://box: a\.txt changed while it was read: run the same"):
+        place.fetch(file, tmp_path / "a.txt")
+    assert not list(tmp_path.glob(".a.txt*"))
+    with pytest.raises(ValueError, match="nothing can be written over HTTP: choose a folder"):
+        of(str(small), "https://example.org/out", tmp_path)
+    with pytest.raises(UsageError, match=r"memory://box: holds 'a.txt', which no prep made"):
+        data_prep.run(of(str(small), "memory://box", tmp_path / "scratch"))
+
+    def refuse(*_: Any, **more: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(fs.__class__, "put_file", refuse)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    (tmp_path / "b.txt").write_bytes(b"whole")
+    with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
+        place.put(tmp_path / "b.txt", "b.txt")
+    monkeypatch.setattr(fs.__class__, "put_file", lambda self, here, there, **_: self.pipe(there, b"torn!"))
+    with pytest.raises(
+        MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"
+    ):
+        place.put(tmp_path / "b.txt", "b.txt")
+    fs.rm("/box", recursive=True)
+
+
+def test_where_an_upload_shows_early_it_gets_another_name_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, names = Remote(f"file://{tmp_path}/out"), list[str]()
+    put = fsspec.filesystem("file").__class__.put_file
+    monkeypatch.setattr(
+        fsspec.filesystem("file").__class__,
+        "put_file",
+        lambda self, here, there, **more: (names.append(Path(there).name), put(self, here, there, **more)),
+    )
+    (tmp_path / "x").write_bytes(b"data")
+    place.put(tmp_path / "x", "train/x")
+    assert names == [".x.partial"]
+    assert [file.name for file in place.files()] == ["train/x"]
+
+
+def test_an_upload_in_parts_is_known_by_its_checksum(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PART", 5 * 2**20)
+    data = bytes(range(251)) * 50_000
+    (tmp_path / "x").write_bytes(data)
+    monkeypatch.setattr(remote, "_is_read", lambda *_: pytest.fail("the checksum tells"))
+    found = Remote("s3://bucket").put(tmp_path / "x", "x")
+    assert found.stamp.strip('"').endswith("-3")
+    assert s3.cat("bucket/x") == data
