@@ -76,7 +76,7 @@ def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], A
     engine = build_engine(
         config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
     )
-    objective, rows = objective_of(config), {name: t.numpy() for name, t in random_batch(config).items()}
+    objective, rows = objective_of(config), random_batch(config)
     first, each = engine.mesh.data_rank * 4, config.train.micro_batch
     batches = [{k: v[i : i + each] for k, v in rows.items()} for i in range(first, first + 4, each)]
 

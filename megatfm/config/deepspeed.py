@@ -83,8 +83,11 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
-    if offload.offload_optimizer == "nvme" and parallel.zero != 3:
-        yield f"deepspeed.offload_optimizer = 'nvme' and parallel.zero = {parallel.zero}: set parallel.zero = 3"
+    if offload.offload_optimizer == "nvme":
+        yield (
+            "deepspeed.offload_optimizer = 'nvme', which leaves no weights in memory between steps for checkpoints and "
+            "comparisons to read: set deepspeed.offload_optimizer = 'cpu'"
+        )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
     if offload.offload_optimizer != "none" and parallel.pp > 1:

@@ -151,25 +151,17 @@ GRID: dict[str, tuple[int, list[Config]]] = {
             one("bert", 1, 3, "train.recompute=full", cp=2),
         ],
     ),
-    "experts": (2, [one("moe", 2, 0, ep=2), one("moe", 2, 2, ep=2), one("moe", 2, 3, ep=2)]),
+    "experts": (2, [one("moe", 2, 2, ep=2), one("moe", 2, 3, ep=2)]),
     "pipelines": (2, [one("bert", 1, 0, pp=2), one("t5", 1, 1, pp=2)]),
-    "decoder on 4": (
+    "on 4": (
         4,
         [
             one("decoder", 4, 2),
-            one("decoder", 2, 1, tp=2),
-            one("decoder", 2, 3, "train.recompute=selective", tp=2),
+            one("bert", 2, 1, tp=2),
+            one("t5", 2, 3, "train.recompute=selective", tp=2),
             one("decoder", 2, 1, pp=2, schedule="zbv"),
-        ],
-    ),
-    "encoders on 4": (4, [one("bert", 2, 2, tp=2), one("t5", 2, 3, tp=2)]),
-    "experts on 4": (
-        4,
-        [
-            one("moe", 2, 1, tp=2),
             one("moe", 2, 1, ep=2, cp=2),
-            one("moe", 2, 1, ep=2, pp=2),
-            one("moe", 4, 3, "deepspeed.offload_optimizer=cpu", ep=2),
+            one("moe", 2, 0, ep=2, pp=2),
         ],
     ),
 }
@@ -179,7 +171,7 @@ GRID: dict[str, tuple[int, list[Config]]] = {
 @pytest.mark.parametrize("name", GRID)
 def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers, name: str) -> None:
     ranks, cases = GRID[name]
-    for found in workers.run(compare, ranks, cases, 10 if ranks == 2 else 3, timeout=250):
+    for found in workers.run(compare, ranks, cases, 10 if ranks == 2 else 2, timeout=250):
         for (gradients, updates, losses), case in zip(found, cases, strict=True):
             assert gradients <= 1e-6, case.parallel
             assert losses <= 1e-6, case.parallel
@@ -187,7 +179,7 @@ def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers
 
 
 def save_first(folder: Path, config: Config) -> None:
-    engine = engine_of(config, engine="native", zero=0, dp_shard=1, tp=1)
+    engine = engine_of(config, engine="native", zero=0, dp_shard=1, tp=1, cp=1, ep=1, pp=1)
     for step in range(2):
         take(config, engine, step)
     checkpoint.save(folder / "first", 1, engine.state_dict(), {})
@@ -209,7 +201,7 @@ def hand_on(folder: Path, cases: list[Config]) -> list[str]:
     wrong, first = [], folder / "first/step-00000001"
     expected = checkpoint.read_tensors(first)
     for number, config in enumerate(cases):
-        engine, native = engine_of(config), engine_of(config, engine="native", zero=3)
+        engine, native = engine_of(config), engine_of(config, engine="native")
         load(engine, first)
         path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
         wrong += [f"{number}: {name}" for name in differing(expected, checkpoint.read_tensors(path))]
@@ -236,14 +228,16 @@ CHECKPOINTS = {
         small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2),
         small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2),
     ],
-    "4": [small("decoder", zero=stage, dp_shard=2, tp=2) for stage in (2, 3)],
+    "4": [small("decoder", zero=2, dp_shard=2, tp=2)],
+    "4, stages": [small("decoder", zero=1, dp_shard=2, pp=2)],
+    "4, experts": [small("moe", zero=3, dp_shard=2, ep=2, cp=2)],
 }
 
 
 @pytest.mark.parametrize("ranks", CHECKPOINTS)
 def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_path: Path, ranks: str) -> None:
     workers.run(save_first, 1, tmp_path, CHECKPOINTS[ranks][0])
-    for found in workers.run(hand_on, int(ranks), tmp_path, CHECKPOINTS[ranks], timeout=250):
+    for found in workers.run(hand_on, int(ranks[0]), tmp_path, CHECKPOINTS[ranks], timeout=250):
         assert found == []
 
 
@@ -301,7 +295,14 @@ def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers, t
 def optimizers(folder: Path) -> list[str]:
     wrong = []
     for optimizer in ("lion", "schedule_free_adamw"):
-        config = small("decoder", f"optimizer.name={optimizer}", "schedule.name=constant", zero=1, dp_shard=2)
+        config = small(
+            "decoder",
+            "~optimizer.eps",
+            f"optimizer.name={optimizer}",
+            "schedule.name=constant",
+            zero=1,
+            dp_shard=2,
+        )
         ours, native = engine_of(config), engine_of(config, engine="native")
         for step in range(3):
             if abs(take(config, ours, step) / take(config, native, step) - 1) > 1e-6:

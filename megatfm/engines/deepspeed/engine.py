@@ -66,7 +66,7 @@ class DeepSpeedEngine:
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = load(setup.device)
-        if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
+        if config.deepspeed.offload_parameters == "nvme":
             check_nvme(package)
         recompute(self.model, blocks(self.model), config.train.recompute)
         materialise(self.model, self.precision, self.device, gradients=self.precision.computed)

@@ -27,14 +27,14 @@ def test_what_is_derived() -> None:
     assert "bf16" not in derive(config("parallel.zero=2"), "fp32")
     offloaded = derive(
         config(
-            "deepspeed.offload_optimizer=nvme",
+            "deepspeed.offload_optimizer=cpu",
             "deepspeed.nvme_path=/disk",
-            "deepspeed.offload_parameters=cpu",
+            "deepspeed.offload_parameters=nvme",
         ),
         "fp32",
     )
-    assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/disk"}
-    assert offloaded["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert offloaded["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
+    assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,11 @@ def test_what_is_derived() -> None:
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
         (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
         (["deepspeed.offload_parameters=cpu", "parallel.zero=2"], "set parallel.zero = 3"),
-        (["deepspeed.offload_optimizer=nvme"], "needs nvme_path"),
+        (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
+        (
+            ["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk"],
+            "set deepspeed.offload_optimizer = 'cpu'",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
