@@ -54,4 +54,9 @@ def _pattern_recognizers(language: str) -> list[Any]:
         ) from error
     registry = RecognizerRegistry(supported_languages=[language])
     registry.load_predefined_recognizers(languages=[language])
-    return [each for each in registry.recognizers if isinstance(each, PatternRecognizer)]
+    # That of e-mail addresses would fetch a list of domains from the network.
+    return [
+        each
+        for each in registry.recognizers
+        if isinstance(each, PatternRecognizer) and "EMAIL_ADDRESS" not in each.supported_entities
+    ]

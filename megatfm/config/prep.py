@@ -62,10 +62,10 @@ class SplitConfig(Section):
     of your own, with this tokenizer as its tokenizer.file."""
     seed: NonNegativeInt = 0
     """Another seed holds out other documents."""
-    by: str | None = Field(None, examples=["language"])
+    by: str | None = Field(default=None, examples=["language"])
     """Make a corpus for each value of a field, train/en, train/de and so on, so that a mixture can weigh them: one of
     `read.fields.keep`, "domain" of the address, or what a step found, such as "language"."""
-    values: tuple[str, ...] = Field((), examples=[["en", "de"]])
+    values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
 
 

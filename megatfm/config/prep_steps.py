@@ -313,7 +313,7 @@ class FieldsConfig(Section):
     """The field that holds the text."""
     url: str = "url"
     """The address that it comes from, if there is one."""
-    keep: tuple[str, ...] = Field((), examples=[["date", "licence", "scores.quality"]])
+    keep: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
     """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
 
 

@@ -32,7 +32,7 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(said))
     small = [
         "tokenizer.kind=byte-bpe",
-        "tokenizer.vocab_size=300",
+        "tokenizer.vocab_size=270",
         "tokenizer.sentinels=0",
         "tokenizer.modes=false",
     ]
