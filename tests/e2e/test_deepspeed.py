@@ -138,8 +138,10 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
 def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
     words = deepspeed("parallel.zero=3")
     faults = {"is_killed": "ended without a word", "sleeps": r"has not moved for \d+ s"}
+    patience = {"is_killed": 600, "sleeps": 20}
     runs = {
-        how: start(*words, "train.hang_seconds=12", run=how, fault=Fault(1, "step", how)) for how in faults
+        how: start(*words, f"train.hang_seconds={patience[how]}", run=how, fault=Fault(1, "step", how))
+        for how in faults
     }
     for how, run in runs.items():
         codes = run.wait(120)
