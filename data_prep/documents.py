@@ -1,15 +1,16 @@
 """Documents, and the files in which they wait between two stages: JSON lines under zstd."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 import zstandard
 
 from megatfm.data.files import WholeFile
+from megatfm.data.statistics import domain
 from megatfm.errors import MegatfmError
 
 BLOCK_BYTES = 2**20
@@ -19,23 +20,31 @@ BLOCK_BYTES = 2**20
 class Document:
     """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part or record of a file.
 
-    `url` and `language` are known of some only.
+    `url` and `language` are known of some only. `fields` are what else is said of it, by name: values of JSON.
     """
 
     source: str
     text: str
     url: str = ""
     language: str = ""
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def text_bytes(self) -> int:
         """Its length in UTF-8 bytes."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
-    def as_json(self) -> list[str]:
-        """What tells it from all others; the last two only if they are known."""
-        known = [self.source, self.text, self.url, self.language]
-        return known if self.url or self.language else known[:2]
+    def as_json(self) -> list[Any]:
+        """What tells it from all others; what comes after the text only if it is known."""
+        known = [self.source, self.text, self.url, self.language, dict(self.fields)]
+        return known if self.fields else known[:4] if self.url or self.language else known[:2]
+
+    def value(self, name: str) -> Any:
+        """What is said of it under a name: a field, else its "domain", "language" or "url"; None if nothing is."""
+        if name in self.fields:
+            return self.fields[name]
+        known = {"domain": self.domain, "language": self.language, "url": self.url}
+        return known.get(name) or None
 
     @property
     def file(self) -> str:
@@ -45,8 +54,7 @@ class Document:
     @property
     def domain(self) -> str:
         """The host of its address, without `www.`; empty if it has none."""
-        host = self.url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
-        return host.lower().removeprefix("www.")
+        return domain(self.url)
 
     @property
     def entry(self) -> str:

@@ -1,4 +1,4 @@
-"""The last stages: the tokenizer, the ids of all documents, the shards."""
+"""The last stages: the tokenizer, the ids of all documents; and the shards that `written` makes of them."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -12,17 +12,14 @@ from blake3 import blake3
 from data_prep import tokenizer
 from data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
 from data_prep.fast import FastEncoder
+from data_prep.folders import OTHER, folder_name
 from data_prep.progress import advancing
 from data_prep.stages import Facts, Stages
-from data_prep.statistics import Statistics
+from data_prep.written import NO_TOKENIZER, Written
 from megatfm import tokenizers
-from megatfm.data import ShardWriter
 from megatfm.data.files import WholeFile
-from megatfm.data.manifest import MANIFEST, TokenDtype
 
 BATCH_BYTES = 2**22
-NO_TOKENIZER: Facts = {"kind": "none", "blake3": "none", "vocab_size": 0}
-"""What is said of the tokenizer of a corpus without ids."""
 
 
 class Encode:
@@ -32,6 +29,7 @@ class Encode:
         self._stages = stages
         self._config = stages.config
         self._folder = stages.folder
+        self._by = stages.config.split.by
 
     def make_tokenizer(self, split: Facts, basis: Facts) -> Facts:
         """Copy or train the tokenizer, unless it was made of this basis before; returns what describes it."""
@@ -86,7 +84,9 @@ class Encode:
                     texts = [each.text for each in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
-                        known = [document.domain, document.language]
+                        known: list[Any] = [document.domain, document.language]
+                        if document.fields or self._by:
+                            known += [dict(document.fields), self._corpus(document)]
                         found.append([document.source, len(ids), document.text_bytes, [], *known])
                         advance(document.text_bytes)
                 file.commit()
@@ -122,35 +122,19 @@ class Encode:
         self, name: str, parts: Iterable[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts
     ) -> Facts:
         """Shards of what waits; without an encoder there are no ids."""
-        folder = self._stages.out / name
-        # There can be a manifest only if a run was killed between writing it and committing this stage.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        digest = encoder.hash if encoder else NO_TOKENIZER["kind"]
-        dtype: TokenDtype = encoder.token_dtype if encoder else "uint16"
-        plain = self._config.plain_tars
-        options: dict[str, Any] = {"compress": not plain, "pack": not plain, "final": self._stages.send}
-        with ShardWriter(folder, tokenizer_hash=digest, token_dtype=dtype, **options) as writer:
-            number = text_bytes = 0
-            statistics = Statistics(encoder)
+        with Written(self._stages, name, encoder) as written:
             for part, facts in enumerate(parts):
-                ids, at = np.fromfile(self.tokens(name, part), "<i4"), 0
-                statistics.add(ids, facts["documents"])
-                members = self._members(name, part, facts["documents"])
-                for (source, count, size, *_), beside in zip(facts["documents"], members, strict=True):
-                    writer.add(f"{number:09d}", ids[at : at + count], source, size, beside)
-                    at, number, text_bytes = at + count, number + 1, text_bytes + size
-            manifest = writer.finish({**provenance, "split": name})
-        tokens = sum(shard.tokens for shard in manifest.shards)
-        return {
-            "documents": number,
-            "text_bytes": text_bytes,
-            "tokens": tokens,
-            "bytes_per_token": round(text_bytes / max(1, tokens), 4),
-            "shards": len(manifest.shards),
-            "bytes": sum(shard.bytes for shard in manifest.shards),
-            "fingerprint": manifest.fingerprint,
-            **statistics.as_json(),
-        }
+                ids = np.fromfile(self.tokens(name, part), "<i4")
+                written.add(ids, facts["documents"], self._members(name, part, facts["documents"]))
+            return written.finish({**provenance, "split": name})
+
+    def _corpus(self, document: Document) -> str:
+        """The name of the corpus that a document belongs to; empty if there is but one."""
+        if not self._by:
+            return ""
+        value, values = document.value(self._by), self._config.split.values
+        name = "" if value is None else str(value)
+        return folder_name(name) if name and (not values or name in values) else OTHER
 
 
 def _in_sample(document: Document, share: float) -> bool:

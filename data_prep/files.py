@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from data_prep.readers import format_of
+from data_prep.readers import check_format, format_of
 from megatfm.config.prep import ReadConfig
 from megatfm.data import Remote, RemoteFile
 from megatfm.errors import MegatfmError, UsageError
@@ -59,6 +59,7 @@ class Listing:
     """
 
     def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
+        check_format(config.format)
         self.config = config
         self._remote = Remote(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
         self._there: dict[str, RemoteFile] = {}

@@ -27,6 +27,7 @@ from data_prep.work import Workspace, identity
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
+from megatfm.registry import import_plugins
 
 LIBRARIES = ("blake3", "ftfy", "rensa", "sentencepiece", "zstandard")
 STEP_LIBRARIES = {
@@ -48,6 +49,7 @@ def run(
     that can't be carried out and MegatfmError for bad input or a full disk.
     """
     reporter = reporter or Reporter()
+    import_plugins(config.plugins)
     _check_places(config)
     workspace = Workspace(config)
     members = team(workspace.folder) if team else Alone()

@@ -84,7 +84,8 @@ class Read:
                 pieces = list(cut_text(_whole(record.text), self._limit))
                 self.counts.changed += len(pieces) > 1
                 for part, text in enumerate(pieces):
-                    yield Document(f"{source}.{part}" if len(pieces) > 1 else source, text, record.url)
+                    place = f"{source}.{part}" if len(pieces) > 1 else source
+                    yield Document(place, text, record.url, fields=record.fields)
         except BadFileError as error:
             self._listing.on_bad(file.where, str(error))
             self._drop("breaks off", 0, f"{file.name}: {error}")

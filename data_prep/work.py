@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from data_prep.away import RESULT, Away, local_folder
+from data_prep.folders import corpora
 from data_prep.report import render
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
@@ -32,9 +33,10 @@ MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
 LATER = {
     "read": ("format", "fields", "tokens", "repair_unicode"),
+    "split": ("by", "values"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
 }
-LATER_SECTIONS = ("steps", "duplicates", "plain_tars")
+LATER_SECTIONS = ("plugins", "steps", "duplicates", "plain_tars")
 
 
 def identity(config: PrepConfig) -> dict[str, Any]:
@@ -51,10 +53,16 @@ def identity(config: PrepConfig) -> dict[str, Any]:
         if not values[name]:
             del values[name]
     for step in values.get("steps", ()):  # a list is what it says, not where it lies
+        if step.get("words") == "space":
+            del step["words"], step["language"]
+        if "run" in step:
+            step["run"] = _checkpoint(step["run"])
         if "file" in step:
             step["file"] = _content(step["file"])
         if "against" in step:
             step["against"] = [_content(path) for path in step["against"]]
+    if "fields" in values["read"] and not config.read.fields.keep:
+        del values["read"]["fields"]["keep"]
     if config.tokenizer.file is not None:
         values["tokenizer"]["file"] = tokenizers.load(config.tokenizer.file).hash
     return {"version": VERSION, **values}
@@ -154,8 +162,8 @@ class Workspace:
             away.send(path, keep=True)
         shards = [
             f"{name}/{file}"
-            for name in SPLITS
-            if result[name]["shards"]
+            for split in SPLITS
+            for name in corpora(result, split)
             for shard in away.read(f"{name}/{MANIFEST}")["shards"]
             for file in (MANIFEST, shard["file"], shard["index"]["file"])
         ]
@@ -198,7 +206,7 @@ class Workspace:
         names = [
             *([model] if kind.startswith("sentencepiece") else []),
             *([tokenizer_json] if kind != "none" else []),
-            *(f"{name}/manifest.json" for name in SPLITS if result[name]["shards"]),
+            *(f"{name}/{MANIFEST}" for split in SPLITS for name in corpora(result, split)),
         ]
         there = self._away.has if self._away else lambda name: (self.out / name).exists()
         missing = [name for name in names if not there(name)]
@@ -252,6 +260,12 @@ def _content(path: str) -> str:
         raise UsageError(
             f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out"
         ) from None
+
+
+def _checkpoint(path: str) -> str:
+    """The hash of what says what is in a checkpoint, or in the newest of a run."""
+    found = sorted(Path(path).glob("checkpoints/*/metadata.json"))
+    return _content(str(found[-1] if found else Path(path) / "metadata.json"))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

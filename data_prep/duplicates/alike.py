@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from data_prep.duplicates.buckets import JOIN_BYTES, RECORD, Buckets, Edges, Slice, ordered
 from data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter, read_array
@@ -159,6 +157,9 @@ class _Search:
 
 def tree(edges: Edges) -> Edges:
     """Edges [n, 2] that join the same rows with as few: from the lowest row of each cluster to all others."""
+    from scipy.sparse import coo_array  # by name, since it takes longer to import than many a corpus to clean
+    from scipy.sparse.csgraph import connected_components
+
     if not len(edges):
         return edges
     rows, ends = np.unique(edges, return_inverse=True)

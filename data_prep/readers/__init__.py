@@ -10,8 +10,10 @@ from pathlib import Path
 
 from data_prep.readers.record import Bad, BadFileError, Record
 from megatfm.config.prep import ReadConfig
+from megatfm.errors import UsageError
+from megatfm.registry import Registry, did_you_mean
 
-__all__ = ["FORMATS", "Bad", "BadFileError", "Record", "format_of", "reader"]
+__all__ = ["FORMATS", "Bad", "BadFileError", "Record", "check_format", "format_of", "reader", "register"]
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.bz2", ".ndjson"),
@@ -24,6 +26,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
 """Formats of many records, and the ends of names by which they are known; any other file is text."""
 
 
+_OURS = ("text", *FORMATS)
+_TAKEN = ("images", "megatron", "tokens")
+Reader = Callable[[Path, ReadConfig], Iterator[Record | Bad]]
+READERS: Registry[Reader] = Registry("format")
+"""Formats of plugins."""
+
+
 def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
     """The name of a file's format: the config's, or as its name (for `.xml` its beginning) says."""
     if config.format is not None:
@@ -34,9 +43,30 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
     return next((format_ for format_, ends in FORMATS.items() if name.endswith(ends)), "text")
 
 
-def reader(name: str) -> Callable[[Path, ReadConfig], Iterator[Record | Bad]]:
-    """The `read` of a format."""
-    found: Callable[[Path, ReadConfig], Iterator[Record | Bad]] = import_module(
-        f"data_prep.readers.{name}"
-    ).read
-    return found
+def reader(name: str) -> Reader:
+    """The `read` of a format. Raises UsageError that lists those there are."""
+    if name in _OURS:
+        found: Reader = import_module(f"data_prep.readers.{name}").read
+        return found
+    return READERS.get(name)
+
+
+def register(name: str, *ends: str) -> Callable[[Reader], Reader]:
+    """Decorator that enters the `read` of a plugin's format, and the ends of names by which its files are known."""
+
+    def enter(read: Reader) -> Reader:
+        if name in (*_OURS, *_TAKEN):
+            raise UsageError(f"format {name!r} is one of megatfm's: give the plugin's another name")
+        FORMATS[name] = ends
+        return READERS.register(name)(read)
+
+    return enter
+
+
+def check_format(name: str | None) -> None:
+    """Raise a UsageError for the name of a format that nothing reads."""
+    if name is not None and name not in (*_OURS, *_TAKEN, *READERS.names()):
+        known = sorted((*_OURS, *_TAKEN, *READERS.names()))
+        raise UsageError(
+            f"read.format = {name!r} is no format{did_you_mean(name, known)}; there are: {', '.join(known)}"
+        )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow
 
-from data_prep.readers.record import Bad, BadFileError, Record, from_fields
+from data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 from megatfm.config.prep import ReadConfig
 
 _FILE = b"ARROW1"
@@ -17,16 +17,11 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     try:
         with pyarrow.memory_map(str(path)) as source:
             for batch in _batches(source):
-                names = [
-                    name
-                    for name in (config.fields.text.partition(".")[0], config.fields.url.partition(".")[0])
-                    if name in batch.schema.names
-                ]
+                names = columns(config.fields, batch.schema.names)
                 batch.validate(full=True)  # else damage is read as memory that is not there
                 for record in batch.select(names).to_pylist():
                     row += 1
-                    known = batch.schema.names
-                    yield from_fields(str(row), record, config.fields.text, config.fields.url, known)
+                    yield from_fields(str(row), record, config.fields, batch.schema.names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None

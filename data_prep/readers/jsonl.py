@@ -22,7 +22,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         except (ValueError, RecursionError):
             yield Bad(key, "is not JSON")
             continue
-        yield from_fields(key, record, config.fields.text, config.fields.url)
+        yield from_fields(key, record, config.fields)
 
 
 def records(path: Path) -> Iterator[tuple[int, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import mwparserfromhell
 import mwxml
 
-from data_prep.readers.record import Bad, BadFileError, Record, opened
+from data_prep.readers.record import Bad, BadFileError, Record, kept, opened
 from megatfm.config.prep import ReadConfig
 
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -32,7 +32,8 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if text is None:
                     yield Bad(str(page.id), "has no text")
                 else:
-                    yield Record(str(page.id), f"{page.title}\n\n{plain(text)}")
+                    said = kept({"title": page.title, "id": page.id}, config.fields)
+                    yield Record(str(page.id), f"{page.title}\n\n{plain(text)}", fields=said)
     except BadFileError:
         raise
     except Exception as error:  # the library raises several kinds, down to failed assertions

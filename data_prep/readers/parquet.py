@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from data_prep.readers.record import Bad, BadFileError, Record, from_fields
+from data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 from megatfm.config.prep import ReadConfig
 
 BATCH_ROWS = 256
@@ -17,20 +17,14 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [name for name in _wanted(config) if name in file.schema_arrow.names]
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+            names = file.schema_arrow.names
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns(config.fields, names)):
                 batch.validate(full=True)
                 for record in batch.to_pylist():
                     row += 1
-                    names = file.schema_arrow.names
-                    yield from_fields(str(row), record, config.fields.text, config.fields.url, names)
+                    yield from_fields(str(row), record, config.fields, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
-
-
-def _wanted(config: ReadConfig) -> list[str]:
-    """The columns that hold the fields, outermost names."""
-    return [name.partition(".")[0] for name in (config.fields.text, config.fields.url)]
 
 
 def _line(error: Exception) -> str:

@@ -2,15 +2,19 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from pathlib import Path
 from typing import IO, Any
 
 import zstandard
+
+from megatfm.config.prep_steps import FieldsConfig
 
 MAX_RECORD_BYTES = 2**28
 """A longer record is no text that anyone wants: a broken file, or a bomb."""
@@ -24,11 +28,13 @@ DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 @dataclass(frozen=True)
 class Record:
-    """One text of a file: where it lies there (a line, a row, a key), and its address if it has one."""
+    """One text of a file: where it lies there (a line, a row, a key), its address if it has one, and the fields
+    that are kept."""
 
     key: str
     text: str
     url: str = ""
+    fields: Mapping[str, Any] = field_of(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,14 +140,39 @@ def field(record: Any, name: str) -> Any:
 
 
 def from_fields(
-    key: str, record: Any, text_field: str, url_field: str, known: Sequence[str] | None = None
+    key: str, record: Any, wanted: FieldsConfig, known: Sequence[str] | None = None
 ) -> Record | Bad:
     """The text of a record with fields. known: their names, where the record has but those that were asked for."""
-    text, url = field(record, text_field), field(record, url_field)
+    text_field = wanted.text
+    text, url = field(record, text_field), field(record, wanted.url)
     if not isinstance(text, str):
         kind = "no" if text is None else f"{type(text).__name__}, not text, as"
         names = known or (list(record) if isinstance(record, dict) else [])
         there = f": its fields are {', '.join(map(str, names[:MOST_NAMES]))}" if names else ""
         way_out = "; name the one that holds the text: read.fields.text" if names and text is None else ""
         return Bad(key, f"has {kind} field {text_field!r}{there}{way_out}")
-    return Record(key, text, url if isinstance(url, str) else "")
+    return Record(key, text, url if isinstance(url, str) else "", kept(record, wanted))
+
+
+def kept(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
+    """The fields of a record that are kept; what JSON can't hold (a time, bytes) is spelled."""
+    if not wanted.keep or not isinstance(record, dict):
+        return {}
+    names = [name for name in record if name != wanted.text] if "*" in wanted.keep else wanted.keep
+    found = {str(name): field(record, name) if "*" not in wanted.keep else record[name] for name in names}
+    known = {name: value for name, value in found.items() if value is not None}
+    said = json.dumps(known, default=_spelled, ensure_ascii=False)
+    # JSON can spell halves of surrogate pairs, which UTF-8 can't.
+    said = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    whole: dict[str, Any] = json.loads(said, parse_constant=str)
+    return whole
+
+
+def columns(wanted: FieldsConfig, there: Sequence[str]) -> list[str]:
+    """The columns of a table that hold the fields, by their outermost names."""
+    names = {name.partition(".")[0] for name in (wanted.text, wanted.url, *wanted.keep)}
+    return [name for name in there if name in names or "*" in wanted.keep]
+
+
+def _spelled(value: Any) -> str:
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

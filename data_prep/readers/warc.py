@@ -9,8 +9,9 @@ from typing import IO, Literal
 from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, opened
+from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, kept, opened
 from megatfm.config.prep import ReadConfig
+from megatfm.config.prep_steps import FieldsConfig
 
 _TYPES = ("text/", "application/xhtml", "application/xml")
 _KINDS = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
@@ -26,7 +27,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         for number, data in enumerate(_frames(file), 1):
             try:
                 record = _record(data, "all")
-                found = None if record is None else _page(str(number), record, data)
+                found = None if record is None else _page(str(number), record, data, config.fields)
             except Exception as error:  # the library raises several kinds, some of its own
                 found = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
             if found is not None:
@@ -41,7 +42,7 @@ def _record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
     )
 
 
-def _page(key: str, record: WarcRecord, whole: bytes) -> Record | Bad:
+def _page(key: str, record: WarcRecord, whole: bytes, wanted: FieldsConfig) -> Record | Bad:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
         return Bad(key, f"is no text but {kind.partition(';')[0]}")
@@ -55,7 +56,9 @@ def _page(key: str, record: WarcRecord, whole: bytes) -> Record | Bad:
     if len(data) > MAX_RECORD_BYTES:
         return Bad(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
-    return Record(key, bytes_to_str(data, encoding), record.headers.get("WARC-Target-URI") or "")
+    said = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
+    headers = {name: record.headers.get(header) for name, header in said.items()}
+    return Record(key, bytes_to_str(data, encoding), headers["url"] or "", kept(headers, wanted))
 
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:

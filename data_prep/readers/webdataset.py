@@ -3,11 +3,13 @@
 import json
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
+from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, kept, opened
 from megatfm.config.prep import ReadConfig
 
 _TEXTS = ("txt", "text")
@@ -39,6 +41,8 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
             usable = _use(part, key, config)
             if usable is not None and not isinstance(found, Record):
                 found = usable
+        if isinstance(found, Record) and config.fields.keep and not found.fields:
+            found = replace(found, fields=_beside(parts, config))
         yield found
 
 
@@ -120,12 +124,21 @@ def _use(part: Part, key: str, config: ReadConfig) -> Record | Bad | None:
         text = part.data.decode("utf-8")
         if part.extension in _TEXTS:
             return Record(key, text)
-        found = from_fields(key, json.loads(text), config.fields.text, config.fields.url)
+        found = from_fields(key, json.loads(text), config.fields)
     except UnicodeDecodeError as error:
         return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {part.name}")
     except (ValueError, RecursionError):
         return Bad(key, f"has a member that is not JSON: {part.name}")
     return found if isinstance(found, Record) else None
+
+
+def _beside(parts: Sequence[Part], config: ReadConfig) -> dict[str, Any]:
+    """The fields of the .json that lies beside a text."""
+    for part in parts:
+        if part.extension == "json" and part.data is not None:
+            with suppress(ValueError, RecursionError):
+                return kept(json.loads(part.data), config.fields)
+    return {}
 
 
 def _split(name: str) -> tuple[str, str]:

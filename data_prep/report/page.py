@@ -29,6 +29,7 @@ def render(result: Mapping[str, Any]) -> str:
     environment.filters |= {"number": number, "size": size}
     here, styles = resources.files("data_prep.report"), resources.files("megatfm") / "report" / "report.css"
     steps, images = result["steps"], of_images(result)
+    fields = {name for split in SPLITS for name in result[split].get("fields", {})}
     return environment.from_string((here / "report.html").read_text(encoding="utf-8")).render(
         headline=headline(result),
         unit="Images" if images else "Documents",
@@ -36,6 +37,11 @@ def render(result: Mapping[str, Any]) -> str:
         steps=steps,
         flow=bars([(step["step"], step["bytes_out"]) for step in steps], size),
         reasons=list(reasons(steps)),
+        titles=[
+            ("domains", "Largest domains, by text"),
+            ("languages", "Languages, by text"),
+            *((name, f"{name}, by text") for name in sorted(fields)),
+        ],
         found=[
             (step["step"], bars(sorted(step["found"].items(), key=lambda item: (-item[1], item[0]))[:12]))
             for step in steps
@@ -103,9 +109,11 @@ def reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapp
 def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
     """The bars of a split; a corpus of an older version has none, and one without tokens few."""
     lengths = split.get("lengths", ()) if split["tokens"] else ()
+    fields = split.get("fields", {})
 
     def largest(what: str) -> list[Bar]:
-        found = [(name, documents if images else text) for name, documents, text, _ in split.get(what, ())]
+        rows = fields[what] if what in fields else split.get(what, ())
+        found = [(name, documents if images else text) for name, documents, text, _ in rows]
         more = split.get(f"more_{what}", 0)
         return bars(found, number if images else size) + (
             [Bar(f"and {number(more)} more", "", 0.0)] if more else []
@@ -113,7 +121,7 @@ def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
 
     return {
         "lengths": bars([(f"up to {number(most)}", count) for most, count in lengths]),
-        **{what: largest(what) for what in ("sources", "domains", "languages")},
+        **{what: largest(what) for what in ("sources", "domains", "languages", *fields)},
         "pieces": bars(
             [(spelled(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),

@@ -3,6 +3,7 @@
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.steps.repetition import repeated
+from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import FineWebConfig
 
 _ENDS = (".", "?", "!", '"', "'")
@@ -16,6 +17,7 @@ class FineWeb:
 
     def __init__(self, config: FineWebConfig) -> None:
         self._config = config
+        self._words = splitter(config)
 
     def apply(self, document: Document, counts: Counts) -> Document | str:
         return self._fault(document.text) or document
@@ -31,6 +33,6 @@ class FineWeb:
         _, length = repeated(lines)
         if length > limits.max_repeated_characters * (len(text) - breaks):
             return "has much text in repeated lines"
-        if breaks > limits.max_lines_per_word * len(text.split()):
+        if breaks > limits.max_lines_per_word * len(self._words(text)):
             return "is a list"
         return None

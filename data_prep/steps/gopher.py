@@ -4,6 +4,7 @@ import re
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
+from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import GopherQualityConfig
 
 _BULLETS = ("•", "‣", "◦", "⁃", "∙", "·", "-", "*")
@@ -19,13 +20,14 @@ class GopherQuality:
 
     def __init__(self, config: GopherQualityConfig) -> None:
         self._config = config
+        self._words = splitter(config)
         self._stop_words = frozenset(config.stop_words)
 
     def apply(self, document: Document, counts: Counts) -> Document | str:
         return self._fault(document.text) or document
 
     def _fault(self, text: str) -> str | None:
-        limits, words = self._config, text.split()
+        limits, words = self._config, self._words(text)
         if len(words) < limits.min_words:
             return "has too few words"
         if len(words) > limits.max_words:

@@ -1,4 +1,4 @@
-"""What may point to a person: e-mail addresses, IP addresses, telephone numbers."""
+"""What may point to a person, or open a door: addresses, telephone numbers, keys, cards, bank accounts."""
 
 import ipaddress
 import re
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
+from data_prep.steps.secrets import CARD, IBAN, PRIVATE_KEY, SECRETS, is_card, is_iban
 from megatfm.config.prep_steps import RedactConfig
 
 # Each pattern begins with a few characters, so that the search for them is fast, and only where no such character
@@ -33,7 +34,7 @@ _PHONE = re.compile(
 
 class Redact:
     """Replaces e-mail addresses (the characters of RFC 5322's dot-atom), public IP addresses, and telephone numbers
-    with a country code (E.164: up to 15 digits) or in the forms of North America.
+    with a country code (E.164: up to 15 digits) or in the forms of North America; and what `secrets` knows.
 
     It goes by form alone: an IP address in an example and a version number of four parts look the same.
     """
@@ -44,6 +45,10 @@ class Redact:
         self._by: list[tuple[str, str, re.Pattern[str], str, Callable[[str], bool]]] = [
             (kind, needs, pattern, stands, really)
             for kind, needs, pattern, stands, really in (
+                ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _always),
+                *(("keys and tokens", needs, form, config.secret, _always) for needs, form in SECRETS),
+                ("bank accounts", "", IBAN, config.iban, is_iban),
+                ("payment cards", "", CARD, config.card, is_card),
                 ("e-mail addresses", "@", _EMAIL, config.email, _always),
                 ("IP addresses", ".", _IPV4, config.ip, _is_public),
                 ("IP addresses", ":", _IPV6, config.ip, _is_public),
@@ -71,7 +76,7 @@ class Redact:
             if not really(match[0]):
                 return match[0]
             met()
-            return stands
+            return (match.groupdict().get("before") or "") + stands
 
         return pattern.sub(swap, text)
 

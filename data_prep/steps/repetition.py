@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts
 from data_prep.documents import Document
+from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import GopherRepetitionConfig
 
 Integers = NDArray[np.int64]
@@ -26,6 +27,7 @@ class GopherRepetition:
 
     def __init__(self, config: GopherRepetitionConfig) -> None:
         self._config = config
+        self._words = splitter(config)
 
     def apply(self, document: Document, counts: Counts) -> Document | str:
         return self._fault(document.text) or document
@@ -43,7 +45,7 @@ class GopherRepetition:
                 return f"has repeated {title}"
             if length > characters * len(text):
                 return f"has much text in repeated {title}"
-        runs = _Runs(text.split())
+        runs = _Runs(self._words(text))
         for n, top in enumerate(limits.top_ngrams, 2):
             if runs.top_is_over(n, top * len(text)):
                 return f"repeats a run of {n} words"

@@ -26,7 +26,7 @@ OPTIONAL = {
     "ftfy": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "rensa": ("megatfm prep", "pip install 'megatfm[prep]'"),
     "deepspeed": ("parallel.engine = 'deepspeed'", "make deepspeed"),
-    "megablocks": ("mixture of experts on GPUs, which is not there yet", "make moe"),
+    "megablocks": ("experts on GPUs by MegaBlocks' products instead of torch's", "make moe"),
 }
 """Package → what it is for, how to get it."""
 OPERATORS = """

@@ -73,7 +73,7 @@ def load(
     except ValidationError as error:
         _is_of_another_kind(path_or_preset, kind, values)
         raise UsageError(f"{path_or_preset}: {_one_line(error, kind, values)}") from None
-    if isinstance(config, Config):
+    if isinstance(config, Config | PrepConfig):
         look_for_plugins(config.plugins, [path.resolve().parent, Path.cwd()])
     return config
 

@@ -21,23 +21,10 @@ class ReadConfig(Section):
     """File names to read, as patterns; left out, every file of a folder."""
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
-    format: (
-        Literal[
-            "text",
-            "jsonl",
-            "parquet",
-            "arrow",
-            "warc",
-            "mediawiki",
-            "webdataset",
-            "images",
-            "megatron",
-            "tokens",
-        ]
-        | None
-    ) = None
-    """The format of all files; left out, each file's own as the end of its name says, and text where it says
-    nothing. The last three are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
+    format: str | None = Field(None, examples=["jsonl"])
+    """The format of all files: text, jsonl, parquet, arrow, warc, mediawiki, webdataset, images, megatron, tokens, or
+    that of a plugin; left out, each file's own as the end of its name says, and text where it says nothing. The last
+    three of ours are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
     them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with the
     tokenizer in `tokenizer.file`."""
     fields: FieldsConfig = FieldsConfig()
@@ -75,6 +62,11 @@ class SplitConfig(Section):
     of your own, with this tokenizer as its tokenizer.file."""
     seed: NonNegativeInt = 0
     """Another seed holds out other documents."""
+    by: str | None = Field(default=None, examples=["language"])
+    """Make a corpus for each value of a field, train/en, train/de and so on, so that a mixture can weigh them: one of
+    `read.fields.keep`, "domain" of the address, or what a step found, such as "language"."""
+    values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
+    """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
 
 
 class NearDuplicatesConfig(Section):
@@ -148,6 +140,8 @@ class PrepConfig(Section):
     plain_tars: bool = False
     """Shards as plain `.tar` with a sample for each document, as webdataset and Hugging Face's datasets open them; else
     compressed, with many documents in a sample. They take several times the room."""
+    plugins: tuple[str, ...] = Field((), examples=[["my_steps"]])
+    """Python packages that register steps and formats: beside the config, in the current directory, or installed."""
     read: ReadConfig
     steps: tuple[StepConfig, ...] = ()
     """What is done with one document at a time, in this order."""

@@ -1,10 +1,12 @@
 """The steps of `megatfm prep` that a config asks for: `[[steps]]` see one document, `[[duplicates]]` the corpus."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo
 
 from megatfm.config.base import PathStr, Section
+from megatfm.config.prep_scores import FastTextConfig, LinearConfig, PerplexityConfig, PresidioConfig
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -41,6 +43,11 @@ class GopherQualityConfig(Section):
     """The quality rules of MassiveText (Rae et al. 2021, Gopher, appendix A.1.1), for English."""
 
     name: Literal["gopher_quality"]
+    words: Literal["space", "spacy"] = "space"
+    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    the code of FineWeb."""
+    language: str = "en"
+    """The language of spaCy's tokenizer."""
     min_words: NonNegativeInt = 50
     """Words in a document, at least; a word is what stands between white space."""
     max_words: PositiveInt = 100_000
@@ -67,6 +74,11 @@ class GopherRepetitionConfig(Section):
     """The repetition rules of MassiveText (Rae et al. 2021, Gopher, table A1)."""
 
     name: Literal["gopher_repetition"]
+    words: Literal["space", "spacy"] = "space"
+    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    the code of FineWeb."""
+    language: str = "en"
+    """The language of spaCy's tokenizer."""
     lines: Share = 0.3
     """Share of the lines, from which on repeated lines are too many."""
     paragraphs: Share = 0.3
@@ -101,6 +113,11 @@ class FineWebConfig(Section):
     """The rules that FineWeb adds to those of C4 and Gopher (Penedo et al. 2024, section 3.6)."""
 
     name: Literal["fineweb"]
+    words: Literal["space", "spacy"] = "space"
+    """What a word is: what stands between white space, or what spaCy's tokenizer of `language` says, as in datatrove,
+    the code of FineWeb."""
+    language: str = "en"
+    """The language of spaCy's tokenizer."""
     min_punctuated_lines: Share = 0.12
     """Share of the lines that must end with a punctuation mark."""
     max_repeated_characters: Share = 0.1
@@ -141,6 +158,13 @@ class RedactConfig(Section):
     """What stands for a public IP address, v4 or v6."""
     phone: str = "<PHONE>"
     """What stands for a telephone number: an international one (+44 …) or a North American one."""
+    secret: str = "<SECRET>"
+    """What stands for a key or token: of AWS, Google, GitHub, GitLab, Slack, Stripe, OpenAI, Anthropic, Hugging Face,
+    npm, PyPI; a JSON Web Token; a block with a private key."""
+    card: str = "<CARD>"
+    """What stands for the number of a payment card: known first digits, and a check digit (ISO 7812) that fits."""
+    iban: str = "<IBAN>"
+    """What stands for a bank account: an IBAN of its country's length, whose check digits (ISO 13616) fit."""
 
 
 class DecontaminateConfig(Section):
@@ -155,6 +179,24 @@ class DecontaminateConfig(Section):
     """An evaluation text shorter than `words` is looked for as a whole if it has at least so many."""
 
 
+class WhereConfig(Section):
+    """Keeps documents by the value of a field: one of `read.fields.keep`, "domain", or what an earlier step found."""
+
+    name: Literal["where"]
+    field: Annotated[str, Field(min_length=1)]
+    """The field; `a.b` is one that was kept under that name."""
+    is_in: tuple[str | int | float | bool, ...] = ()
+    """Values to keep; left out, all."""
+    is_not: tuple[str | int | float | bool, ...] = ()
+    """Values to drop."""
+    at_least: float | str | None = None
+    """Drop what is less: numbers by their size, dates and other text by the alphabet."""
+    at_most: float | str | None = None
+    """Drop what is more."""
+    missing: Literal["drop", "keep"] = "drop"
+    """What becomes of documents without the field."""
+
+
 class SampleConfig(Section):
     """Keeps a fixed random part of the documents: the way to mix sources in given shares."""
 
@@ -167,7 +209,16 @@ class SampleConfig(Section):
     """Another seed keeps other documents."""
 
 
-StepConfig = Annotated[
+class PluginStepConfig(Section):
+    """A step of a plugin, with keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """The name under which the plugin registers it."""
+
+
+KnownStep = (
     NormalizeConfig
     | HtmlConfig
     | LanguageConfig
@@ -178,10 +229,31 @@ StepConfig = Annotated[
     | BlockedUrlsConfig
     | BlockedWordsConfig
     | RedactConfig
+    | PresidioConfig
     | DecontaminateConfig
-    | SampleConfig,
-    Field(discriminator="name"),
-]
+    | FastTextConfig
+    | LinearConfig
+    | PerplexityConfig
+    | WhereConfig
+    | SampleConfig
+)
+_BY_NAME: dict[str, type[Section]] = {
+    get_args(section.model_fields["name"].annotation)[0]: section for section in get_args(KnownStep)
+}
+
+
+def _by_its_name(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, Section):
+        return value
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"a step needs a name: {', '.join(sorted(_BY_NAME))}, or one that a plugin registers"
+        )
+    return _BY_NAME.get(name, PluginStepConfig).model_validate(value, context=info.context)
+
+
+StepConfig = Annotated[KnownStep | PluginStepConfig, BeforeValidator(_by_its_name)]
 
 
 class RepeatedLinesConfig(Section):
@@ -241,6 +313,8 @@ class FieldsConfig(Section):
     """The field that holds the text."""
     url: str = "url"
     """The address that it comes from, if there is one."""
+    keep: tuple[str, ...] = Field(default=(), examples=[["date", "licence", "scores.quality"]])
+    """Fields that go into the shards beside the text, as they are; `*` stands for all but the text."""
 
 
 class TokensConfig(Section):

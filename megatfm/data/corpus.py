@@ -193,13 +193,13 @@ class Corpus:
                     continue
                 if entry["offset"] != at + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {at} of its frame")
-                source, text_bytes, members, at = decode_sample(data, at, key, len(tokens), dtype)
+                source, text_bytes, members, fields, at = decode_sample(data, at, key, len(tokens), dtype)
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage(shard, frame, str(error), sample) from error
             place = int(self.blocks[number]) + len(found)
-            found.append(Sample(place, key, source, text_bytes, tokens, members))
+            found.append(Sample(place, key, source, text_bytes, tokens, members, fields))
         if not known.foreign:
             self._check_end(shard, frame, data, at)
         return found
@@ -212,16 +212,18 @@ class Corpus:
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
         try:
-            sources, sizes, end = decode_pack(data, keys, entries["tokens"].tolist(), self.manifest.dtype)
+            counts = entries["tokens"].tolist()
+            sources, sizes, fields, end = decode_pack(data, keys, counts, self.manifest.dtype)
             if sizes != entries["text_bytes"].tolist():
                 raise MegatfmError("its texts have other numbers of bytes than the index says")
         except MegatfmError as error:
             raise self._damage(shard, frame, str(error)) from error
         self._check_end(shard, frame, data, end)
         first = int(self.blocks[number])
+        documents = zip(keys, sources, sizes, arrays, strict=True)
         return [
-            Sample(first + at, *each)
-            for at, each in enumerate(zip(keys, sources, sizes, arrays, strict=True))
+            Sample(first + at, *each, {}, said)
+            for at, (each, said) in enumerate(zip(documents, fields, strict=True))
         ]
 
     def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:

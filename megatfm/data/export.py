@@ -39,7 +39,8 @@ def export(folder: str | Path, out: Path, codec: Codec | None) -> str:
     """Write a corpus as the end of `out` says; what was done, in a line.
 
     `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
-    encoded, its "id" and its "source". `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
+    encoded, its "id", its "source", and its "fields" if it has any
+    (in Parquet as JSON). `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
     Any other name: a folder of plain tars, a corpus as well.
 
     Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
@@ -71,7 +72,7 @@ def _samples(corpus: Corpus) -> Iterator[Sample]:
         yield from corpus.samples(block)
 
 
-def _records(corpus: Corpus, codec: Codec) -> Iterator[dict[str, str]]:
+def _records(corpus: Corpus, codec: Codec) -> Iterator[dict[str, Any]]:
     for sample in _samples(corpus):
         text = codec.decode(sample.tokens)
         if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
@@ -79,10 +80,11 @@ def _records(corpus: Corpus, codec: Codec) -> Iterator[dict[str, str]]:
                 f"{corpus.folder}: sample {sample.number} ({sample.source}) decodes to {size} bytes, but had "
                 f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
             )
-        yield {"text": text, "id": sample.key, "source": sample.source}
+        said = {"fields": dict(sample.fields)} if sample.fields else {}
+        yield {"text": text, "id": sample.key, "source": sample.source, **said}
 
 
-def _json_lines(records: Iterator[dict[str, str]], out: Path) -> None:
+def _json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
     file = WholeFile(out)
     zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
     packed = out.name.endswith(".zst")
@@ -96,18 +98,19 @@ def _json_lines(records: Iterator[dict[str, str]], out: Path) -> None:
         file.discard()
 
 
-def _parquet(records: Iterator[dict[str, str]], out: Path) -> None:
+def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
     import pyarrow  # by name, since it takes a while to import
     import pyarrow.parquet
 
-    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source")])
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source", "fields")])
     partial = out.with_name(f".{out.name}.partial")
     try:
         with writing(out):
             with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-                rows: list[dict[str, str]] = []
+                rows: list[dict[str, Any]] = []
                 for record in records:
-                    rows.append(record)
+                    said = record.get("fields")
+                    rows.append({**record, "fields": said and json.dumps(said, ensure_ascii=False)})
                     if len(rows) == ROWS:
                         writer.write_table(pyarrow.Table.from_pylist(rows, schema))
                         rows = []
@@ -153,6 +156,7 @@ def _tars(corpus: Corpus, out: Path) -> str:
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
         for sample in _samples(corpus):
-            writer.add(sample.key, sample.tokens, sample.source, sample.text_bytes, sample.members)
+            kept = (sample.source, sample.text_bytes, sample.members, sample.fields)
+            writer.add(sample.key, sample.tokens, *kept)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})
     return f"{out}: {len(manifest.shards):,} plain tars, with a sample for each of {corpus.n_samples:,} documents"

@@ -18,6 +18,7 @@ from megatfm.data.whole import best_fit
 from megatfm.errors import MegatfmError
 
 ROWS = (2048, 8192, 32_768, 131_072, 1_048_576)
+HOLDS, LARGEST = "holds", 6
 LOOKED_AT = 2**16
 """Documents of which padding is told."""
 
@@ -85,9 +86,14 @@ def show(
         "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
         "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
         **_padding(corpus),
+        **_holds(corpus.manifest.provenance),
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
-        "provenance": json.dumps(corpus.manifest.provenance, ensure_ascii=False, sort_keys=True),
+        "provenance": json.dumps(
+            {name: said for name, said in corpus.manifest.provenance.items() if name != HOLDS},
+            ensure_ascii=False,
+            sort_keys=True,
+        ),
     }
     return _table(facts)
 
@@ -126,6 +132,15 @@ def _padding(corpus: Corpus) -> dict[str, str]:
     return found
 
 
+def _holds(provenance: dict[str, Any]) -> dict[str, str]:
+    """The largest domains, languages and values of fields, as prep has counted them: each one's part of all tokens."""
+    found = {}
+    for name, (total, rows) in provenance.get(HOLDS, {}).items():
+        shares = [f"{value} {tokens / max(1, total):.1%}" for value, _, _, tokens in rows[:LARGEST]]
+        found[name] = ", ".join(shares) + (" and others" if len(rows) > LARGEST else "")
+    return found
+
+
 def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], str] | None) -> str:
     sample = corpus.sample(number)
     facts = {
@@ -134,6 +149,7 @@ def _show_sample(corpus: Corpus, number: int, decode: Callable[[NDArray[Any]], s
         "source": sample.source,
         "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
         **{f".{extension}": f"{len(data):,} bytes" for extension, data in sample.members.items()},
+        **{name: json.dumps(value, ensure_ascii=False) for name, value in sample.fields.items()},
     }
     text = decode(sample.tokens) if decode else " ".join(map(str, sample.tokens))
     return f"{_table(facts)}\n\n{text}"

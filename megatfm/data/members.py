@@ -31,7 +31,8 @@ PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
 class Sample:
     """One document: `number` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes.
 
-    `members` are the files that belong to it, by their extensions (`jpg`, `cls`), as they were.
+    `members` are the files that belong to it, by their extensions (`jpg`, `cls`), as they were; `fields` is what else
+    is said of it, in JSON.
     """
 
     number: int
@@ -40,15 +41,16 @@ class Sample:
     text_bytes: int
     tokens: NDArray[Any]
     members: Mapping[str, bytes] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def encode_sample(
-    key: str, tokens: NDArray[Any], source: str, text_bytes: int, members: Mapping[str, bytes]
-) -> bytes:
+def encode_sample(sample: Sample) -> bytes:
     """The tar members of a sample, padded to whole tar blocks."""
+    key, tokens, members = sample.key, sample.tokens, sample.members
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
-    more = {"members": list(members)} if members else {}
-    meta = json.dumps({"bytes": text_bytes, **more, "source": source}).encode("ascii")
+    more: dict[str, Any] = {"fields": dict(sample.fields)} if sample.fields else {}
+    more |= {"members": list(members)} if members else {}
+    meta = json.dumps({"bytes": sample.text_bytes, **more, "source": sample.source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
     own = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
     return own + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())
@@ -56,8 +58,9 @@ def encode_sample(
 
 def decode_sample(
     frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
-) -> tuple[str, int, dict[str, bytes], int]:
-    """Read the sample that starts at `start` of a frame: (source, text bytes, files that belong to it, its end).
+) -> tuple[str, int, dict[str, bytes], dict[str, Any], int]:
+    """Read the sample that starts at `start` of a frame: (source, text bytes, files that belong to it, what else is
+    said of it, its end).
 
     Raises a MegatfmError whose message is only the reason: the members are not those of this sample.
     """
@@ -70,10 +73,13 @@ def decode_sample(
     try:
         meta = json.loads(frame[start : start + size])
         source, text_bytes, extensions = meta["source"], meta["bytes"], meta.get("members", [])
+        fields = meta.get("fields", {})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(f"its meta.json is not readable ({error})") from error
-    if not isinstance(source, str) or type(text_bytes) is not int:
-        raise MegatfmError("its meta.json lacks a source or a number of bytes")
+    if not isinstance(source, str) or type(text_bytes) is not int or not isinstance(fields, dict):
+        raise MegatfmError(
+            "its meta.json lacks a source or a number of bytes, or has fields that are no table"
+        )
     if not isinstance(extensions, list) or not all(
         isinstance(each, str) and EXTENSION.fullmatch(each) for each in extensions
     ):
@@ -89,14 +95,16 @@ def decode_sample(
         start += _padded(size)
     if len(members) != len(extensions):
         raise MegatfmError("its meta.json names a member twice")
-    return source, text_bytes, members, start
+    return source, text_bytes, members, fields, start
 
 
 def encode_pack(documents: Sequence[Sample]) -> bytes:
     """The tar members of two or more documents without files, padded to whole tar blocks."""
     tokens = np.concatenate([one.tokens for one in documents])
+    fields = [dict(one.fields) for one in documents]
     meta = {
         "bytes": [one.text_bytes for one in documents],
+        **({"fields": fields} if any(fields) else {}),
         "keys": [one.key for one in documents],
         "sources": [one.source for one in documents],
         "tokens": [len(one.tokens) for one in documents],
@@ -110,8 +118,9 @@ def encode_pack(documents: Sequence[Sample]) -> bytes:
 
 def decode_pack(
     frame: bytes, keys: list[str], n_tokens: list[int], dtype: np.dtype[Any]
-) -> tuple[list[str], list[int], int]:
-    """Read the documents of a frame that holds nothing else: (sources, bytes of text, where they end).
+) -> tuple[list[str], list[int], list[dict[str, Any]], int]:
+    """Read the documents of a frame that holds nothing else: (sources, bytes of text, what else is said of them, where
+    they end).
 
     Raises a MegatfmError whose message is only the reason: the members are not those of these documents.
     """
@@ -126,13 +135,16 @@ def decode_pack(
         sources, text_bytes = meta["sources"], meta["bytes"]
         if meta["keys"] != keys or meta["tokens"] != n_tokens:
             raise MegatfmError("its meta.json has other keys or numbers of tokens than the index")
-        if not len(sources) == len(text_bytes) == len(keys):
+        fields = meta.get("fields", [{} for _ in keys])
+        if not len(sources) == len(text_bytes) == len(fields) == len(keys):
             raise MegatfmError("its meta.json lacks sources or numbers of bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(f"its meta.json is not readable ({error})") from error
     if not all(isinstance(each, str) for each in sources) or not all(type(n) is int for n in text_bytes):
         raise MegatfmError("its meta.json lacks a source or a number of bytes")
-    return sources, text_bytes, start + _padded(size)
+    if not all(isinstance(each, dict) for each in fields):
+        raise MegatfmError("its meta.json has fields that are no table")
+    return sources, text_bytes, fields, start + _padded(size)
 
 
 def check_foreign(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:

@@ -1,7 +1,6 @@
 """What a corpus holds, in tables for people: lengths, sources, ids."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
+from megatfm.data.members import Sample
 
 LARGEST = 20
+MOST_VALUES = 10_000
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
 def stats(folder: str | Path, piece: Callable[[int], str] | None = None) -> str:
-    """Lengths of documents, the largest sources (the first folder or the file of each), and the commonest ids.
+    """Lengths of documents, the largest sources (the first folder or the file of each), domains and values of fields,
+    and the commonest ids.
 
     piece: what an id stands for. Reads the whole corpus.
     """
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()
-    documents, tokens, text = Counter[str](), Counter[str](), Counter[str]()
+    by_source, by_field = _Totals("source"), dict[str, _Totals]()
     uses = np.zeros(0, np.int64)
     for block in range(corpus.n_blocks):
         for sample in corpus.samples(block):
             name = sample.source.partition("#")[0].partition("/")[0] or "(no name)"
-            documents[name] += 1
-            tokens[name] += len(sample.tokens)
-            text[name] += sample.text_bytes
+            by_source.add(name, sample)
+            for field, value in said(sample.fields).items():
+                by_field.setdefault(field, _Totals(field)).add(value, sample)
             found = np.bincount(sample.tokens)
             uses = np.pad(uses, (0, max(0, len(found) - len(uses))))
             uses[: len(found)] += found
@@ -36,21 +38,54 @@ def stats(folder: str | Path, piece: Callable[[int], str] | None = None) -> str:
         f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
         _table(("tokens a document", "at most"), _percentiles(lengths)),
         _table(("documents of up to", "documents", "tokens", "of all tokens"), _by_length(lengths)),
-        _table(
-            ("source", "documents", "tokens", "bytes of text"),
-            [
-                (name, f"{documents[name]:,}", f"{n:,}", f"{text[name]:,}")
-                for name, n in sorted(tokens.items(), key=lambda item: (-item[1], item[0]))[:LARGEST]
-            ],
-        ),
+        by_source.table(),
+        *(each.table() for each in by_field.values()),
     ]
-    if len(tokens) > LARGEST:
-        parts[-1] += f"\nand {len(tokens) - LARGEST:,} more"
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(LARGEST, int((uses > 0).sum()))].tolist()
         rows = [(str(i), repr(piece(i)) if piece else "", f"{uses[i]:,}") for i in common]
         parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _table(("id", "piece", "times"), rows))
     return "\n\n".join(parts)
+
+
+def said(fields: Mapping[str, Any]) -> dict[str, str]:
+    """What documents are counted by: the domain of a URL, and each field that is a word, a number or a truth value."""
+    found = {
+        name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)
+    }
+    return {"domain": domain(found.pop("url")), **found} if "url" in found else found
+
+
+def domain(url: str) -> str:
+    """The host of an address, without `www.`; empty if it has none."""
+    host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
+    return host.lower().removeprefix("www.")
+
+
+class _Totals:
+    """Documents, tokens and bytes of text by the values of something; of too many values only how many there are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._of: dict[str, list[int]] = {}
+        self._is_full = False
+
+    def add(self, value: str, sample: Sample) -> None:
+        self._is_full |= len(self._of) > MOST_VALUES
+        if not self._is_full:
+            total = self._of.setdefault(value, [0, 0, 0])
+            for at, n in enumerate((1, len(sample.tokens), sample.text_bytes)):
+                total[at] += n
+
+    def table(self) -> str:
+        if self._is_full:
+            return f"{self._name}: more than {MOST_VALUES:,} values"
+        largest = sorted(self._of.items(), key=lambda item: (-item[1][1], item[0]))[:LARGEST]
+        rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
+        more = len(self._of) - LARGEST
+        return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
+            f"\nand {more:,} more" if more > 0 else ""
+        )
 
 
 def _percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:

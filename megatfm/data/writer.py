@@ -1,5 +1,6 @@
 """Write a corpus: samples into tar shards of independent zstd frames, an index for each, a manifest last."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,11 +87,13 @@ class ShardWriter:
         source: str,
         text_bytes: int,
         members: Mapping[str, bytes] = MappingProxyType({}),
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
         `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard. `members` are files
-        that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`.
+        that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`. `fields`
+        (JSON) is what else is said of it.
         """
         if not KEY.fullmatch(key):
             raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
@@ -99,8 +102,8 @@ class ShardWriter:
                 raise MegatfmError(
                     f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
                 )
-        sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members)
-        part = _Part(sample, None if self._how.pack and not members else _encoded(sample))
+        sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members, fields)
+        part = _Part(sample, None if self._how.pack and not members else encode_sample(sample))
         if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
         if self._open is not None and self._open.written + part.size > self._shard_bytes:
@@ -183,7 +186,8 @@ class _Part(NamedTuple):
         if self.data is not None:
             return len(self.data)
         sample = self.sample
-        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + 16
+        said = len(json.dumps(dict(sample.fields))) if sample.fields else 0
+        return sample.tokens.nbytes + len(sample.source) + len(sample.key) + said + 16
 
 
 class _OpenShard:
@@ -264,11 +268,7 @@ class _OpenShard:
             if packed:
                 at += sample.tokens.nbytes
             else:
-                parts.append(data or _encoded(sample))
+                parts.append(data or encode_sample(sample))
                 at += len(parts[-1])
         self._packs |= packed
         return encode_pack([part.sample for part in self._frame]) if packed else b"".join(parts)
-
-
-def _encoded(sample: Sample) -> bytes:
-    return encode_sample(sample.key, sample.tokens, sample.source, sample.text_bytes, sample.members)

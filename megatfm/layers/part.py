@@ -39,6 +39,13 @@ class Part(SequenceMetadata):
         part.looked_at, part._made = places, self.once(("looking at", key), dict)
         return part
 
+    def at(self, key: Hashable, places: Tensor) -> Self:
+        """Other queries of the same rows, with the random keys of the layer at hand. key: what all layers know them
+        by."""
+        part = copy.copy(self.once(("at", key), lambda: type(self)(self.row, places)))
+        part.rng_keys = self.rng_keys
+        return part
+
     @property
     def length(self) -> int:
         return self.row.length

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatfm.ops import megablocks
+
 # M rows, G groups, I width of the rows, O of the products
 
 Window = tuple[int, int, int, int]
@@ -20,25 +22,35 @@ def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """
     if not len(x_MI):  # torch's operator takes no empty x
         return looped_linear(x_MI, weight_GOI, ends_G)
-    if has_few_shapes(x_MI):
-        product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
-        return product
-    if has_grouped_product(x_MI, weight_GOI):
-        return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
-    return looped_linear(x_MI, weight_GOI, ends_G)
+    return KERNELS[kernel_for(x_MI, weight_GOI)](x_MI, weight_GOI, ends_G)
 
 
-def has_grouped_product(x_MI: Tensor, weight_GOI: Tensor) -> bool:
-    """Whether torch's operator takes these: no float64, and no odd widths."""
+def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
+    """Which of KERNELS serves these here.
+
+    MegaBlocks, where it is installed, takes bfloat16 on GPUs. torch's operator takes no float64 and no odd widths.
+    oneDNN, which multiplies bfloat16 on CPUs, builds and keeps a kernel for each number of rows, which takes longer
+    than the product, and a megabyte: there rows go by windows of few lengths.
+    """
+    if x_MI.dtype == torch.bfloat16 and not isinstance(x_MI, FakeTensor):
+        if x_MI.device.type == "cpu":
+            return "windows"
+        if x_MI.device.type == "cuda" and megablocks.is_installed():
+            return "megablocks"
     size = x_MI.element_size()
     aligned = all(width * size % ALIGNED == 0 for width in weight_GOI.shape[1:])
-    return x_MI.dtype in (torch.bfloat16, torch.float32) and aligned
+    return "grouped" if x_MI.dtype in (torch.bfloat16, torch.float32) and aligned else "loop"
 
 
-def has_few_shapes(x_MI: Tensor) -> bool:
-    """Whether products want shapes that were there before: oneDNN, which multiplies bfloat16 on CPUs, builds and keeps
-    a kernel for each number of rows, which takes longer than the product, and a megabyte."""
-    return x_MI.dtype == torch.bfloat16 and x_MI.device.type == "cpu" and not isinstance(x_MI, FakeTensor)
+def torch_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """The same, by torch's operator."""
+    return F.grouped_mm(x_MI, weight_GOI.transpose(-1, -2), offs=ends_G)
+
+
+def windowed_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """The same, one product after the other, each of a window of rows around its group whose length is one of a few."""
+    product: Tensor = _Windowed.apply(x_MI, weight_GOI, ends_G)
+    return product
 
 
 def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
@@ -50,8 +62,6 @@ def looped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 
 class _Windowed(torch.autograd.Function):
-    """One product after the other, each of a window of rows around its group whose length is one of a few."""
-
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_MI, weight_GOI)
@@ -93,3 +103,11 @@ def windows(ends: list[int]) -> list[Window]:
         found.append((first, last, low, low + length))
         first = last
     return found
+
+
+KERNELS = {
+    "grouped": torch_linear,
+    "windows": windowed_linear,
+    "megablocks": megablocks.linear,
+    "loop": looped_linear,
+}

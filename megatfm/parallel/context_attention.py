@@ -1,8 +1,9 @@
 """Attention of the queries here to keys and values of all ranks that share rows.
 
-What queries may look at is fetched where a pattern says which tokens these are (windows, chunks); where all look at
-all, keys and values go round a ring of ranks (Liu et al. 2023), one part of the row a step. Where attention has numbers
-for all pairs (biases), or is one of its own, all keys are fetched.
+What queries may look at is fetched where a pattern says which tokens these are (windows, chunks), and the few queries
+that see all go to the keys themselves; where all look at all, keys and values go round a ring of ranks (Liu et al.
+2023), one part of the row a step. Where attention has numbers for all pairs (biases), or is one of its own, all keys
+are fetched.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
-from megatfm.ops.attention.blocks import How, padded
-from megatfm.ops.attention.pieces import Grid, pieces
+from megatfm.ops.attention.blocks import How
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
 from megatfm.parallel.context_heads import by_heads, sends_less
+from megatfm.parallel.context_parts import how_of, merged, part_backward, part_of
+from megatfm.parallel.context_wide import Wide, with_wide
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
@@ -43,8 +44,11 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
                 for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
             ]
         else:
-            k, v = _fetched(k, v, needs)
             steps = [_Step(("fetched", core_.pattern), needs.looked_at)]
+            k_fetched, v_fetched = _fetched(k, v, needs)
+            out = _attend(core_, q, k_fetched, v_fetched, sequence, steps, contexts)
+            wide = sequence.once(("wide", core_.pattern), lambda: Wide.of(core_, contexts, sequence))
+            return out if wide is None else with_wide(core_, out, q, k, v, sequence, wide, contexts)
         return _attend(core_, q, k, v, sequence, steps, contexts)
 
     return forward
@@ -79,15 +83,8 @@ def _attend(
     core: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Any, steps: Sequence[_Step], contexts: Contexts
 ) -> Tensor:
     """By blocks: the keys of the first step are here, those of each further one come from the rank before."""
-    n_heads, drawn = q.shape[1], core.dropout.head_rng_keys(sequence, q.shape[1])
-    hows = []
-    for step in steps:
-        places = step.places.to(q.device)
-        seen = core.seen(sequence.looking_at(step.key, places), n_heads)
-        size = min(blocks.block_size(seen), -(-max(q.shape[2], len(places)) // 4) * 4)
-        grid = Grid(len(q), q.shape[2], len(places), size)
-        visits = seen.once(("pieces", size), lambda seen=seen, grid=grid: pieces(seen, grid))
-        hows.append(How.of(visits, size, q.shape[-1], core.variant, places))
+    drawn = core.dropout.head_rng_keys(sequence, q.shape[1])
+    hows = [how_of(core, sequence, step.key, step.places, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
     made: Tensor = _Ring.apply(q, k, v, drawn, sinks, hows, contexts)
     return made
@@ -102,12 +99,12 @@ class _Ring(torch.autograd.Function):
         hows: Sequence[How], contexts: Contexts,
     ) -> Tensor:  # fmt: skip
         kv = torch.cat([k, v], -1) if len(hows) > 1 else None
-        out, lse = _part(q, k, v, drawn, hows[0])
+        out, lse = part_of(q, k, v, drawn, hows[0])
         for how in hows[1:]:
             assert kv is not None
             kv = _shift(kv, contexts, how)
-            more = _part(q, *_split(kv, k, v), drawn, how)
-            out, lse = _merged(out, lse, *more)
+            more = part_of(q, *_split(kv, k, v), drawn, how)
+            out, lse = merged(out, lse, *more)
         out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
         ctx.rest = hows, contexts
@@ -117,13 +114,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
         hows, contexts = ctx.rest
-        dq, *own = _part_backward(g, q, k, v, out, lse, drawn, hows[0])
+        dq, *own = part_backward(g, q, k, v, out, lse, drawn, hows[0])
         kv = torch.cat([k, v], -1) if len(hows) > 1 else None
         travelling: Tensor | None = None
         for how in hows[1:]:
             assert kv is not None
             kv = _shift(kv, contexts, how)
-            more, *parts = _part_backward(g, q, *_split(kv, k, v), out, lse, drawn, how)
+            more, *parts = part_backward(g, q, *_split(kv, k, v), out, lse, drawn, how)
             part = torch.cat(parts, -1)
             dq = dq + more
             travelling = part if travelling is None else _shift(travelling, contexts, how) + part
@@ -145,29 +142,3 @@ def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
 def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     of_k, of_v = kv.split([k.shape[-1], v.shape[-1]], -1)
     return of_k, of_v
-
-
-def _part(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Output and logarithm of the sums over some keys."""
-    queries = q.shape[2]
-    drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
-    q, k, v = (padded(x, how.size) for x in (q, k, v))
-    out, lse = blocks.forward(q, k, v, drawn, how)
-    return out[:, :, :queries], lse[:, :, :queries]
-
-
-def _part_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
-) -> Sequence[Tensor]:
-    sizes = q.shape[2], k.shape[2], v.shape[2]
-    drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
-    g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
-    found = blocks.backward(g, q, k, v, out, lse, drawn, how)
-    return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
-
-
-def _merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
-    total = torch.logaddexp(lse, of_more)
-    safe = total.masked_fill(total == -torch.inf, 0)
-    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total

@@ -3,7 +3,7 @@
 Fewer key heads than ranks are repeated, so that each rank gets the one that its queries need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from megatfm.parallel.context_exchange import Contexts
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
+
+Way = Callable[[Tensor, Contexts, int], Tensor]
 
 
 def sends_less(contexts: Contexts, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> bool:
@@ -30,42 +32,32 @@ def by_heads(
     if k_BKTH.shape[1] < contexts.size:
         times = contexts.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
-    q: Tensor = _ToHeads.apply(q_BNTH, contexts, sequence.length)
-    kv: Tensor = _ToHeads.apply(torch.cat([k_BKTH, v_BKTV], -1), contexts, sequence.length)
+    rest = contexts, sequence.length
+    q: Tensor = _Moved.apply(q_BNTH, _to_heads, _to_tokens, *rest)
+    kv: Tensor = _Moved.apply(torch.cat([k_BKTH, v_BKTV], -1), _to_heads, _to_tokens, *rest)
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
     part = core.dropout.part * contexts.size + contexts.rank
     made = core.of_heads(part, q, k, v, sequence.of_row())
-    back: Tensor = _ToTokens.apply(made, contexts, sequence.length)
+    back: Tensor = _Moved.apply(made, _to_tokens, _to_heads, *rest)
     return back
 
 
-class _ToHeads(torch.autograd.Function):
-    """[B, n, T, ·] → [B, n / c, S, ·], tokens in the order of the row; adjoint: the way back."""
+class _Moved(torch.autograd.Function):
+    """Tokens for heads, or heads for tokens, whichever way; adjoint: the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, contexts: Contexts, length: int) -> Tensor:
-        ctx.rest = contexts, length
-        return _to_heads(x, contexts, length)
+    def forward(ctx: Any, x: Tensor, way: Way, back: Way, contexts: Contexts, length: int) -> Tensor:
+        ctx.rest = back, contexts, length
+        return way(x, contexts, length)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(g, *ctx.rest), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    """[B, n / c, S, ·] → [B, n, T, ·]; adjoint: the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, contexts: Contexts, length: int) -> Tensor:
-        ctx.rest = contexts, length
-        return _to_tokens(x, contexts, length)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(g, *ctx.rest), None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back, contexts, length = ctx.rest
+        return back(g, contexts, length), None, None, None, None
 
 
 def _to_heads(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+    """[B, n, T, ·] → [B, n / c, S, ·], tokens in the order of the row."""
     dealt, heads = contexts.places(length), x.shape[1] // contexts.size
     shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in dealt]
     came = _exchange(x.chunk(contexts.size, 1), shapes, contexts)
@@ -73,6 +65,7 @@ def _to_heads(x: Tensor, contexts: Contexts, length: int) -> Tensor:
 
 
 def _to_tokens(x: Tensor, contexts: Contexts, length: int) -> Tensor:
+    """[B, n / c, S, ·] → [B, n, T, ·]."""
     dealt = contexts.places(length)
     shape = *x.shape[:2], len(dealt[contexts.rank]), x.shape[3]
     parts = [x[:, :, at.to(x.device)] for at in dealt]

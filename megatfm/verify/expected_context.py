@@ -75,6 +75,8 @@ class RowsCut:
             needs: list[Tensor] | None = everywhere
         else:
             needs = self._needs(microbatch, module, side)
+            if needs is not None:
+                self._wide(ledger, microbatch, side, call, module, forwards)
         if needs is None and self._by_heads(call):
             self._exchange(ledger, rank, call, dealt, computed, forwards)
             return
@@ -91,6 +93,19 @@ class RowsCut:
                 ledger.send(CONTEXT, given * a_token)
             if taken and other != rank and call.has_gradient:
                 ledger.send(CONTEXT, taken * a_token)
+
+    def _wide(
+        self, ledger: Ledger, microbatch: int, side: str, call: Call, module: nn.Module, forwards: int
+    ) -> None:
+        """Queries that see all are summed with zeros from other ranks, what is made of them is gathered with the
+        logarithms of the sums, in float32 or better, and back go gradients of both."""
+        (rows, n, _, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
+        count = len(module.wide(self._row(microbatch, side), self._dealt[side]))  # type: ignore[operator]
+        size = PRECISIONS[self._config.train.precision].computed.itemsize
+        queries = rows * n // self._config.parallel.tp * count
+        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * (forwards + call.has_gradient))
+        ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
+        ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * forwards)
 
     def _by_heads(self, call: Call) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring

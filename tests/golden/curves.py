@@ -18,6 +18,7 @@ from megatfm import keyed
 from megatfm.config import Config
 from megatfm.data.block import pack
 from megatfm.data.packing import Packing
+from megatfm.layers.moe import MoE
 from megatfm.objectives import Objective, SpecialTokens, make
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
@@ -82,7 +83,8 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
 def curves(
     values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64"
 ) -> Curves:
-    """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced.
+    """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced, of a
+    mixture of experts the load of the busiest one by the mean.
 
     values: a config, dumped. steps: only the first ones. Runs inside a process group.
     """
@@ -90,6 +92,7 @@ def curves(
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     objective = make(config.objective, config.model, SPECIAL, lengths)
+    mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
     found: Curves = {}
     if config.model.family == "electra":
         discriminator = engine.model.discriminator
@@ -104,6 +107,9 @@ def curves(
         stats = engine.forward_backward([batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():
             found.setdefault(term, []).append(value)
+        if mixtures:
+            loads = [mixture.observed["load"].double() for mixture in mixtures]
+            found.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
         rate = config.optimizer.lr * lr_factor * factor(config.schedule, step, config.train.steps)
         engine.step(rate, config.optimizer.clip)
     return found

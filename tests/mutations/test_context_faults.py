@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers.attention.patterns import Window
+from megatfm.layers.attention.patterns import BigBird, Window
 from megatfm.layers.part import Part
-from megatfm.parallel import context_attention, context_exchange
+from megatfm.parallel import context, context_attention, context_exchange, context_wide
 from megatfm.parallel.mesh import SHARD, Mesh
 from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.test_context import microbatches, one_device
 from tests.workers import Workers
 
+ENCODERS = "patterns of encoders, rows of 11 tokens"
 BELOW_ATTENTION = {"*.embedding.tokens.weight", "*.layers.0.attn*", "*.layers.1.attn.w[kv]*"}
 """Some of the parameters that what becomes of keys and values reaches."""
 
 
 def a_ring_step_is_skipped(patch: Patch) -> None:
-    patch.setattr(context_attention, "_merged", lambda out, lse, *_: (out, lse))
+    patch.setattr(context_attention, "merged", lambda out, lse, *_: (out, lse))
 
 
 def gradients_of_keys_stay_with_the_last_rank(patch: Patch) -> None:
@@ -49,6 +50,28 @@ def gradients_of_fetched_keys_stay(patch: Patch) -> None:
 def a_halo_is_one_short(patch: Patch) -> None:
     real = Window.reach
     patch.setattr(Window, "reach", lambda self, first, last, n: real(self, first + 1, last, n))
+
+
+def a_random_block_of_the_wrong_head(patch: Patch) -> None:
+    """The next one's, where keys came from other ranks."""
+    real = BigBird.sees_of
+
+    def sees_of(self: BigBird, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+        return real(self, q, k, (heads + 1) % self.n_heads, lengths)
+
+    patch.setattr(BigBird, "sees_of", sees_of)
+
+
+def a_wide_query_is_answered_by_one_rank_alone(patch: Patch) -> None:
+    patch.setattr(context_wide, "merged", lambda out, lse, *_: (out, lse))
+
+
+def gradients_of_wide_queries_stay(patch: Patch) -> None:
+    patch.setattr(context_wide, "all_sum", lambda g, group: g)
+
+
+def a_stretch_is_not_summed(patch: Patch) -> None:
+    patch.setattr(context, "_summed", lambda x, group: x)
 
 
 def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
@@ -77,8 +100,15 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_document_s_boundary_is_lost_at_a_cut: ("llama", EVERYTHING),
     gradients_are_not_summed_over_contexts: ("llama", EVERYTHING),
     dropout_counts_tokens_from_the_cut: ("llama", EVERYTHING),
+    a_random_block_of_the_wrong_head: (ENCODERS, {"encoder.layers.1.attn.w*.weight"}),
+    a_wide_query_is_answered_by_one_rank_alone: (ENCODERS, {"encoder.layers.[0-3].attn.w[qkv].weight"}),
+    gradients_of_wide_queries_stay: (ENCODERS, {"encoder.layers.[123].attn.w[kv].weight"}),
+    a_stretch_is_not_summed: ("compressed", EVERYTHING),
 }
 """Fault → the model that shows it, and parameters whose gradients must be found wrong."""
+
+
+MODELS = sorted({name for name, _ in FAULTS.values()})
 
 
 def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
@@ -99,8 +129,8 @@ def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
 
 
 def test_each_fault_is_found(workers: Workers) -> None:
-    by_rank = workers.run(wrong_gradients, 2, ["llama", "window"], timeout=180.0)
-    for name in ("llama", "window"):
+    by_rank = workers.run(wrong_gradients, 2, MODELS, timeout=180.0)
+    for name in MODELS:
         (parameters, *_), *_ = (rank[name] for rank in by_rank)
         _, none, *wrong = (set().union(*each) for each in zip(*(rank[name] for rank in by_rank), strict=True))
         assert none == set()

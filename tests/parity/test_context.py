@@ -198,7 +198,7 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "llama": (*AGAIN, "cp2 by heads, recomputed"),
         "patterns of decoders": AGAIN,
-        "patterns of encoders": ONE,
+        "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
         "alibi": ONE,
         "t5": ONE,
         "linformer of an encoder-decoder": ONE,
@@ -206,7 +206,7 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
     4: {
         "llama": ("cp4 by heads", "cp4 by a ring"),
         "patterns of decoders": ("cp4",),
-        "patterns of encoders": ("cp4",),
+        "patterns of encoders": ("cp4, one document",),
     },
 }
 OBJECTIVES = {"t5": SpanCorruptionObjective(), "patterns of encoders": MaskedObjective()}
@@ -222,6 +222,10 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             objective = OBJECTIVES.get(name, CausalObjective())
             parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
             model = MODELS[name].changed({"heads": {}})
-            recompute = "full" if again else "none"
-            configs[f"{name}, {layout}"] = config_of(model, objective, parallel, recompute=recompute)
+            recompute = "full" if "recomputed" in again else "none"
+            config = config_of(model, objective, parallel, recompute=recompute)
+            whole = {"attend_across_documents": "one document" in again}
+            configs[f"{name}, {layout}"] = config.model_copy(
+                update={"data": config.data.model_copy(update=whole)}
+            )
     assert missed(workers, ranks, configs) == {}

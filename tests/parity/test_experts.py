@@ -124,6 +124,16 @@ def layouts_of(ranks: int) -> dict[str, ParallelConfig]:
     return LAYOUTS[ranks] | EXPERTS_OVER_RANKS.get(ranks, {})
 
 
+def initial_model(config: ModelConfig) -> nn.Module:
+    model = build(config).double()
+    initialise(model, 7)
+    return model
+
+
+def objective_for(config: ModelConfig, batch: dict[str, Tensor]) -> Any:
+    return objective_of(config, list(PassOn([])(initial_model(config).eval(), batch)))
+
+
 def objective_of(config: ModelConfig, terms: list[str]) -> Any:
     """Of a model's terms, with those of its blocks."""
     added = block_terms(config)
@@ -139,10 +149,8 @@ def loss_of(objective: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
 
 def one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
     """The model with the second step's gradients, the objective, and the loss of both steps."""
-    model = build(config).double().train()
-    initialise(model, 7)
-    objective, losses = objective_of(config, list(PassOn([])(model.eval(), batch))), []
-    model.train()
+    model, losses = initial_model(config).train(), []
+    objective = objective_for(config, batch)
     for _ in range(2):
         for module in mixtures(model).values():
             if module.observed:
@@ -160,13 +168,10 @@ def mixtures(model: nn.Module) -> dict[str, MoE]:
     return {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def second_step(
-    name: str, parallel: ParallelConfig
-) -> tuple[NativeEngine, nn.Module, list[float], list[float]]:
-    """An engine after its second forward and backward passes, one device's model, and the losses of both."""
+def second_step(name: str, parallel: ParallelConfig, objective: Any) -> tuple[NativeEngine, list[float]]:
+    """An engine after its second forward and backward passes, and its losses."""
     config = MODELS[name]
     batch = batch_for(config)
-    model, objective, wanted = one_device(config, batch)
     make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
     engine = make(config, parallel, *(() if parallel.pp > 1 else (test_layouts.ADAMW,)))
     losses = []
@@ -175,12 +180,13 @@ def second_step(
             engine.step(0.0, clip=0.0)
             engine.zero_grad()
         losses.append(engine.forward_backward(test_layouts.microbatches(engine, batch), objective).loss)
-    return engine, model, losses, wanted
+    return engine, losses
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    model, objective, wanted = one_device(MODELS[name], batch_for(MODELS[name]))
     for layout, parallel in layouts.items():
-        engine, model, losses, wanted = second_step(name, parallel)
+        engine, losses = second_step(name, parallel, objective)
         assert losses == pytest.approx(wanted, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -244,7 +250,7 @@ def resume(folder: Path, parallel: ParallelConfig, between: ParallelConfig) -> l
     for name in ("top-k", "deepseek-v3"):
         config = MODELS[name]
         batch = batch_for(config)
-        objective = objective_of(config, list(one_device(config, batch)[0].eval()(**batch).losses))
+        objective = objective_for(config, batch)
 
         def train(engine: NativeEngine, batch: Any = batch, objective: Any = objective) -> None:
             engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
@@ -378,7 +384,8 @@ def wrong(fault: str | None, parallel: ParallelConfig) -> set[str]:
             patch.setattr(native.ModuleState, "update", of_one_rank(native.ModuleState.update))
         elif fault:
             globals()[fault](patch)
-        engine, model, *_ = second_step("top-k", parallel)
+        model, objective, _ = one_device(MODELS["top-k"], batch_for(MODELS["top-k"]))
+        engine, _ = second_step("top-k", parallel, objective)
         return set(test_pipelines.errors(engine, model))
 
 
@@ -463,9 +470,7 @@ def one_choice_for_all(name: str, ranks: int) -> None:
     for layout, parallel in EXPERTS_OVER_RANKS[ranks].items():
         if parallel.pp > 1:
             continue
-        model = build(config).double().train()
-        initialise(model, 7)
-        objective = objective_of(config, list(PassOn([])(model.eval(), batch)))
+        model, objective = initial_model(config), objective_for(config, batch)
         engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
         own = engine.weights()
         for path in mixtures(model):
@@ -494,7 +499,7 @@ def moved(parallel: ParallelConfig) -> None:
     """Two steps of Muon move a rank's blocks as they move those of whole experts on each rank."""
     config = MODELS["top-k"]
     batch = batch_for(config)
-    objective = objective_of(config, list(one_device(config, batch)[0].eval()(**batch).losses))
+    objective = objective_for(config, batch)
     engines = [
         test_layouts.make_engine(config, layout, test_layouts.MUON)
         for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))

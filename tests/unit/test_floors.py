@@ -70,6 +70,14 @@ USES = {
 }
 BESIDE = {
     "data_prep": {"megatfm.data", "megatfm.tokenizers", "megatfm.config"},
+    # Steps that have a model read the text, which data_prep imports by name when a config asks for one.
+    "data_prep.models": {
+        "data_prep",
+        "megatfm.data",
+        "megatfm.tokenizers",
+        "megatfm.config",
+        "megatfm.generate",
+    },
     "launchers": {"megatfm.config"},
     "slurm": set[str](),
 }
@@ -116,7 +124,7 @@ NO_DISTRIBUTED = {"data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
 def room_of(module: str) -> str:
     """`megatfm.data.index` → `megatfm.data`; `megatfm.train.guards.lock` → `megatfm.train.guards`."""
     parts = module.split(".")
-    inner = ".".join(parts[:3])
+    inner = ".".join(parts[: 3 if parts[0] == "megatfm" else 2])
     return inner if inner in ROOMS else ".".join(parts[: 2 if parts[0] == "megatfm" else 1])
 
 

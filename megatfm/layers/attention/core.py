@@ -1,13 +1,14 @@
 """Attention between projected heads: the seam at which context parallelism takes over."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, expect
 from megatfm.cost import Cost, Tokens
-from megatfm.layers.attention.patterns import Pattern, Seen, reached
+from megatfm.layers.attention.patterns import Pattern, Seen, reached, wide_queries
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
@@ -55,8 +56,12 @@ class Core(nn.Module):
         return Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
 
     def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor | None:
-        """The places of whole rows that queries at some may look at; None: all of them."""
+        """The places of whole rows that queries at some may look at, but for wide ones; None: all of them."""
         return reached(self.pattern.within(row.length), row, places)
+
+    def wide(self, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+        """The places of queries that look at more, on several of the ranks to which the row is dealt."""
+        return wide_queries(self.pattern.within(row.length), row, dealt)
 
     def cost(self, tokens: Tokens) -> Cost:
         """Of the scores and of the sums of values."""

@@ -1,5 +1,8 @@
 """Experts: feed-forward networks side by side, their matrices stacked."""
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +12,13 @@ from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity, without_rest
-from megatfm.ops.grouped import grouped_linear
+from megatfm.ops.grouped import grouped_linear, kernel_for
 from megatfm.ops.initial import Constant
 
 # B batch, T tokens, K chosen experts, M = B · T · K choices, R of them that are reached, D model width
+
+
+log = logging.getLogger("megatfm")
 
 
 class Experts(nn.Module):
@@ -98,6 +104,7 @@ class Experts(nn.Module):
 
     def each(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
         """FFNₑ of rows sorted by expert, up to where each expert's end. What lies beyond is undefined."""
+        _tell(kernel_for(rows_MD, self.w_up), rows_MD.device.type, rows_MD.dtype)
         inner_MF = self._product(rows_MD, self.w_up, self.b_up, ends_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
@@ -114,3 +121,9 @@ class Experts(nn.Module):
         is_beyond_M1 = (experts_M == len(bias_EO))[:, None]
         biases_MO = bias_EO[experts_M.clamp(max=len(bias_EO) - 1)]
         return made_MO + biases_MO.masked_fill(is_beyond_M1, 0)  # where gradients are undefined, too
+
+
+@cache
+def _tell(kernel: str, device: str, dtype: torch.dtype) -> None:
+    """Log once which kernel multiplies experts with their rows."""
+    log.info("experts on %s in %s: kernel %s", device, str(dtype)[6:], kernel)

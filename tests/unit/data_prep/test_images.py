@@ -129,8 +129,8 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     moments = count_moments(tmp_path, small)
     rng = random.Random(0)
     # The last moments are those of the commits.
-    lasts = [*rng.sample(range(moments), 3), *range(moments - 3, moments)]
-    again = [("again", last) for last in sorted(rng.sample(range(moments), 3))]
+    lasts = [*rng.sample(range(moments), 2), *range(moments - 3, moments)]
+    again = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
     statuses = killed(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):

@@ -80,10 +80,8 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said
     assert tree(tmp_path / "together") == whole
-    late = start("--part", "2/3")
-    _, said = late.communicate(timeout=60)
-    assert late.returncode == 0
-    assert "already prepared" in said
+    late = config("together", part_bytes=PART, workers=1, **ALL)
+    assert data_prep.run(late, team=lambda folder: Claims(2, 3, folder)).already_done
 
 
 @pytest.fixture
@@ -113,11 +111,10 @@ def test_ranks_under_mpirun_make_the_same(
         assert said.count("read and clean: done") == 1, "rank 0 speaks for all"
     (tmp_path / "together" / "prep.json").unlink()
     (tmp_path / "together" / "a stranger").touch()
-    for overrides in ((), ("overwrite=true",)):
-        failing = start(*overrides, before=mpirun)
-        _, said = failing.communicate(timeout=120)
-        assert failing.returncode == 2, "a mistake that one rank sees ends all"
-        assert "'a stranger', which no prep made" in said
+    failing = start("overwrite=true", before=mpirun)
+    _, said = failing.communicate(timeout=120)
+    assert failing.returncode == 2, "a mistake that one rank sees ends all"
+    assert "'a stranger', which no prep made" in said
 
 
 def test_a_rank_that_dies_costs_its_part_only(

@@ -1,6 +1,8 @@
 """Mixtures of experts against transformers' layers, and against each token's formula."""
 
 import math
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +27,7 @@ from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity
 from megatfm.layers.moe.router import highest
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import grouped
-from megatfm.ops.grouped import grouped_linear, has_few_shapes, has_grouped_product, looped_linear
+from megatfm.ops.grouped import grouped_linear, kernel_for, looped_linear
 from tests.parity.oracle import TOLERANCE, doubled
 
 B, T, D, F_, E = 3, 11, 16, 8, 8
@@ -299,19 +301,38 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros_and_one_that_all_
             assert [bool(g.any()) for g in parameter.grad] == [e == 3 for e in range(E)]
 
 
-@pytest.mark.parametrize("cpu", [True, False], ids=["as here", "as elsewhere"])
-@pytest.mark.parametrize("dtype_", [torch.float32, torch.bfloat16])
+def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
+    """As grouped_gemm.ops.gmm, which says what it wants less readably."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    assert batch_sizes.dtype == torch.int64
+    assert batch_sizes.device.type == "cpu"
+    assert int(batch_sizes.sum()) == len(a) > 0
+    parts = a.split(batch_sizes.tolist())
+    return torch.cat([part @ (one.T if trans_b else one) for part, one in zip(parts, b, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("dtype_", "kernel"),
+    [
+        (torch.float32, "grouped"),
+        (torch.bfloat16, "grouped"),
+        (torch.bfloat16, "windows"),
+        (torch.bfloat16, "megablocks"),
+    ],
+)
 def test_the_grouped_product_is_the_loop(
-    dtype_: torch.dtype, cpu: bool, monkeypatch: pytest.MonkeyPatch
+    dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
+    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
-    assert has_grouped_product(x, weight)
-    assert has_few_shapes(x) == (dtype_ == torch.bfloat16)
-    if not cpu:
-        monkeypatch.setattr(grouped, "has_few_shapes", lambda x_MI: False)
+    assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
+    monkeypatch.setattr(grouped, "kernel_for", lambda *_: kernel)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
     made = []
     for product in (grouped_linear, looped_linear):
@@ -320,8 +341,10 @@ def test_the_grouped_product_is_the_loop(
     for one, other in zip(*made, strict=True):
         rows = slice(0, 11) if len(one) == 13 else slice(None)
         torch.testing.assert_close(one[rows], other[rows])
-    assert not has_grouped_product(x.double(), weight.double())
-    assert not has_grouped_product(x, weight[:, :7])
+    monkeypatch.undo()
+    assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
+    nothing = grouped.KERNELS[kernel](x, weight, torch.zeros_like(ends))
+    assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
 
 
 def test_windows_hold_their_groups_and_have_few_lengths() -> None:

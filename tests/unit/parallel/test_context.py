@@ -8,6 +8,17 @@ import torch
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, objective
 from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns import (
+    BigBird,
+    Chunked,
+    Longformer,
+    Pattern,
+    Seen,
+    Window,
+    reached,
+    wide_queries,
+)
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context import cut, is_folded, refuse
@@ -161,3 +172,34 @@ def test_a_row_that_is_too_short_is_refused() -> None:
         UsageError, match=r"a row of 3 tokens can't be cut into 4 runs of at least 1 for parallel\.cp = 2"
     ):
         places(3, 2, folded=True)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Window(31, 31),
+        Chunked(24, causal=True),
+        BigBird(8, 2, 0, 2),
+        BigBird(8, 1, 5, 2),
+        BigBird(8, 2, 0, 2, causal=True),
+        Longformer(16, (0, 3)),
+    ],
+    ids=repr,
+)
+def test_what_is_fetched_does_not_grow_with_the_row(pattern: Pattern) -> None:
+    """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
+    sent = []
+    for length in (384, 768):
+        row, dealt = SequenceMetadata(torch.arange(length)[None]), places(length, 4, folded=False)
+        wide = wide_queries(pattern.within(length), row, dealt)
+        fetched = [reached(pattern.within(length), row, each) for each in dealt]
+        sent.append((len(wide), [len(found) - length // 4 for found in fetched if found is not None]))
+        mask = Seen(pattern, row, 0, 2).mask()
+        assert mask is not None
+        for each, found in zip(dealt, fetched, strict=True):
+            assert found is not None
+            narrow = each[~torch.isin(each, wide)]
+            seen = mask[0][:, narrow].any(0).any(0)
+            assert set(seen.nonzero()[:, 0].tolist()) <= set(found.tolist())
+    assert sent[0] == sent[1]
+    assert max(sent[0][1]) < 384 * 3 // 4, "less than all"

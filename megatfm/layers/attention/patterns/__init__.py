@@ -8,7 +8,7 @@ from megatfm.layers.attention.patterns.full import Full, require_full
 from megatfm.layers.attention.patterns.longformer import Longformer
 from megatfm.layers.attention.patterns.memory import Memory
 from megatfm.layers.attention.patterns.pattern import Pattern, Seen, Span
-from megatfm.layers.attention.patterns.reach import reached
+from megatfm.layers.attention.patterns.reach import reached, wide_queries
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.layers.attention.patterns.strided import Strided
 from megatfm.layers.attention.patterns.window import Window
@@ -29,4 +29,5 @@ __all__ = [
     "Window",
     "reached",
     "require_full",
+    "wide_queries",
 ]

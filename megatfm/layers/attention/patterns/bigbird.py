@@ -55,10 +55,15 @@ class BigBird(Pattern):
         ahead = 0, max(self.extra or size, size * self._short if self.n_random else 0)
         if self.causal:
             return near, (0, min(last, ahead[1]))
-        wide = first < self.extra if self.extra else first < size or last > end - size
-        if wide or length <= self._short * size:
+        if length <= self._short * size:
             return ((0, length),)
         return (near, ahead) if self.extra else (near, ahead, (end - size, end))
+
+    def wide(self, length: int) -> Runs:
+        size, end = self.block, -(-length // self.block) * self.block
+        if self.causal or length <= self._short * size:
+            return ()
+        return ((0, self.extra),) if self.extra else ((0, size), (end - size, length))
 
     def within(self, length: int) -> Self:
         rows = -(-length // self.block)

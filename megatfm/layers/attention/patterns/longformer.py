@@ -18,9 +18,10 @@ class Longformer(Pattern):
     tokens: tuple[int, ...]
 
     def reach(self, first: int, last: int, length: int) -> Runs:
-        if any(first <= token < last for token in self.tokens):
-            return ((0, length),)
         return (first - self.side, last + self.side), *((token, token + 1) for token in self.tokens)
+
+    def wide(self, length: int) -> Runs:
+        return tuple((token, token + 1) for token in self.tokens)
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q - k).abs() <= self.side

@@ -81,8 +81,12 @@ class Pattern:
 
     def reach(self, first: int, last: int, length: int) -> Runs | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
-        runs (begin, end), which may lie beyond its ends; None: they may be anywhere."""
+        runs (begin, end), which may lie beyond its ends; None: they may be anywhere. `wide` queries are left out."""
         return None
+
+    def wide(self, length: int) -> Runs:
+        """The few queries of a document of so many tokens that may see all of it: runs (begin, end)."""
+        return ()
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         """Whether the query at place q of a document sees the key at its place k; boolean [B or 1, n or 1, T, S].

@@ -1,6 +1,6 @@
 """Which tokens of whole rows some queries may look at: what has to be fetched where others hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +32,29 @@ def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor |
             if opened is not None:
                 found[start:end] |= opened[number % len(opened), start:end]
     return torch.from_numpy(np.flatnonzero(found))
+
+
+def wide_queries(pattern: Pattern, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+    """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks. dealt: places
+    by rank."""
+    found, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
+    for rank, places in enumerate(dealt):
+        rank_of[places.cpu().numpy()] = rank
+    for start, end in _bounds(row) if pattern.wide(row.length) else ():
+        if (rank_of[start:end] != rank_of[start]).any():
+            for begin, beyond in pattern.wide(end - start):
+                found[start + begin : min(start + beyond, end)] = True
+    return torch.from_numpy(np.flatnonzero(found))
+
+
+def _bounds(row: SequenceMetadata) -> Iterator[tuple[int, int]]:
+    """Begin and end of each document of each row."""
+    numbers = row.document_numbers()
+    if numbers is None:
+        yield 0, row.length
+        return
+    for documents in numbers[0].cpu().numpy():
+        yield from pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)])
 
 
 def _documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,220 @@
+"""Whole steps of a mixture of experts against a dense model, a capacity, and transformers' Mixtral, on this CPU.
+
+    python benchmarks/moe.py --rounds 12 --out benchmarks/results/DATE-moe.md
+
+A step is a forward pass, a backward pass and AdamW's update (torch's, on the same weights for all), in one process.
+Every model has the same number of active weights: experts are 1/K as wide as the dense network, of which a token goes
+through K. Rounds are interleaved, begin with each model in turn, and every step has other random tokens, so that
+experts get other numbers of rows, as in training. A ratio is the median over rounds of the other's CPU seconds by
+ours, so above 1 ours is faster.
+
+Routing: random weights choose nearly evenly; `--skew` lets the logits fall by expert by so many nats (ours alone, so
+transformers is left out then). The busiest expert's load is stated. Memory is what is kept between the forward and the
+backward pass, without weights, by token.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatfm.config import ModelConfig
+from megatfm.layers.initialisation import initialise
+from megatfm.layers.moe import MoE
+from megatfm.models import build
+from megatfm.train.watching.memory import keep_freed_memory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+VOCABULARY, HEAD = 4096, 64
+
+
+class Candidate(NamedTuple):
+    """A model, and its loss on tokens [B, T + 1]."""
+
+    model: nn.Module
+    loss: Callable[[Tensor], Tensor]
+
+
+def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
+    """A decoder of ours, dense where no experts are given."""
+    section = {"d_ff": args.d_ff}
+    if ffn:
+        section = {
+            "name": "moe",
+            "d_ff": args.d_ff // args.top_k,
+            "n_experts": args.experts,
+            "top_k": args.top_k,
+        }
+    config = ModelConfig.of(
+        vocab_size=VOCABULARY,
+        d_model=args.width,
+        n_layers=args.layers,
+        **{"attention.n_heads": args.width // HEAD, "ffn": {**section, **ffn}, "embedding.tied": False},
+    )
+    model = build(config)
+    initialise(model, 0)
+    model = model.to(dtype).train()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            skewed(module.router, args.skew)
+
+    def loss(tokens: Tensor) -> Tensor:
+        passed = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+        return passed.losses["causal"] / tokens[:, 1:].numel()
+
+    return Candidate(model, loss)
+
+
+def mixtral(args: argparse.Namespace, dtype: torch.dtype) -> Candidate:
+    """transformers' Mixtral with the same shapes."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.width,
+        intermediate_size=args.d_ff // args.top_k,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // HEAD,
+        num_key_value_heads=args.width // HEAD,
+        num_local_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        use_cache=False,
+        output_router_logits=False,
+    )
+    options = {"attn_implementation": "sdpa", "experts_implementation": args.experts_implementation}
+    model = transformers.MixtralForCausalLM._from_config(config, **options).to(dtype).train()
+    return Candidate(model, lambda tokens: model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
+
+
+def skewed(router: Any, nats: float) -> None:
+    """Let its logits fall by expert, from 0 to so many nats."""
+    logits, slope_E = router.logits, torch.linspace(0, -nats, len(router.weight))
+    router.logits = lambda x_BTD: logits(x_BTD) + slope_E
+
+
+def seconds(one: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+    """Of the CPU, over all threads, for a step."""
+    start = time.process_time()
+    one.loss(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return time.process_time() - start
+
+
+def kept_bytes(one: Candidate, tokens: Tensor) -> int:
+    """What the backward pass needs, each storage once, without weights."""
+    weights = {p.untyped_storage().data_ptr() for p in one.model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(tensor)
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        one.loss(tokens)
+    return sum(kept.values())
+
+
+def skew_of(one: Candidate) -> float:
+    """The busiest expert's load by the mean, the mean over blocks."""
+    loads = [m.observed["load"].double() for m in one.model.modules() if isinstance(m, MoE)]
+    return statistics.fmean(float(load.max() / load.mean()) for load in loads)
+
+
+def measure(args: argparse.Namespace, name: str) -> list[str]:
+    """Rows of the table for a type of numbers."""
+    dtype = DTYPES[name]
+    router = {"name": "top_k"}
+    sides = {
+        "dropless": ours(args, dtype, router=router),
+        "dense": ours(args, dtype),
+        "capacity 1.25": ours(args, dtype, router=router, capacity=1.25),
+    }
+    if not args.skew:
+        sides["transformers"] = mixtral(args, dtype)
+    optimizers = {side: torch.optim.AdamW(one.model.parameters(), fused=True) for side, one in sides.items()}
+    taken: dict[str, list[float]] = {side: [] for side in sides}
+    names = list(sides)
+    for number in range(-args.warmup, args.rounds):
+        tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
+        first = number % len(names)
+        for side in names[first:] + names[:first]:
+            spent = seconds(sides[side], optimizers[side], tokens)
+            if number >= 0:
+                taken[side].append(spent)
+    tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
+    rows = []
+    for side, one in sides.items():
+        ratios = [theirs / own for theirs, own in zip(taken[side], taken["dropless"], strict=True)]
+        cells = (
+            name,
+            side,
+            f"{tokens[:, 1:].numel() / statistics.median(taken[side]):,.0f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{kept_bytes(one, tokens) / tokens[:, 1:].numel() / 1e3:.1f}",
+            f"{skew_of(one):.2f}" if any(isinstance(m, MoE) for m in one.model.modules()) else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what the arguments ask for; print a table, and write it where asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=6, help="rounds that don't count")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--d-ff", type=int, default=1024, help="of the dense network")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--skew", type=float, default=0.0)
+    parser.add_argument(
+        "--experts-implementation", default="eager", help="transformers': eager, batched_mm, grouped_mm"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    keep_freed_memory()  # as in training
+    load = Path("/proc/loadavg")
+    said = f", a load of {load.read_text().split()[0]} besides" if load.exists() else ""
+    lines = [
+        f"# Whole steps of a mixture of experts, {date.today().isoformat()}",
+        "",
+        f"torch {torch.__version__}, transformers {transformers.__version__} (experts: {args.experts_implementation}), "
+        f"{args.threads} thread(s){said};",
+        f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
+        f"{args.d_ff // args.top_k}, {args.top_k} for a token, {args.rows} rows of",
+        f"{args.length} tokens, a vocabulary of {VOCABULARY:,}, scores falling by {args.skew:g} nats; {args.rounds} "
+        "interleaved rounds. `python benchmarks/moe.py`,",
+        "whose head says how it is measured. Ratio: CPU seconds by those of dropless experts, median (range).",
+        "",
+        "| Numbers | Model | Tokens/s | Ratio | kB kept a token | Busiest expert by the mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in args.dtypes:
+        lines += measure(args, name)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

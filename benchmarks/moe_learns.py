@@ -1,0 +1,165 @@
+"""A small mixture of experts and the dense model of equally many active parameters, on the quickstart's corpus.
+
+    megatfm prep quickstart-data
+    python benchmarks/moe_learns.py --out benchmarks/results/DATE-moe-learns.md
+
+All are the preset `quickstart-moe`, see the same tokens in the same order, and differ in the feed-forward network
+alone. A token goes through as many weights of experts as of the dense network; a learned router adds `n_experts` ·
+`d_model` weights a block. Busiest is the load of the busiest expert as a multiple of the mean, over the steps after
+warm-up and over blocks: the mean, and the highest in any one step and block.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from platform import python_version
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from megatfm.config import load_config
+from megatfm.describe import describe
+
+D_FF = 192
+"""Of the dense network."""
+QUIET = ("log.sinks=[]", "log.norms_every=4", "evaluate.every=0", "checkpoint.every=100000")
+WARM = 0.2
+"""Of the steps, that count as warm-up for the balance."""
+
+
+def moe(
+    router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, **more: object
+) -> dict[str, object]:
+    """A section of experts with as many active weights as the dense network; shared ones count as active."""
+    width = D_FF // (top_k + int(str(more.get("n_shared_experts", 0))))
+    return {"name": "moe", "d_ff": width, "n_experts": experts, "top_k": top_k, **more, "router": router}
+
+
+EVEN = {"name": "deepseek_v3", "bias_rate": 0.01}
+MODELS: dict[str, dict[str, object] | None] = {
+    "dense": None,
+    "`deepseek_v3`, `bias_rate` 0.01": moe(EVEN),
+    "`top_k`, `balance` 0.1": moe({"name": "top_k", "balance": 0.1}),
+    "`top_k`, no balance": moe({"name": "top_k"}),
+    "`switch`, `balance` 0.1, `capacity` 1.25": moe(
+        {"name": "switch", "balance": 0.1}, top_k=1, capacity=1.25
+    ),
+    "`hash`": moe({"name": "hash"}),
+    "`deepseek_v3`, 32 experts of a quarter, 8 chosen": moe(EVEN, experts=32, top_k=8),
+    "`deepseek_v3`, one shared and one chosen": moe(EVEN, top_k=1, n_shared_experts=1),
+    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "sequence_balance": 0.1}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe({"name": "top_k", "balance": 0.1}, capacity=1.25),
+    "`gshard`, `balance` 0.1": moe({"name": "gshard", "balance": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": moe({"name": "noisy_top_k", "importance": 0.1, "load": 0.1}),
+}
+
+
+class Learnt(NamedTuple):
+    """What a run has come to."""
+
+    active: int
+    parameters: int
+    loss: float
+    loads: list[float]
+    dropped: float
+
+
+def toml(value: object) -> str:
+    """A value as a config's inline TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Learnt:
+    """Train in a process of its own, and read the record."""
+    section = {"d_ff": D_FF} if ffn is None else ffn
+    words = (
+        *QUIET, f"model.ffn={toml(section)}", f"train.steps={steps}", f"train.seed={seed}", f"run_dir={run}",
+        f"data.corpus={corpora}",
+    )  # fmt: skip
+    subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    told = [
+        layer
+        for line in lines
+        if line["step"] > WARM * steps
+        for layer in line.get("norms", {}).values()
+        if "load_max" in layer
+    ]
+    counts = describe(load_config("quickstart-moe", words))
+    return Learnt(
+        counts.active,
+        counts.parameters,
+        lines[-1]["evaluation"]["validation"]["loss"],
+        [layer["load_max"] for layer in told],
+        statistics.fmean(layer["dropped"] for layer in told) if told else 0.0,
+    )
+
+
+def row(name: str, seeds: list[Learnt], dense: list[Learnt]) -> str:
+    """Of the table."""
+    losses = [one.loss for one in seeds]
+    loads = [load for one in seeds for load in one.loads]
+    better = [theirs.loss - ours.loss for ours, theirs in zip(seeds, dense, strict=True)]
+    cells = (
+        name,
+        f"{seeds[0].parameters / 1e6:.2f}",
+        f"{seeds[0].active / 1e6:.3f}",
+        " ".join(f"{loss:.3f}" for loss in losses),
+        " ".join(f"{gain:+.3f}" for gain in better),
+        f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
+        f"{100 * statistics.fmean(one.dropped for one in seeds):.1f}" if loads else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Train all, print a table and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="names, or their beginnings")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    chosen = [name for name in MODELS if name == "dense" or any(name.startswith(one) for one in args.models)]
+    found: dict[str, list[Learnt]] = {}
+    lines = [
+        f"# Small mixtures of experts on the quickstart's corpus, {date.today()}",
+        "",
+        f"`python benchmarks/moe_learns.py --steps {args.steps} --seeds {' '.join(map(str, args.seeds))}`, torch "
+        f"{torch.__version__},",
+        f"the standard library of Python {python_version()}. One figure a seed. Parameters in millions.",
+        "",
+        "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
+        "Busiest: mean, highest | Dropped, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    with TemporaryDirectory() as folder:
+        for number, name in enumerate(chosen):
+            found[name] = [
+                learn(
+                    MODELS[name], args.corpus.resolve(), args.steps, seed, Path(folder) / f"{number}-{seed}"
+                )
+                for seed in args.seeds
+            ]
+            lines.append(row(name, found[name], found["dense"]))
+            print(lines[-1], flush=True)
+            if args.out:
+                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

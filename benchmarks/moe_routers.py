@@ -1,0 +1,109 @@
+"""Every router of a mixture of experts on made-up documents, in float64: a table that any CPU makes again.
+
+    PYTHONPATH=. python benchmarks/moe_routers.py --out benchmarks/results/DATE-moe-routers.md
+
+The model and its documents are those of `tests/golden/test_moe_curve.py`: 60 steps of 1,024 tokens, each of which
+follows from the one before seven times in eight. A model that knows a document's topic alone reaches ln 16 = 2.77.
+Loss: the next token's, without terms of balance, the mean of the last 10 steps. Busiest: the load of the busiest expert
+of any block by the mean, over the last 24 steps: their mean, and the highest. Active weights are those of the dense
+model, but for the router's; a capacity is a row's.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from megatfm.config import load_config
+from megatfm.parallel import bootstrap
+from tests.golden import test_moe_curve as golden
+from tests.golden.curves import curves
+
+D_FF = 64
+"""Of the dense network."""
+
+
+def moe(
+    router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, shared: int = 0, **more: object
+) -> dict[str, object]:
+    """A section of experts with as many active weights as the dense network."""
+    sizes = {
+        "d_ff": D_FF // (top_k + shared),
+        "n_experts": experts,
+        "top_k": top_k,
+        "n_shared_experts": shared,
+    }
+    return {"name": "moe", **sizes, **more, "router": router}
+
+
+EVEN = {"name": "deepseek_v3", "bias_rate": 0.01}
+TOP_K = {"name": "top_k", "balance": 0.1}
+MODELS: dict[str, dict[str, object]] = {
+    "dense": {"d_ff": D_FF},
+    "`deepseek_v3`, `bias_rate` 0.01": moe(EVEN),
+    "`top_k`, `balance` 0.1": moe(TOP_K),
+    "`top_k`, `balance` 0.01": moe({"name": "top_k", "balance": 0.01}),
+    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "sequence_balance": 0.1}),
+    "`top_k`, nothing that balances": moe({"name": "top_k"}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(TOP_K, capacity=1.25),
+    "`switch`, `balance` 0.1, `capacity` 1.25": moe(
+        {"name": "switch", "balance": 0.1}, top_k=1, capacity=1.25
+    ),
+    "`gshard`, `balance` 0.1": moe({"name": "gshard", "balance": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": moe({"name": "noisy_top_k", "importance": 0.1, "load": 0.1}),
+    "`hash`": moe({"name": "hash"}),
+    "`deepseek_v3`, 16 experts of half the width, 4 chosen": moe(EVEN, experts=16, top_k=4),
+    "`deepseek_v3`, one shared, one of 8 chosen": moe(EVEN, top_k=1, shared=1),
+}
+
+
+def toml(value: object) -> str:
+    """A value as a config's inline TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def row(name: str, ffn: Mapping[str, object]) -> str:
+    """Train, and make a row of the table."""
+    small = [f"{key}={value}" for key, value in golden.SMALL.items() if not key.startswith("model.ffn")]
+    config = load_config(golden.PRESET, [f"model.ffn={toml(ffn)}", *small])
+    found = curves(config.model_dump())
+    loads = found.get("busiest", [])[golden.WARM :]
+    cells = (
+        name,
+        f"{statistics.fmean(found.get('causal', found['loss'])[-10:]):.3f}",
+        f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Train all, print a table and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = [
+        f"# Routers on made-up documents, {date.today()}",
+        "",
+        f"`python benchmarks/moe_routers.py`, torch {torch.__version__}, float64.",
+        "",
+        "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
+        "|---|---|---|",
+    ]
+    with bootstrap.joined(device="cpu"):
+        for name, ffn in MODELS.items():
+            lines.append(row(name, ffn))
+            print(lines[-1], flush=True)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""A linear classifier of one's own: logistic regression over hashed runs of words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.steps.scored import judged, met
+from data_prep.words import run_hashes, word_hashes
+from megatfm.config.prep_scores import LinearConfig
+from megatfm.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The probability of a text is σ(bias + the mean of `weight` over its runs of 1 … ngrams words). A run's weight is
+    found by its hash (Weinberger et al. 2009). Words are runs of letters and digits in lower case.
+
+    weight [2^k] float32.
+    """
+
+    weight: NDArray[np.float32]
+    bias: float
+    ngrams: int
+
+    def __call__(self, text: str) -> float:
+        found = features([text], self.ngrams, len(self.weight))[0]
+        logit = self.bias + (float(self.weight[found].mean(dtype=np.float64)) if len(found) else 0.0)
+        return float(1 / (1 + np.exp(-logit)))
+
+    @classmethod
+    def fit(
+        cls,
+        texts: Sequence[str],
+        labels: Sequence[bool],
+        *,
+        bits: int = 18,
+        ngrams: int = 2,
+        decay: float = 1e-4,
+    ) -> Self:
+        """Weights that tell texts with a true label from the others: the least mean log loss + decay · ‖weight‖² / 2,
+        found by L-BFGS."""
+        from scipy.optimize import minimize  # by name, since only fitting needs it
+        from scipy.sparse import csr_matrix
+
+        found = features(texts, ngrams, 2**bits)
+        sizes = np.array([len(each) for each in found])
+        rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
+        shape = (len(texts), 2**bits)
+        x = csr_matrix((rows, np.concatenate(found), np.concatenate([[0], np.cumsum(sizes)])), shape=shape)
+        signs = np.where(labels, 1.0, -1.0)
+
+        def loss(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+            margins = signs * (x @ values[1:] + values[0])
+            slope = -signs / (1 + np.exp(np.minimum(margins, 500))) / len(signs)
+            gradient = np.concatenate([[slope.sum()], x.T @ slope + decay * values[1:]])
+            return float(np.logaddexp(0, -margins).mean() + decay / 2 * values[1:] @ values[1:]), gradient
+
+        best = minimize(loss, np.zeros(2**bits + 1), jac=True, method="L-BFGS-B").x
+        return cls(best[1:].astype(np.float32), float(best[0]), ngrams)
+
+    def save(self, path: Path) -> None:
+        """Write them as `.npz`, or as `.safetensors`."""
+        tensors = {
+            "weight": self.weight,
+            "bias": np.array([self.bias], np.float32),
+            "ngrams": np.array([self.ngrams], np.int32),
+        }
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import save_file
+
+            save_file(tensors, path)
+        else:
+            np.savez_compressed(path, **tensors)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read such a file. Raises UsageError for any other."""
+        try:
+            if path.suffix == ".safetensors":
+                from safetensors.numpy import load_file
+
+                found: dict[str, Any] = load_file(path)
+            else:
+                with np.load(path, allow_pickle=False) as file:
+                    found = dict(file)
+            weight = found["weight"].astype(np.float32)
+            bias, ngrams = float(found["bias"].item()), int(found["ngrams"].item())
+        except Exception as error:  # the libraries raise many kinds
+            raise UsageError(
+                f"{path}: can't be read as weights ({type(error).__name__}: {error}): save them by Weights.save"
+            ) from error
+        size = len(weight)
+        if (
+            weight.ndim != 1
+            or size < 2
+            or size & (size - 1)
+            or not 1 <= ngrams <= 9
+            or not np.isfinite(weight).all()
+        ):
+            raise UsageError(
+                f"{path}: weight {list(weight.shape)}, ngrams {ngrams}: a power of two finite numbers, and 1 to 9 "
+                "words, are expected"
+            )
+        return cls(weight, bias, ngrams)
+
+
+def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
+    """Of each text the buckets of all its runs of 1 … ngrams words."""
+    words, offsets = word_hashes(texts)
+    found: list[list[NDArray[np.int64]]] = [[] for _ in texts]
+    for length in range(1, ngrams + 1):
+        runs, begins = run_hashes(words, offsets, length)
+        # The low bits, which other hashes of a run don't share: the length is part of what is hashed.
+        places = ((runs + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
+        for number in range(len(texts)):
+            if offsets[number + 1] - offsets[number] >= length:
+                found[number].append(places[begins[number] : begins[number + 1]])
+    return [np.concatenate(each) if each else np.empty(0, np.int64) for each in found]
+
+
+class Linear:
+    """Keeps documents by the probability that a linear classifier gives them."""
+
+    title = "linear classifier"
+
+    def __init__(self, config: LinearConfig) -> None:
+        self._config = config
+        self._weights = Weights.load(Path(config.file))
+
+    def apply(self, document: Document, counts: Counts) -> Document | str:
+        score = self._weights(document.text)
+        met(counts, score)
+        return judged(document, score, self._config, "probability")

@@ -1,0 +1,7 @@
+"""Cleaning steps by name: ours, and those of plugins."""
+
+from data_prep.steps.rule import Rule
+from megatfm.registry import Registry
+
+STEPS: Registry[type[Rule]] = Registry("cleaning step")
+"""Made as `step(config)`, from a table of `[[steps]]`; then `apply(document, counts)` for each document."""

@@ -1,0 +1,35 @@
+"""What steps share that have a model say a number of a document."""
+
+from dataclasses import replace
+from typing import Protocol
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+
+
+class Limits(Protocol):
+    """The part of a step's config that says what its number is for."""
+
+    @property
+    def at_least(self) -> float: ...
+    @property
+    def at_most(self) -> float | None: ...
+    @property
+    def field(self) -> str | None: ...
+
+
+def judged(document: Document, score: float, limits: Limits, what: str) -> Document | str:
+    """The document if its score lies within the limits, with the score as a field if one is named; else why not."""
+    if score < limits.at_least:
+        return f"has too low a {what}"
+    if limits.at_most is not None and score > limits.at_most:
+        return f"has too high a {what}"
+    if limits.field is None:
+        return document
+    return replace(document, fields={**document.fields, limits.field: round(score, 6)})
+
+
+def met(counts: Counts, score: float) -> None:
+    """Count a probability by tenths, so that the report shows where to cut."""
+    tenth = min(int(score * 10), 9)
+    counts.meet(f"{tenth / 10:.1f} to {(tenth + 1) / 10:.1f}")

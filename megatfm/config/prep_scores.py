@@ -1,0 +1,71 @@
+"""Steps of `megatfm prep` that have a model say something of a document."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from megatfm.config.base import PathStr, Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class FastTextConfig(Section):
+    """Keeps documents by the probability of a label under a fastText model (Joulin et al. 2016)."""
+
+    name: Literal["fasttext"]
+    file: PathStr = Field(examples=["quality.bin"])
+    """The model, as fastText saves it."""
+    label: str = Field(examples=["__label__hq"])
+    """The label whose probability counts."""
+    at_least: Share = 0.0
+    """Drop a document whose label is less probable."""
+    at_most: Share = 1.0
+    """Drop a document whose label is more probable."""
+    field: str | None = Field(None, examples=["quality"])
+    """Keep the probability under this name, as a field of the document."""
+
+
+class LinearConfig(Section):
+    """Keeps documents by a linear classifier of your own: logistic regression over hashed runs of words."""
+
+    name: Literal["linear"]
+    file: PathStr = Field(examples=["quality.npz"])
+    """Its weights, as `data_prep.steps.linear.Weights` saves them: `.npz` or `.safetensors` with "weight" [2^k],
+    "bias" [1] and "ngrams" [1]."""
+    at_least: Share = 0.0
+    """Drop a document that is less probable."""
+    at_most: Share = 1.0
+    """Drop a document that is more probable."""
+    field: str | None = Field(None, examples=["quality"])
+    """Keep the probability under this name, as a field of the document."""
+
+
+class PerplexityConfig(Section):
+    """Keeps documents by their perplexity under a causal model of yours (Wenzek et al. 2020, section 3.4)."""
+
+    name: Literal["perplexity"]
+    run: PathStr = Field(examples=["runs/small"])
+    """A checkpoint, or a run directory, of which the newest counts."""
+    tokens: PositiveInt = 1024
+    """How much of a document is looked at, from its begin."""
+    at_least: Annotated[float, Field(ge=1)] = 1.0
+    """Drop a document whose perplexity of a token is lower, as that of boilerplate is."""
+    at_most: Annotated[float, Field(gt=1)] | None = Field(None, examples=[1000.0])
+    """Drop a document whose perplexity is higher."""
+    field: str | None = Field(None, examples=["perplexity"])
+    """Keep the perplexity under this name, as a field of the document."""
+    device: str = "cpu"
+    """Where the model computes, for example "cuda"."""
+
+
+class PresidioConfig(Section):
+    """Replaces what the recognisers of Microsoft Presidio find by form and checksum: numbers of many countries' IDs,
+    bank accounts, passports, … Those that need a language model (names of people) are not used."""
+
+    name: Literal["presidio"]
+    entities: tuple[str, ...] = Field(examples=[["US_SSN", "UK_NHS"]], min_length=1)
+    """What to look for, by Presidio's names."""
+    language: str = "en"
+    """The language of its recognisers."""
+    min_score: Share = 0.5
+    """Leave what is less certain: a form that other numbers have, too, is certain only where a checksum fits."""

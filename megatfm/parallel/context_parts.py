@@ -1,0 +1,49 @@
+"""Attention of the queries here to some of a row's keys, and how it is put together of such parts."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatfm.ops.attention import blocks
+from megatfm.ops.attention.blocks import How, padded
+from megatfm.ops.attention.pieces import Grid, pieces
+
+
+def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tensor) -> How:
+    """Which blocks of keys at some places are visited. key: what all layers know these keys by."""
+    places = places.to(q_BNTH.device)
+    batch, n_heads, queries, width = q_BNTH.shape
+    seen = core.seen(sequence.looking_at(key, places), n_heads)
+    size = min(blocks.block_size(seen), -(-max(queries, len(places)) // 4) * 4)
+    visits = seen.once(("pieces", size), lambda: pieces(seen, Grid(batch, queries, len(places), size)))
+    return How.of(visits, size, width, core.variant, places)
+
+
+def part_of(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sums over some keys."""
+    queries = q.shape[2]
+    drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
+    q, k, v = (padded(x, how.size) for x in (q, k, v))
+    out, lse = blocks.forward(q, k, v, drawn, how)
+    return out[:, :, :queries], lse[:, :, :queries]
+
+
+def part_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
+) -> Sequence[Tensor]:
+    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys."""
+    sizes = q.shape[2], k.shape[2], v.shape[2]
+    drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
+    g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
+    found = blocks.backward(g, q, k, v, out, lse, drawn, how)
+    return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
+
+
+def merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
+    total = torch.logaddexp(lse, of_more)
+    safe = total.masked_fill(total == -torch.inf, 0)
+    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total

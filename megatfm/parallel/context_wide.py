@@ -1,0 +1,88 @@
+"""Queries that see all keys, where rows are cut: not the keys go to them, but they to the keys.
+
+Each rank computes their attention to its own keys, and what all have made is merged by the logarithms of the sums
+(Dao et al. 2022). What is sent does not grow with the row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.ops.attention import blocks
+from megatfm.ops.attention.blocks import How
+from megatfm.parallel.collectives import all_sum, copy_to_shards, gather_shards, sum_partial
+from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.context_parts import how_of, merged, part_backward, part_of
+
+# B batch, N query heads, K key-value heads, T tokens of a rank, G wide queries, H head width, V value width
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Wide queries of all ranks. places: in the row; own: the numbers of this rank's among them; here: among its
+    tokens."""
+
+    places: Tensor
+    own: Tensor
+    here: Tensor
+
+    @classmethod
+    def of(cls, core: Any, contexts: Contexts, sequence: Any) -> "Wide | None":
+        """None where there are none whose keys are on several ranks."""
+        dealt: Sequence[Tensor] = contexts.places(sequence.length)
+        places = core.wide(sequence.row, dealt)
+        if not len(places):
+            return None
+        mine = dealt[contexts.rank]
+        return cls(places, torch.isin(places, mine).nonzero()[:, 0], torch.isin(mine, places).nonzero()[:, 0])
+
+
+def with_wide(
+    core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, sequence: Any, wide: Wide,
+    contexts: Contexts,
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]: `out` with the wide queries' attention to all keys in their places."""
+    own, here = wide.own.to(q_BNTH.device), wide.here.to(q_BNTH.device)
+    none = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(wide.places), q_BNTH.shape[3])
+    mine = none.index_copy(2, own, q_BNTH[:, :, here])
+    q_BNGH = copy_to_shards(sum_partial(mine, contexts.group), contexts.group)
+    queries = sequence.at(("wide", core.pattern), wide.places.to(q_BNTH.device))
+    drawn = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    keys = contexts.places(sequence.length)[contexts.rank]
+    how = how_of(core, queries, ("rank", contexts.rank), keys, q_BNGH)
+    sinks = None if core.sinks is None else core.sinks.weight
+    made: Tensor = _Merged.apply(q_BNGH, k_BKTH, v_BKTV, drawn, sinks, how, contexts)
+    return out_BNTV.index_copy(2, here, made[:, :, own])
+
+
+class _Merged(torch.autograd.Function):
+    """Queries that all ranks have, and the keys of each → attention to all keys, on all ranks; each uses, and has
+    gradients of, other queries. Gradients of queries are partial."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None, how: How,
+        contexts: Contexts,
+    ) -> Tensor:  # fmt: skip
+        out, lse = part_of(q, k, v, drawn, how)
+        packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
+        (out, lse), *others = (
+            each.split([v.shape[-1], 1], -1) for each in gather_shards(packed, 0, contexts.group)
+        )
+        for other in others:
+            out, lse = merged(out, lse, *other)
+        out, lse = blocks.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
+        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
+        ctx.rest = how, contexts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
+        how, contexts = ctx.rest
+        dq, dk, dv = part_backward(all_sum(g, contexts.group), q, k, v, out, lse, drawn, how)
+        of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, of_sinks, None, None

@@ -1,0 +1,60 @@
+"""The page's cleaning step and format: the page's own test passes, and a prep uses them as its config says."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import data_prep
+from data_prep.readers import FORMATS, READERS
+from data_prep.steps import STEPS
+from megatfm.config import load
+from megatfm.config.prep import PrepConfig
+from megatfm.data import Corpus
+from megatfm.errors import UsageError
+from tests.plugins.test_inputs_and_heads import on_page
+from tests.unit.test_docs import module
+
+PAGE = "add-a-cleaning-step.md"
+
+
+def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (STEPS, READERS):
+        monkeypatch.setattr(registry, "_parts", dict(registry._parts))
+    monkeypatch.setitem(FORMATS, "fortune", ())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "loudness.py").write_text(on_page(PAGE, "python", "loudness.py"))
+    (tmp_path / "prep.toml").write_text(on_page(PAGE, "toml", "prep.toml"))
+    said = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
+    said[3], said[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
+    (tmp_path / "sayings").mkdir()
+    (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(said))
+    small = [
+        "tokenizer.kind=byte-bpe",
+        "tokenizer.vocab_size=270",
+        "tokenizer.sentinels=0",
+        "tokenizer.modes=false",
+    ]
+    made = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
+    steps = {each["step"]: each for each in made.result["steps"]}
+    assert {name: each["documents"] for name, each in steps["loudness"]["dropped"].items()} == {"is loud": 1}
+    assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}
+    assert steps["where loudness"]["documents_out"] == 88
+    corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")
+    assert corpus.sample(0).source.startswith("a.fortune#")
+    assert corpus.sample(0).fields == {"loudness": pytest.approx(0.06, abs=0.01)}
+    (tmp_path / "test_loudness.py").write_text(on_page(PAGE, "python", "test_loudness.py"))
+    module(tmp_path / "test_loudness.py").test_loud_documents_go()
+    values = {**tomllib.loads(on_page(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}
+    values["read"]["folder"] = str(tmp_path / "sayings")
+    with pytest.raises(UsageError, match=r"lacks the key 'at_most', which a part reads: give it at_most"):
+        data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "loudness"}]}))
+    with pytest.raises(UsageError, match=r"unknown cleaning step 'lowdness' \(did you mean 'loudness'\?\)"):
+        data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "lowdness"}]}))
+    values["read"]["format"] = "fortunes"
+    with pytest.raises(
+        UsageError, match=r"read.format = 'fortunes' is no format \(did you mean 'fortune'\?\)"
+    ):
+        data_prep.run(PrepConfig.model_validate(values))
+    sys.modules.pop("loudness")

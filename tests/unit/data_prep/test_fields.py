@@ -1,0 +1,155 @@
+"""Fields of one's own: they travel into the shards as they were, are filtered on, mixed by and counted."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+import data_prep
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.readers import reader
+from data_prep.readers.record import Record
+from data_prep.steps.where import Where
+from megatfm import tokenizers
+from megatfm.config.prep import PrepConfig, ReadConfig
+from megatfm.config.prep_steps import WhereConfig
+from megatfm.data import Codec, Corpus, check, export, show, stats
+from megatfm.errors import UsageError
+from tests.unit.data_prep.conftest import write
+
+RECORDS: list[dict[str, Any]] = [
+    {
+        "text": f"Record number {n} says something of its own, namely {n * n}, and a little more. " * 6,
+        "url": f"https://www.site{n % 3}.org/{n}",
+        "date": f"2026-0{1 + n % 9}-01",
+        "licence": ["mit", "cc-by", None, "../x"][n % 4],
+        "scores": {"quality": n / 40, "tags": ["a", {"b": None}]},
+        "odd \ud83d": "\ud83d half",
+    }
+    for n in range(40)
+]
+
+
+def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
+    write(tmp_path / "in" / "a.jsonl", "\n".join(map(json.dumps, RECORDS)).encode())
+    values = {
+        "out": str(tmp_path / "out"),
+        "read": {"folder": str(tmp_path / "in"), "fields": {"keep": keep}},
+        "split": {"validation": 0.2},
+        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+    }
+    for name, value in more.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return PrepConfig.model_validate(values)
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    corpus = Corpus.open(folder)
+    return {s.source: dict(s.fields) for block in range(corpus.n_blocks) for s in corpus.samples(block)}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool) -> None:
+    out = tmp_path / "out"
+    data_prep.run(of_file(tmp_path, ("*",), plain_tars=plain))
+    found = fields_of(out / "train") | fields_of(out / "validation")
+    half = "\ufffd"
+    expected = {
+        f"a.jsonl#{n}": {
+            **{name: record[name] for name in ("url", "date", "scores")},
+            **({"licence": record["licence"]} if record["licence"] else {}),
+            f"odd {half}": f"{half} half",
+        }
+        for n, record in enumerate(RECORDS, 1)
+    }
+    assert found == expected
+    check(out / "train")
+    assert "2026-0" in show(out / "train", sample=0)
+    said = show(out / "train")
+    assert "site0.org" in said.partition("licence")[0]
+    counted = stats(out / "train")
+    assert counted.count("site1.org") == 1
+    assert "cc-by" in counted
+    assert "cc-by" in (out / "report.html").read_text()
+    model = tokenizers.load(out)
+    export(out / "train", tmp_path / "x.jsonl.zst", Codec(model.decode, model.eos))
+    with zstandard.open(tmp_path / "x.jsonl.zst", "rt") as file:
+        again = {record["source"]: record["fields"] for record in map(json.loads, file)}
+    assert again == fields_of(out / "train")
+
+
+def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Path) -> None:
+    made = data_prep.run(of_file(tmp_path, ("scores.quality", "licence", "nothing")))
+    found = fields_of(tmp_path / "out" / "train") | fields_of(tmp_path / "out" / "validation")
+    assert found["a.jsonl#1"] == {"scores.quality": 0.0, "licence": "mit"}
+    assert found["a.jsonl#3"] == {"scores.quality": 0.05}
+    assert "keep" in made.result["config"]["read"]["fields"]
+    plain = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "plain")))
+    assert "fields" not in plain.result["config"]["read"]
+    assert "by" not in plain.result["config"]["split"]
+    assert not any(fields_of(tmp_path / "plain" / "train").values())
+    assert plain.result["train"]["tokens"] == made.result["train"]["tokens"]
+
+
+def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
+    made = data_prep.run(of_file(tmp_path, ("licence",), split={"validation": 0.2, "by": "licence"}))
+    train = tmp_path / "out" / "train"
+    assert {path.name for path in train.iterdir()} == {"mit", "cc-by", "other", "%2E.%2Fx"}
+    for name in ("mit", "cc-by"):
+        assert {each["licence"] for each in fields_of(train / name).values()} == {name}
+    of_all = made.result["train"]
+    assert sum(each["tokens"] for each in of_all["corpora"].values()) == of_all["tokens"]
+    assert sum(Corpus.open(train / name).n_tokens for name in of_all["corpora"]) == of_all["tokens"]
+    assert data_prep.run(
+        of_file(tmp_path, ("licence",), split={"validation": 0.2, "by": "licence"})
+    ).already_done
+    with pytest.raises(UsageError, match=r"holds a corpus for each of .*mit.*data\.mixture\.NAME\.path"):
+        Corpus.open(train)
+    some = {"validation": 0.2, "by": "domain", "values": ["site1.org"]}
+    data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "some"), split=some))
+    assert {path.name for path in (tmp_path / "some" / "train").iterdir()} == {"site1.org", "other"}
+    alone = data_prep.run(of_file(tmp_path, (), out=str(tmp_path / "alone")))
+    together = [tmp_path / "some" / "train" / name for name in ("site1.org", "other")]
+    assert sum(Corpus.open(each).n_samples for each in together) == alone.result["train"]["documents"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"field": "n", "at_least": 2}, [2, 2.5]),
+        ({"field": "n", "at_most": 2.2}, [1, 2]),
+        ({"field": "date", "at_least": "2026-02", "at_most": "2026-03-31"}, ["2026-02-01"]),
+        ({"field": "domain", "is_in": ["b.org"]}, ["b.org"]),
+        ({"field": "licence", "is_not": ["mit"], "missing": "keep"}, [None, "gpl"]),
+        ({"field": "licence", "is_in": ["mit"]}, ["mit"]),
+        ({"field": "n", "at_least": "x"}, []),
+    ],
+)
+def test_where(settings: dict[str, Any], kept: list[Any]) -> None:
+    documents = [
+        Document("1", "x", "https://b.org/1", fields={"n": 1, "date": "2026-01-01"}),
+        Document("2", "x", "https://c.org/1", fields={"n": 2, "date": "2026-02-01", "licence": "mit"}),
+        Document("3", "x", fields={"n": 2.5, "date": "2026-04-01", "licence": "gpl"}),
+    ]
+    rule = Where(WhereConfig.model_validate({"name": "where", **settings}))
+    found = [each for each in documents if isinstance(rule.apply(each, Counts("")), Document)]
+    assert [each.value(settings["field"]) for each in found] == kept
+
+
+def test_every_format_keeps_fields(tmp_path: Path) -> None:
+    moment = datetime.datetime(2026, 1, 2, 3, 4)
+    table = pyarrow.table({"text": ["a text"], "when": [moment], "raw": [b"\x00"], "n": [{"m": [1, None]}]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    config = ReadConfig.model_validate({"folder": "x", "fields": {"keep": ["when", "n.m"]}})
+    for name in ("parquet", "arrow"):
+        (record,) = reader(name)(tmp_path / f"a.{name}", config)
+        assert isinstance(record, Record)
+        assert record.fields == {"when": "2026-01-02T03:04:00", "n.m": [1, None]}

