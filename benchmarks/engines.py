@@ -11,12 +11,15 @@ where torch dispatches collectives. Times themselves mean nothing apart.
 """
 
 import argparse
+import gc
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -132,6 +135,8 @@ def work(rank: int, job: Job, answers: Any) -> None:
             dist.barrier()
             taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     answers[rank] = taken, peak(job.device) - before, sent
+    del engine, steps
+    gc.collect()  # engines, while they can still ask who they are
     dist.barrier()
     dist.destroy_process_group()
 
@@ -141,7 +146,7 @@ def run(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> di
     with TemporaryDirectory() as folder, mp.Manager() as manager:
         answers = manager.dict()
         job = Job(configs, args.ranks, rounds, args.device, f"{folder}/store")
-        mp.spawn(work, (job, answers), nprocs=args.ranks)
+        mp.start_processes(work, (job, answers), nprocs=args.ranks, start_method="forkserver")
         return dict(answers)
 
 
@@ -177,12 +182,14 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    import deepspeed
+    os.environ["DS_ACCELERATOR"] = args.device
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["deepspeed", "megatfm.train.build", "megatfm.verify.batch"])
 
     lines = [
         f"# Native against DeepSpeed, {date.today().isoformat()}",
         "",
-        f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {args.ranks} ranks on {args.device}, "
+        f"torch {torch.__version__}, DeepSpeed {version('deepspeed')}, {args.ranks} ranks on {args.device}, "
         f"{args.rounds} rounds{', ' + ' '.join(args.set) if args.set else ''}, load of the "
         f"machine's {os.cpu_count()} cores by others at the start: {os.getloadavg()[0]:.1f}; `python "
         "benchmarks/engines.py`, whose head says how it is measured.",

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -129,8 +130,12 @@ def live(words: list[str], environment: dict[str, str], said: str, fault: Fault 
 
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # the same
+    engine = "deepspeed" if "parallel.engine=deepspeed" in words else "native"
+    if engine != "native":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module(engine)  # the same
     if fault:
-        plant(fault, "deepspeed" if "parallel.engine=deepspeed" in words else "native")
+        plant(fault, engine)
     cli.main(words)
 
 

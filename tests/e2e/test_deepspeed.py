@@ -138,8 +138,10 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
 def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
     words = deepspeed("parallel.zero=3")
     faults = {"is_killed": "ended without a word", "sleeps": r"has not moved for \d+ s"}
+    patience = {"is_killed": 600, "sleeps": 20}
     runs = {
-        how: start(*words, "train.hang_seconds=12", run=how, fault=Fault(1, "step", how)) for how in faults
+        how: start(*words, f"train.hang_seconds={patience[how]}", run=how, fault=Fault(1, "step", how))
+        for how in faults
     }
     for how, run in runs.items():
         codes = run.wait(120)
@@ -149,6 +151,7 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
         assert failed["ranks"] == [1]
 
 
+@pytest.mark.timeout(900)  # four processes import torch; on a busy machine
 def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=2"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
@@ -157,7 +160,7 @@ def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Pat
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=850,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(losses(tmp_path / "run")) == 2

@@ -72,6 +72,10 @@ def _forget_engines_before() -> None:
 def release(engine: Any) -> None:
     """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
     keeps for a process: they would keep it, and its groups."""
+    if (
+        not torch.distributed.is_initialized()
+    ):  # the process is about to end, and DeepSpeed would ask for its rank
+        return
     engine.destroy()
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
