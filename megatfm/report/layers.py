@@ -37,7 +37,7 @@ def _chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
         colour = colours.get(path, colour)
         lines.append(Line(short(path[1]), run.curve(*path), colour, "line" if path in colours else "thin"))
     some = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
-    return chart(f"{title} by layer", f"{unit}{some}", lines)
+    return chart(f"{title} by layer", f"{unit}{some}", lines, from_zero=kind == "dropped")
 
 
 def spread(paths: Sequence[Path], most: int) -> list[Path]:
