@@ -4,6 +4,7 @@ Each stage is a command of megatfm that a user could type; this one types them i
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -50,9 +51,9 @@ def main(args: argparse.Namespace) -> int:
     )
     _stage("Resume from the checkpoint", launch)
     for seed in ("0", "1"):
-        _stage("Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed])
-    _stage("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
-    _stage("Write the report", ["report", shown])
+        _here("Sample", ["generate", shown, "--prompt", args.prompt, "--max-tokens", "120", "--seed", seed])
+    _here("Evaluate on held-out text, beside gzip and xz", ["evaluate", shown, "--compressors"])
+    _here("Write the report", ["report", shown])
     _summary(config, run_dir, time.monotonic() - start)
     return 0
 
@@ -78,7 +79,7 @@ def _stage(
     title: str, words: Sequence[str], stop_after: int | None = None, run_dir: Path | None = None
 ) -> None:
     """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
-    console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
+    _show(title, words)
     process = subprocess.Popen([sys.executable, "-m", "megatfm", *words])
     try:
         if stop_after is not None and run_dir is not None and _reached(process, run_dir, stop_after):
@@ -90,11 +91,29 @@ def _stage(
             process.terminate()
             process.wait()
     if code not in (0, REQUEUE if stop_after is not None else 0):
-        failed = MegatfmError(
-            f"quickstart stopped: `megatfm {shlex.join(words)}` failed (exit {code}), see above"
-        )
-        failed.exit_code = code
-        raise failed
+        raise _failed(words, f"failed (exit {code}), see above", code)
+
+
+def _here(title: str, words: Sequence[str]) -> None:
+    """The same in this process, for commands that are done sooner than torch is imported again."""
+    _show(title, words)
+    module = importlib.import_module(f"megatfm.commands.{words[0]}")
+    parser = argparse.ArgumentParser(prog=f"megatfm {words[0]}")
+    module.add_arguments(parser)
+    try:
+        module.main(parser.parse_args(words[1:]))
+    except MegatfmError as error:
+        raise _failed(words, f"failed: {error}", error.exit_code) from error
+
+
+def _show(title: str, words: Sequence[str]) -> None:
+    console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(words)}[/dim]")
+
+
+def _failed(words: Sequence[str], how: str, code: int) -> MegatfmError:
+    failed = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(words)}` {how}")
+    failed.exit_code = code
+    return failed
 
 
 def _reached(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:

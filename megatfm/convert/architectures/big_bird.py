@@ -8,6 +8,7 @@ from megatfm.convert.encoder import read as read_encoder
 from megatfm.convert.encoder import write as write_encoder
 from megatfm.convert.registry import ARCHITECTURES, Architecture, register_bare
 from megatfm.convert.table import Rule, layers, linear
+from megatfm.errors import UsageError
 
 KEYS = encoder.KEYS | {
     "vocab_size": taken(50358),
@@ -26,6 +27,10 @@ MARKS = {"family": "encoder", "position.name": "learned", "attention.pattern.nam
 
 
 def read(theirs: Json, **others: object) -> ModelConfig:
+    if theirs["num_random_blocks"] < 1:
+        raise UsageError(
+            f"config.json: num_random_blocks = {theirs['num_random_blocks']} does not run in transformers: 1 or more do"
+        )
     pattern = {"name": "bigbird", "block": theirs["block_size"], "random": theirs["num_random_blocks"]}
     return read_encoder(theirs, **{"attention.pattern": pattern}, **others)
 

@@ -63,12 +63,16 @@ def ahead(limited, bereft) -> None:
 
 
 def test_requeued_in_the_middle(whole, project):
+    """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
     slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
-    project.cluster.slurm("scontrol", "requeue", job.number)
-    job.until(lambda: job.state != "RUNNING")
+    project.cluster.slurm("scontrol", "requeuehold", job.number)
+    job.until(lambda: job.state == "PENDING")
     slow.unlink()
+    said = project.megatfm("status", job.run_dir)
+    (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", said, re.MULTILINE)
+    project.cluster.slurm(*way_out.split())
     assert job.finish()["Restarts"] == "1"
     assert_same_run(job, whole)
 
