@@ -54,7 +54,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.encode.ShardWriter.finish", fail)
+        patch.setattr("data_prep.written.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
     for done in (
