@@ -72,16 +72,26 @@ def _forget_engines_before() -> None:
 def release(engine: Any) -> None:
     """Take the hooks of an engine that nobody uses any more off its parameters, and the model out of what DeepSpeed
     keeps for a process: they would keep it, and its groups."""
-    if (
-        not torch.distributed.is_initialized()
-    ):  # the process is about to end, and DeepSpeed would ask for its rank
-        return
-    engine.destroy()
+    with _anonymous():
+        engine.destroy()
     offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     offload.FWD_MODULE_STACK[:] = [each for each in offload.FWD_MODULE_STACK if each is not engine.module]
     method: Any = getattr(coordinator.PartitionedParameterCoordinator, REMEMBERED)
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()
+
+
+@contextmanager
+def _anonymous() -> Iterator[None]:
+    """Where the groups are gone already: DeepSpeed asks for its rank, and does with it nothing but print."""
+    comm = importlib.import_module("deepspeed.comm")
+    asked = comm.get_rank
+    if not torch.distributed.is_initialized():
+        comm.get_rank = lambda group=None: -1  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        comm.get_rank = asked  # type: ignore[attr-defined]
 
 
 def forget_unended() -> None:
