@@ -103,12 +103,12 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
 
 def the_norm_counts_copies(patch: Patch) -> None:
     real = distinct._axes
-    patch.setattr(distinct, "_axes", lambda placement, sharded: real(placement, True))
+    patch.setattr(distinct, "_axes", lambda placement, sharded, copies: real(placement, True, copies))
 
 
 def the_norm_is_of_the_own_shard(patch: Patch) -> None:
     real = distinct._axes
-    patch.setattr(distinct, "_axes", lambda placement, sharded: real(placement, False))
+    patch.setattr(distinct, "_axes", lambda placement, sharded, copies: real(placement, False, copies))
 
 
 def one_key_for_all_rows(patch: Patch) -> None:
