@@ -173,5 +173,5 @@ class Replicated:
                 buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
                 bucket.unpack(buffer, self._parameters)
             elif self._precision.is_mixed:
-                for name in bucket.shapes:
-                    self._parameters[name].copy_(self.local[name])
+                own: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
+                torch._foreach_copy_(own, [self.local[name] for name in bucket.shapes])
