@@ -1,13 +1,12 @@
 """Which rows go to which experts: sorted by expert, and with a capacity the first of them."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-# B batch, T tokens, K chosen experts, M = B · T · K choices
+# B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R of them that are some expert's, D model width
 
 
 def even_share(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
@@ -48,13 +47,52 @@ def asks_for_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
-def without_rest(order_M: Tensor, ends_E: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The order of choices that are some expert's, and what is to be done with rows in that order [R, D], before and
-    after the experts.
+class Rows:
+    """Rows of tokens in the order of choices by expert, and sums of such rows over the choices of each token.
 
-    What experts make of the rest is undefined, and so are its gradients: it is cut off, or its rows are set to 0.
+    order: int64 [M], ends: int32 [E], as `by_expert` gives them. What experts make of choices that are none's is
+    undefined, and so are its gradients: where the host may look, such rows are cut off (R < M), elsewhere they are set
+    to 0. There sums go by token, not by adding rows to tokens, which GPUs do in an order of their own each time.
     """
-    if asks_for_values(order_M):
-        return order_M[: int(ends_E[-1])], lambda rows_RD: rows_RD
-    is_rest_M1 = (torch.arange(len(order_M), device=order_M.device) >= ends_E[-1])[:, None]
-    return order_M, lambda rows_MD: rows_MD.masked_fill(is_rest_M1, 0)
+
+    def __init__(self, order_M: Tensor, ends_E: Tensor, top_k: int) -> None:
+        self.order, self._k = order_M, top_k
+        self._places: Tensor | None = None
+        self._is_rest_M1: Tensor | None = None
+        if asks_for_values(order_M):
+            self.order = order_M[: int(ends_E[-1])]
+            return
+        index_M = torch.arange(len(order_M), device=order_M.device)
+        self._places = torch.empty_like(order_M).scatter_(0, order_M, index_M)
+        self._is_rest_M1 = (index_M >= ends_E[-1])[:, None]
+
+    def of(self, x_ND: Tensor) -> Tensor:
+        """The rows [R, D]."""
+        if self._places is None:
+            return x_ND.index_select(0, self.order // self._k)
+        rows_MD: Tensor = _Spread.apply(x_ND, self.order, self._places, self._k)
+        return self.defined(rows_MD)
+
+    def defined(self, rows_RD: Tensor) -> Tensor:
+        """The rows that experts made, and gradients of those that they were given, 0 where nobody made any."""
+        return rows_RD if self._is_rest_M1 is None else rows_RD.masked_fill(self._is_rest_M1, 0)
+
+    def summed(self, rows_RD: Tensor, n: int) -> Tensor:
+        """[N, D]: of each token the rows of its choices."""
+        if self._places is None:
+            made_ND = rows_RD.new_zeros(n, rows_RD.shape[1])
+            return made_ND.index_add(0, self.order // self._k, rows_RD)
+        return rows_RD.index_select(0, self._places).unflatten(0, (n, self._k)).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_ND, order_M, places_M, k):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(places_M)
+        ctx.k = k
+        return x_ND.index_select(0, order_M // k)
+
+    @staticmethod
+    def backward(ctx, gradient_MD):  # type: ignore[no-untyped-def]
+        (places_M,) = ctx.saved_tensors
+        return gradient_MD.index_select(0, places_M).unflatten(0, (-1, ctx.k)).sum(1), None, None, None

@@ -11,7 +11,7 @@ from megatfm.config.experts import MoEConfig
 from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
-from megatfm.layers.moe.dispatch import by_expert, even_share, within_capacity, without_rest
+from megatfm.layers.moe.dispatch import Rows, by_expert, even_share, within_capacity
 from megatfm.ops.grouped import grouped_linear, kernel_for
 from megatfm.ops.initial import Constant
 
@@ -86,14 +86,12 @@ class Experts(nn.Module):
             places = self.places or even_share(choices_BTK, self.n_experts, self.capacity or 1.0)
             taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, places)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
-        order_R, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
-        order_R, within = without_rest(order_R, ends_E)
-        tokens_R = order_R // choices_BTK.shape[-1]
-        rows_RD = within(x_BTD.flatten(0, 1).index_select(0, tokens_R))
-        made_RD = within(self.each(rows_RD, ends_E))
-        made_RD = made_RD * weights_BTK.flatten().index_select(0, order_R)[:, None]
-        y_BTD = torch.zeros_like(x_BTD).flatten(0, 1).index_add(0, tokens_R, made_RD).view_as(x_BTD)
-        return self.summed(y_BTD), self.taken(taken_BTK)
+        order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
+        rows = Rows(order_M, ends_E, choices_BTK.shape[-1])
+        x_ND = x_BTD.flatten(0, 1)
+        made_RD = rows.defined(self.each(rows.of(x_ND), ends_E))
+        made_RD = made_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
+        return self.summed(rows.summed(made_RD, len(x_ND)).view_as(x_BTD)), self.taken(taken_BTK)
 
     def _reached(self, choices_M: Tensor) -> Tensor:
         """The places of choices among the experts that are reached; −1, or one too large, for others."""
