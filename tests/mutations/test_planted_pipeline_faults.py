@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.engines import prepare
-from megatfm.engines.native import split_backward
+from megatfm.engines import prepare, split_backward
 from megatfm.engines.pipelined import StagePasses
 from megatfm.engines.ties import Ties
 from megatfm.models import build

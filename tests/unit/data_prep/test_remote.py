@@ -44,11 +44,11 @@ def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fsspec.config.conf.pop("s3", None)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     fs = fsspec.filesystem("s3")
-    fs.mkdir("bucket")
+    fs.mkdir("prep-bucket")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     yield fs
     fs.invalidate_cache()
-    fs.rm("bucket", recursive=True)
+    fs.rm("prep-bucket", recursive=True)
     fs.clear_instance_cache()
 
 
@@ -103,23 +103,23 @@ def without_place(files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tmp_path: Path) -> None:
-    s3.put(str(small), "bucket/in", recursive=True)
+    s3.put(str(small), "prep-bucket/in", recursive=True)
     local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
-    url, scratch = "s3://bucket/corpora/mine", tmp_path / "scratch"
-    made = data_prep.run(of("s3://bucket/in", url, scratch))
+    url, scratch = "s3://prep-bucket/corpora/mine", tmp_path / "scratch"
+    made = data_prep.run(of("s3://prep-bucket/in", url, scratch))
     assert made.out == url
     assert not any(scratch.iterdir()), "nothing is left here"
-    assert without_place(there(s3, "bucket/corpora/mine")) == without_place(here(tmp_path / "out"))
+    assert without_place(there(s3, "prep-bucket/corpora/mine")) == without_place(here(tmp_path / "out"))
     assert Corpus.open(f"{url}/train").fingerprint == local.result["train"]["fingerprint"]
-    assert data_prep.run(of("s3://bucket/in", url, scratch)).already_done
+    assert data_prep.run(of("s3://prep-bucket/in", url, scratch)).already_done
     with pytest.raises(
-        UsageError, match=r"s3://bucket/corpora/mine: was prepared with another config \(split.seed"
+        UsageError, match=r"s3://prep-bucket/corpora/mine: was prepared with another config \(split.seed"
     ):
-        data_prep.run(of("s3://bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
-    s3.pipe("bucket/corpora/mine/notes.txt", b"mine")
-    again = data_prep.run(of("s3://bucket/in", url, scratch, overwrite=True))
+        data_prep.run(of("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
+    s3.pipe("prep-bucket/corpora/mine/notes.txt", b"mine")
+    again = data_prep.run(of("s3://prep-bucket/in", url, scratch, overwrite=True))
     assert again.result == made.result
-    assert there(s3, "bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
+    assert there(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
 
 
 class KilledError(BaseException):
@@ -300,6 +300,6 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
     monkeypatch.setattr(remote, "_is_read", lambda *_: pytest.fail("the checksum tells"))
-    found = Remote("s3://bucket").put(tmp_path / "x", "x")
+    found = Remote("s3://prep-bucket").put(tmp_path / "x", "x")
     assert found.stamp.strip('"').endswith("-3")
-    assert s3.cat("bucket/x") == data
+    assert s3.cat("prep-bucket/x") == data
