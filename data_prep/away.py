@@ -65,9 +65,19 @@ class Away:
         self._write(MARK, {"host": socket.gethostname(), "folder": str(self._folder)})
 
     def read(self, name: str) -> Any:
-        """The JSON of that name there; None if there is none."""
+        """The table in JSON of that name there; None if there is none. A UsageError if it is anything else."""
         file = self._there.find(name)
-        return None if file is None else json.loads(self._there.begin(file, file.size))
+        if file is None:
+            return None
+        try:
+            table = json.loads(self._there.begin(file, file.size))
+        except (ValueError, RecursionError):
+            table = None
+        if not isinstance(table, dict):
+            raise UsageError(
+                f"{self.url}: {name} is not what a prep writes: choose a new or an empty place as out"
+            )
+        return table
 
     def has(self, name: str) -> bool:
         """Whether a file is there."""

@@ -14,6 +14,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 import data_prep
+from data_prep.away import Away
 from data_prep.files import Listing
 from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.data import Corpus, Remote, remote
@@ -303,3 +304,15 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
     found = Remote("s3://prep-bucket").put(tmp_path / "x", "x")
     assert found.stamp.strip('"').endswith("-3")
     assert s3.cat("prep-bucket/x") == data
+
+
+@pytest.mark.parametrize("data", [b"[1]", b"\xff{", b"[" * 100_000], ids=["a list", "no text", "deep"])
+def test_what_no_prep_wrote_under_its_names_is_one_line(data: bytes, tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/stranger/.prep-begun.json", data)
+    away = Away("memory://stranger", tmp_path, tmp_path / "notes", ())
+    with pytest.raises(
+        UsageError, match=r"^memory://stranger: \.prep-begun\.json is not what a prep writes: .*$"
+    ):
+        away.begin(overwrite=False)
+    fs.rm("/stranger", recursive=True)
