@@ -94,9 +94,10 @@ class TrainConfig(Section):
     """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
     seed: NonNegativeInt = Field(default=0, le=2**63 - 1)
     """Seed of initial weights and of the sample order."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """Arithmetic of the model; weights and optimizer stay in float32 under bf16 and fp16, whose loss is scaled as its
-    gradients need it. auto: bf16 where it is faster than fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8", "fp8-tensorwise"] = "auto"
+    """Arithmetic of the model; weights and optimizer stay in float32 under bf16, fp8 and fp16, whose loss is scaled as
+    its gradients need it. fp8: bf16 with the products of inner blocks in 8 bits, scaled by rows, or by tensors. auto:
+    bf16 where it is faster than fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     compile: bool = False
@@ -197,3 +198,6 @@ class LogConfig(Section):
     0: none."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
+    allocations: bool = False
+    """On GPUs, remember which line of Python each block of memory comes from, for the snapshot of a run that runs out
+    of it. Such a run does so by itself when it is started again."""
