@@ -72,6 +72,8 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if train.precision == "fp64":
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
+    if train.precision.startswith("fp8"):
+        yield f"train.precision = {train.precision!r}, which is shown for our own engine alone: set 'bf16'"
     if problem := precision_problem(parallel, train.precision):
         yield problem
     if train.compile:
@@ -80,6 +82,11 @@ def _problems(config: "Config") -> Iterator[str]:
         yield (
             f"optimizer.name = {config.optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
             "ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw'"
+        )
+    if getattr(config.optimizer, "moments", "full") != "full":
+        yield (
+            "optimizer.moments = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
+            "flattens tensors: set optimizer.moments = 'full'"
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
