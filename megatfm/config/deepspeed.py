@@ -65,6 +65,8 @@ def _problems(config: "Config") -> Iterator[str]:
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
             "passes that pipelines take in turn: set parallel.zero = 1, or parallel.pp = 1"
         )
+    if parallel.reduce_dtype != "full":
+        yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'full'"
     if parallel.dp_replicate > 1:
         yield (
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "

@@ -22,6 +22,9 @@ class ParallelConfig(Section):
     accumulate: Literal["whole", "shards"] = "whole"
     """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
     reduced after each micro-batch: less memory, more traffic."""
+    reduce_dtype: Literal["full", "bf16"] = "full"
+    """Type in which gradients are summed over data ranks; full: the weights' own. bf16 sends half of it, and each rank
+    rounds what it has added up over its micro-batches."""
     tp: PositiveInt = Field(default=1, le=WIDEST)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
@@ -72,6 +75,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
                 "accumulate = 'whole'"
+            )
+        if self.reduce_dtype == "bf16" and self.zero >= 2 and self.accumulate == "whole":
+            raise ValueError(
+                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set accumulate = "
+                "'shards', or zero = 0 or 1"
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")

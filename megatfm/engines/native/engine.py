@@ -232,5 +232,5 @@ def share(
 ) -> DataParallel:
     """Lay the stages' parameters (on the meta device) out over the data axes; they come back in memory, not yet set."""
     if sharing.zero <= 1:
-        return Replicated(stages, layout, mesh, zero=sharing.zero, precision=precision, device=device)
+        return Replicated(stages, layout, mesh, sharing=sharing, precision=precision, device=device)
     return FullySharded(stages, layout, mesh, sharing=sharing, precision=precision, device=device)
