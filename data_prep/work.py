@@ -33,7 +33,7 @@ MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
 LATER = {
     "read": ("format", "fields", "tokens", "repair_unicode"),
-    "split": ("by", "values"),
+    "split": ("files", "by", "values"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
 }
 LATER_SECTIONS = ("plugins", "steps", "duplicates", "plain_tars")
