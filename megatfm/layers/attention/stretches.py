@@ -115,6 +115,9 @@ class SeenStretches:
     def repeats(self, size: int) -> None:
         return None
 
+    def bands(self) -> None:
+        return None
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return self._sequence.once(("stretches", key, self._factor), make)
 
