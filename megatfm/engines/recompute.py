@@ -34,6 +34,8 @@ KEPT = {
     _sums.all_reduce.default,
     _sums.reduce_scatter_tensor.default,
 }
+KEPT_BY_NAME = {"torch_attn::_varlen_attn", "flex_attention"}
+"""Operators that are there only once their modules are imported."""
 
 Forward = Callable[..., Any]
 
@@ -95,7 +97,13 @@ def _within(context: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operator in KEPT or _name(operator) in KEPT_BY_NAME
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(operator: Any) -> str:
+    """Without its overload; higher-order operators have none."""
+    return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
 
 class Budget:

@@ -76,6 +76,7 @@ class SeenStretches:
 
     plain: Plain | None = None
     grain: int | None = None
+    window: tuple[int, int] | None = None
 
     def __init__(self, sequence: SequenceMetadata, places_BS: Tensor, factor: int) -> None:
         self._sequence, self._places, self._factor = sequence, places_BS, factor
@@ -114,6 +115,10 @@ class SeenStretches:
 
     def repeats(self, size: int) -> None:
         return None
+
+    def starts(self) -> Tensor:
+        """Nobody asks, without a window."""
+        raise NotImplementedError
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return self._sequence.once(("stretches", key, self._factor), make)

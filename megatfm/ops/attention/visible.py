@@ -25,6 +25,13 @@ class Visible(Protocol):
     def grain(self) -> int | None:
         """Tokens of the blocks that it is made of, where it is."""
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """How many keys before and after its own place a query sees of its sequence, −1: all; None: that is not all."""
+
+    def starts(self) -> Tensor:
+        """With a window: where sequences begin in all rows laid end to end, int32 [C + 1]; at last where they end."""
+
     def mask(self) -> Tensor | None:
         """Boolean [B or 1, N or 1, T, S], true where a query looks; None where `plain` says it."""
 
@@ -47,11 +54,18 @@ class Visible(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What is seen, by a word or by a mask."""
+    """What is seen, by a word or by a mask, or by a window and where documents start."""
 
     plain: Plain | None = None
     dense: Tensor | None = None
     grain: int | None = None
+    window: tuple[int, int] | None = None
+    documents: Tensor | None = None
+
+    def starts(self) -> Tensor:
+        """As they were given."""
+        assert self.documents is not None
+        return self.documents
 
     def mask(self) -> Tensor | None:
         return self.dense

@@ -22,6 +22,10 @@ class Full(Pattern):
         return "causal" if self.causal else "all"
 
     @property
+    def window(self) -> tuple[int, int]:
+        return (-1, 0) if self.causal else (-1, -1)
+
+    @property
     def is_relative(self) -> bool:
         return True
 

@@ -50,6 +50,11 @@ class Pattern:
         return None
 
     @property
+    def window(self) -> tuple[int, int] | None:
+        """How many tokens before and after itself a query sees, −1: all; None: where that does not say all of it."""
+        return None
+
+    @property
     def is_relative(self) -> bool:
         """Whether key − query says it all: then places may be counted from anywhere."""
         return False
@@ -241,6 +246,16 @@ class Seen:
     @property
     def grain(self) -> int | None:
         return self._pattern.grain
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        sequence = self._sequence
+        alone = sequence.is_whole and not sequence.past and sequence.opened is None
+        told = sequence.documents is None or sequence.starts is not None
+        return self._pattern.window if alone and told and not self._pattern.of_memory else None
+
+    def starts(self) -> Tensor:
+        return self._sequence.row_starts()
 
     def mask(self) -> Tensor | None:
         return self._sequence.mask(self._pattern, *self._heads)

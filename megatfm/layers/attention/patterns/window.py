@@ -25,6 +25,10 @@ class Window(Pattern):
     first: int = 0
 
     @property
+    def window(self) -> tuple[int, int] | None:
+        return None if self.first or self.step > 1 else (self.left, self.right)
+
+    @property
     def is_relative(self) -> bool:
         return not self.first
 
