@@ -111,10 +111,13 @@ class TrainConfig(Section):
     compile: bool = False
     """Compile each block with torch.compile."""
     recompute: str = Field(
-        default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B)$", examples=["2 GB"]
+        default="none",
+        pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",
+        examples=["2 GB", "50 %"],
     )
     """Activations that the backward pass computes again: "full": all of a block but its input; "selective": what is
-    cheap; a size: whole blocks, once those before them in a forward pass keep so much; "none"."""
+    cheap; a size: whole blocks, once those before them in a forward pass keep so much; a share: under compile, what
+    costs least until each block keeps no more than that of what it would; "none"."""
     init_from: PathStr | None = None
     """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
     init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
@@ -145,6 +148,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
                 "leaves nothing to measure: choose recompute = 'full' or 'selective', or compile = false"
+            )
+        if not self.compile and self.recompute.endswith("%"):
+            raise ValueError(
+                f"recompute = {self.recompute!r}: the compiler chooses what a share of a block's activations is: set "
+                "compile = true, or recompute = 'full', 'selective' or a size such as '2 GB'"
             )
         return self
 

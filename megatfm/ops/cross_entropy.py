@@ -24,8 +24,8 @@ AT_ONCE = 2**20
 
 # M tokens of all rows, D model width, V vocabulary, W the rows of it that are held here
 
-Reduce = Callable[[Tensor, str], Tensor]
-"""Takes a tensor and "sum" or "max" to its reduction over all parts of the vocabulary."""
+Join = Callable[[Tensor], Tensor]
+"""Takes a tensor [...] of one part of the vocabulary to those of all parts [P, ...]."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ def cross_entropy(
     *,
     chunk: int | None = None,
     first: int = 0,
-    reduce: Reduce | None = None,
+    join: Join | None = None,
 ) -> Tensor:
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The gradients are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024), and only scaled in
     the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD` holds the rows from
-    `first` on and `reduce` joins the parts: every part then gives the whole loss, and its own share of the gradient to
-    `hidden`.
+    `first` on and `join` brings the parts together: every part then gives the whole loss, and its own share of the
+    gradient to `hidden`.
     """
     chunk = chunk or chunk_of(hidden_MD, len(weight_WD))
-    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, reduce)
+    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, join)
 
 
 def chunk_of(hidden_MD: Tensor, rows: int) -> int:
@@ -99,7 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         variant: LogitVariant,
         chunk: int,
         first: int,
-        reduce: Reduce | None,
+        join: Join | None,
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
@@ -111,7 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
-            total += _to_gradient(logits, targets_M[part], variant, first, reduce)
+            total += _to_gradient(logits, targets_M[part], variant, first, join)
             if any(ctx.needs_input_grad):
                 gradient = logits
                 hidden_gradient[part] = gradient @ weight_WD
@@ -150,28 +150,28 @@ def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tens
 
 
 def _to_gradient(
-    logits: Tensor, targets_M: Tensor, variant: LogitVariant, first: int, reduce: Reduce | None
+    logits: Tensor, targets_M: Tensor, variant: LogitVariant, first: int, join: Join | None
 ) -> Tensor:
     """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
     so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
-    if reduce is None and (in_place := _kernel(logits)):
+    if join is None and (in_place := _kernel(logits)):
         return in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
         ).sum()
-    whole = reduce is not None or logits.device.type != "cpu"
+    whole = join is not None or logits.device.type != "cpu"
     step = len(logits) if whole else max(1, AT_ONCE // logits.shape[1])
     losses = []
     for rows, targets in zip(logits.split(step), targets_M.split(step), strict=True):
         values = rows.to(_precise(rows))
-        loss, gradient = _chunk(values, targets[:, None], variant, first, reduce or _alone)
+        loss, gradient = _chunk(values, targets[:, None], variant, first, join or _alone)
         if gradient is not rows:
             rows.copy_(gradient)
         losses.append(loss)
     return torch.stack(losses).sum()
 
 
-def _alone(values: Tensor, _: str) -> Tensor:
-    return values
+def _alone(values: Tensor) -> Tensor:
+    return values[None]
 
 
 def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
@@ -190,7 +190,7 @@ def has_triton() -> bool:
 
 
 def _chunk(
-    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, reduce: Reduce
+    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, join: Join
 ) -> tuple[Tensor, Tensor]:
     """Loss of a chunk and its gradient with respect to the logits [M, W], which are overwritten."""
     counted = targets_M1 != IGNORE
@@ -202,22 +202,29 @@ def _chunk(
         logits = torch.tanh(logits / variant.softcap)
         slope = 1 - logits.square()
         logits *= variant.softcap
-    logits -= reduce(logits.amax(1, keepdim=True), "max")
-    own = [logits.gather(1, local) * held, held.to(logits.dtype)]
+    largest = logits.amax(1, keepdim=True)
+    logits -= largest
+    own = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
     if variant.smoothing:
-        own += [logits.sum(1, keepdim=True), torch.full_like(own[0], logits.shape[1])]
+        own += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
-    target_logit, found, normaliser, *rest = reduce(
-        torch.stack([*own[:2], exponentials.sum(1, keepdim=True), *own[2:]]), "sum"
-    )
+    # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
+    largest_P, target_P, held_P, *rest_P, sums_P = join(
+        torch.stack([*own, exponentials.sum(1, keepdim=True)])
+    ).unbind(1)
+    top = largest_P.amax(0)
+    below_P = largest_P - top
+    normaliser = (below_P.exp() * sums_P).sum(0)
+    target_logit, found = (target_P + held_P * below_P).sum(0), held_P.sum(0)
     spread = 0.0
     if variant.smoothing:
-        sum_of_logits, vocabulary = rest
+        logits_P, rows_P = rest_P
+        sum_of_logits, vocabulary = (logits_P + rows_P * below_P).sum(0), rows_P.sum(0)
         spread = variant.smoothing / vocabulary
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
     losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
-    gradient = exponentials.mul_(counted / normaliser)
+    gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * counted
     gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))

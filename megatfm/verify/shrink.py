@@ -62,6 +62,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                     "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
                     "device": "cpu",
                     "compile": False,
+                    "recompute": "none" if config.train.recompute.endswith("%") else config.train.recompute,
                 }
             ),
         }

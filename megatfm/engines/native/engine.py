@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import Box as StoredBox
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
@@ -92,9 +93,11 @@ class NativeEngine:
         self.reads = HostReads()
         self.passed: list[Sums] = []  # the losses whose gradients these are
         self.passes: Passes = WholeModel(model)
+        self.between: list[ProcessGroup] = []
         if pipeline:
+            self.between = [mesh.group(PIPELINE), mesh.another_group(PIPELINE)]
             self.passes = StagePasses(
-                model, pipeline, mesh.group(PIPELINE), dtype=PRECISIONS[precision].computed, device=device
+                model, pipeline, *self.between, dtype=PRECISIONS[precision].computed, device=device
             )
 
     @property
@@ -209,7 +212,7 @@ class NativeEngine:
 
     def process_groups(self) -> Mapping[str, str]:
         """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
-        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        ties = {str(group.group_name): PIPELINE for group in (*self.between, *self.ties.groups)}
         data = {placement.data.all for placement in self.layout.values()}
         return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
 

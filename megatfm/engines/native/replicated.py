@@ -2,11 +2,15 @@
 
 Gradients add up in `.grad`. In the last backward pass of a step a bucket is on its way as soon as it is complete, while
 the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
+
+After a step stage 1 sends the moved weights for all buckets at once; a block waits for those that hold its own when it
+next runs, so that the others arrive meanwhile.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from megatfm.engines.native.data_parallel import Sharing, Stages, named_paramete
 from megatfm.engines.precision import Precision
 from megatfm.engines.prepare import cast_inputs, materialise
 from megatfm.ops.aligned import aligned, all_aligned
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout, Region
 from megatfm.parallel.mesh import DataAxes, Mesh
 
@@ -55,6 +60,9 @@ class Replicated:
         self._without: set[str] = set()  # parameters that no pass of the step has reached
         if mesh.gradient_ranks > 1:
             self._watch()
+        self._arriving: dict[int, tuple[Tensor, Work]] = {}
+        if self.sharded:
+            self._await_in(stages)
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Region] = {}
         for bucket, data in (*dealt, *self._frozen):
@@ -126,6 +134,36 @@ class Replicated:
             parameter = self._parameters[name]
             parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
 
+    def _await_in(self, stages: Stages) -> None:
+        """Before a block runs, the weights in it arrive; before a stage does, those that lie in none. A compiled block
+        can't wait by itself: its stage does."""
+        places = {
+            self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
+        }
+        this = weakref.ref(self)
+
+        def arrive(wanted: frozenset[int], *_: Any) -> None:
+            if watcher := this():
+                watcher._arrive(wanted)
+
+        for stage in stages:
+            inside: set[nn.Parameter] = set()
+            for block in blocks(stage):
+                if block._compiled_call_impl is None:
+                    inside.update(block.parameters())
+                    own = frozenset(places[p] for p in block.parameters() if p in places)
+                    block.register_forward_pre_hook(partial(arrive, own))
+            rest = frozenset(places[p] for p in stage.parameters() if p in places and p not in inside)
+            stage.register_forward_pre_hook(partial(arrive, rest))
+
+    @torch.no_grad()
+    def _arrive(self, places: Collection[int]) -> None:
+        """Buckets of weights that are on their way are there, and in their places."""
+        for place in [place for place in self._arriving if place in places]:
+            buffer, work = self._arriving.pop(place)
+            work.wait()
+            self._buckets[place].unpack(buffer, self._parameters)
+
     def _complete(self, place: int, parameter: Tensor) -> None:
         """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
         if not self._missing:
@@ -168,12 +206,17 @@ class Replicated:
 
     @torch.no_grad()
     def weights_changed(self, frozen: bool = False) -> None:
+        self._arrive(range(len(self._buckets)))
         changed = [*zip(self._buckets, self._over, strict=True), *(self._frozen if frozen else [])]
-        for bucket, data in changed:
+        for place, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_own(self.local, next(iter(self._parameters.values())))
-                buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
-                bucket.unpack(buffer, self._parameters)
+                sent = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                if not frozen:
+                    self._arriving[place] = sent
+                    continue
+                sent[1].wait()
+                bucket.unpack(sent[0], self._parameters)
             elif self._precision.is_mixed:
                 own: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
                 torch._foreach_copy_(own, [self.local[name] for name in bucket.shapes])

@@ -52,15 +52,20 @@ def test_the_arithmetic_is_that_of_torch_s_adamw() -> None:
         ours, theirs = start.clone(), start.clone()
         optimizer = stepped(ours, gradients[:n], None, weight_decay=0.1)
         torch_s = torch.optim.AdamW([theirs], lr=1e-2, betas=BETAS, eps=1e-8, weight_decay=0.1, fused=True)
+        largest: dict[str, Tensor] = {}
         for gradient in gradients[:n]:
             theirs.grad = gradient.clone()
             torch_s.step()
+            for key in ("exp_avg", "exp_avg_sq"):
+                now = torch_s.state[theirs][key].abs()
+                largest[key] = torch.maximum(largest.get(key, now), now)
         # An update is the rate times m/√v, and a moment is off by 2⁻⁷ of itself for each step that it has gone through.
         assert (ours - theirs).abs().max() <= 1e-2 * 2**-7 * n * (n - 1)
         for key in ("exp_avg", "exp_avg_sq"):
             kept, wanted = optimizer.state[ours][key], torch_s.state[theirs][key]
             assert kept.dtype == torch.bfloat16
-            assert ((kept - wanted).abs() <= n * 2**-7 * wanted.abs() + 1e-3 * wanted.abs().max()).all()
+            # A step of bfloat16 at each rounding, of what was there then.
+            assert ((kept - wanted).abs() <= 1.1 * n * 2**-7 * largest[key]).all()
 
 
 def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() -> None:
