@@ -74,7 +74,7 @@ def _problems(config: "Config") -> Iterator[str]:
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
     if problem := precision_problem(parallel, train.precision):
         yield problem
-    if train.compile:
+    if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
     if isinstance(config.optimizer, WHOLE_TENSORS):
         yield (
