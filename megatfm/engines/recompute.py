@@ -25,6 +25,7 @@ _aten, _sums = torch.ops.aten, torch.ops._c10d_functional
 KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -26,7 +26,7 @@ def native(setup: EngineSetup) -> Engine:
         precision=setup.precision,
         seed=train.seed,
         optimizers=setup.optimizers,
-        sharing=Sharing(parallel.zero, parallel.accumulate),
+        sharing=Sharing.of(parallel),
         pipeline=setup.pipeline,
         recomputed=train.recompute,
         compile_blocks=compiles(setup.config, setup.device),

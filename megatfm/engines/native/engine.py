@@ -23,7 +23,7 @@ from megatfm.engines.losses import HostReads, LossSums, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
-from megatfm.engines.native.memory import memory_needed
+from megatfm.engines.native.memory import memory_needed, moment_share
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.passes import Passes, WholeModel
 from megatfm.engines.pipelined import StagePasses
@@ -85,6 +85,7 @@ class NativeEngine:
         draw_initial(model, layout, weights, seed)
         self.data.weights_changed(frozen=True)
         self.optimizers = make_optimizers(optimizers, weights, mesh)
+        self.moment_share = moment_share(optimizers, weights)
         self.ties = Ties(pipeline, mesh)
         self.module_state = ModuleState(model, layout, mesh, self.ties)
         self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers, self.loss_scale)
@@ -205,6 +206,7 @@ class NativeEngine:
             self.sharing,
             self.mesh,
             self.pipeline,
+            moment_share=self.moment_share,
             microbatches=microbatches,
             block_input=block_input,
         )
@@ -245,5 +247,5 @@ def share(
 ) -> DataParallel:
     """Lay the stages' parameters (on the meta device) out over the data axes; they come back in memory, not yet set."""
     if sharing.zero <= 1:
-        return Replicated(stages, layout, mesh, zero=sharing.zero, precision=precision, device=device)
+        return Replicated(stages, layout, mesh, sharing=sharing, precision=precision, device=device)
     return FullySharded(stages, layout, mesh, sharing=sharing, precision=precision, device=device)

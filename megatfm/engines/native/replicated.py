@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from megatfm.engines.native.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
-from megatfm.engines.native.data_parallel import Stages, named_parameters
+from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.engines.prepare import cast_inputs, materialise
 from megatfm.ops.aligned import aligned, all_aligned
@@ -32,7 +32,7 @@ class Replicated:
         layout: ParameterLayout,
         mesh: Mesh,
         *,
-        zero: int,
+        sharing: Sharing,
         precision: Precision,
         device: torch.device,
     ) -> None:
@@ -42,7 +42,8 @@ class Replicated:
                 cast_inputs(stage, precision.computed)
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(named_parameters(stages))
-        self.sharded = zero == 1
+        self.sharded = sharing.zero == 1
+        self._sent = torch.empty(0, dtype=sharing.reduced or precision.stored, device=device)
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         dealt = self._dealt(trained, layout)
@@ -105,6 +106,7 @@ class Replicated:
             bucket, data = self._buckets[place], self._over[place]
             if bucket.ranks > 1:
                 self._mesh.sum(row, data.copies)
+            row = row.to(self._precision.stored)
             self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(bucket, data)))
         for name in self._without:
             del self._gradients[name]
@@ -144,7 +146,7 @@ class Replicated:
         parameters = {name: self._parameters[name] for name in bucket.shapes}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._without |= parameters.keys() - gradients.keys()
-        buffer = bucket.pack(gradients, next(iter(self.local.values())))
+        buffer = bucket.pack(gradients, self._sent)
         del gradients
         for parameter in parameters.values():  # at once, so that no two whole copies are held
             parameter.grad = None
