@@ -155,7 +155,8 @@ class SequenceMetadata:
         """Where documents begin in rows laid end to end, int32 [C + 1]."""
         if self.starts is not None:
             return self.starts
-        return self.once("row starts", lambda: row_starts(*self.positions.shape, self.positions.device))
+        rows, length = self.positions.shape
+        return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
 
     def distances(self) -> Tensor:
         """key − query in tokens, int64 [T, S]."""
