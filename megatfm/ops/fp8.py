@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         kind = E4M3 if ctx.rowwise else E5M2
