@@ -78,7 +78,7 @@ def _problems(config: "Config") -> Iterator[str]:
         yield f"train.precision = {train.precision!r}, which is shown for our own engine alone: set 'bf16'"
     if problem := precision_problem(parallel, train.precision):
         yield problem
-    if train.compile:
+    if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
     if isinstance(config.optimizer, WHOLE_TENSORS):
         yield (

@@ -108,8 +108,9 @@ class TrainConfig(Section):
     bf16 where it is faster than fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto", "autotune"] = "auto"
+    """Compile each block with torch.compile. auto: on GPUs, wherever it is not refused. autotune: kernels are chosen by
+    trying, for minutes at the start."""
     recompute: str = Field(
         default="none",
         pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",
@@ -144,7 +145,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _measures_eagerly(self) -> Self:
-        if self.compile and self.recompute.endswith("B"):
+        if self.compile not in (False, "auto") and self.recompute.endswith("B"):
             raise ValueError(
                 f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
                 "leaves nothing to measure: choose recompute = 'full' or 'selective', or compile = false"

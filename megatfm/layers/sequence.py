@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import Protocol, Self, TypeVar
 
 import torch
@@ -155,7 +156,8 @@ class SequenceMetadata:
         """Where documents begin in rows laid end to end, int32 [C + 1]."""
         if self.starts is not None:
             return self.starts
-        return self.once("row starts", lambda: row_starts(*self.positions.shape, self.positions.device))
+        rows, length = self.positions.shape
+        return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
 
     def distances(self) -> Tensor:
         """key − query in tokens, int64 [T, S]."""
@@ -182,6 +184,19 @@ class SequenceMetadata:
     def document_lengths(self) -> Tensor:
         """How many tokens the document of each query has so far, [B, T]."""
         return self.once("document lengths", self._document_lengths)
+
+    def runs(self) -> list[tuple[int | None, int, int]]:
+        """Documents of whole rows: row, begin and end; the row is None where there is one document in each."""
+        if self.document_numbers() is None:
+            return [(None, 0, self.length)]
+        return self.once("runs", self._runs)
+
+    def _runs(self) -> list[tuple[int | None, int, int]]:
+        made: list[tuple[int | None, int, int]] = []
+        for row, places_T in enumerate(self.document_places()[0]):
+            starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
+            made += [(row, begin, end) for begin, end in pairwise(starts)]
+        return made
 
     def _document_lengths(self) -> Tensor:
         places_BS = self.document_places()[1]

@@ -216,7 +216,7 @@ def _chunk(
     below_P = largest_P - top
     normaliser = (below_P.exp() * sums_P).sum(0)
     target_logit, found = (target_P + held_P * below_P).sum(0), held_P.sum(0)
-    spread: float | Tensor = 0.0
+    spread: Tensor | float = 0.0
     if variant.smoothing:
         logits_P, rows_P = rest_P
         sum_of_logits, vocabulary = (logits_P + rows_P * below_P).sum(0), rows_P.sum(0)

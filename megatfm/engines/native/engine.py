@@ -42,6 +42,9 @@ from megatfm.parallel.pipeline_cut import Pipeline
 SHARDED = Sharing()
 ALONE = Sharing(zero=0)
 
+SHAPES = 64
+"""Of micro-batches, in training and evaluation, before torch takes it for a mistake that it compiles so often."""
+
 
 class NativeEngine:
     """Carries out forward, backward and optimizer steps.
@@ -64,6 +67,7 @@ class NativeEngine:
         pipeline: Pipeline | None = None,
         recomputed: str = "none",
         compile_blocks: bool = False,
+        autotune: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
@@ -71,8 +75,8 @@ class NativeEngine:
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
-        for block in blocks(model) if compile_blocks else ():
-            block.compile(fullgraph=True)
+        if compile_blocks:
+            compile_all(blocks(model), autotune=autotune)
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
@@ -223,6 +227,17 @@ class NativeEngine:
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it"
             )
+
+
+def compile_all(found: Iterable[nn.Module], *, autotune: bool) -> None:
+    """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
+    ones that change, and the rest of the run would go by slower kernels."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, SHAPES)
+    for block in found:
+        options = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
+        block.compile(fullgraph=True, dynamic=False, **options)
 
 
 def share(

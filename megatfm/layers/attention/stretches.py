@@ -120,6 +120,9 @@ class SeenStretches:
         """Nobody asks, without a window."""
         raise NotImplementedError
 
+    def bands(self) -> None:
+        return None
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return self._sequence.once(("stretches", key, self._factor), make)
 

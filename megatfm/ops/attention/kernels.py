@@ -18,9 +18,11 @@ MATMUL_SCORES = 2**26
 """On a CPU in bfloat16, up to this many scores at once the written-out form is used: its matrix products run on
 oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.md, 2026-11-21)."""
 
-LONG = {"cpu": 1024, "cuda": 256}
-"""From so many queries on, a mask of T × S costs more than to look at blocks: on a CPU it was measured (docs/LOG.md,
-2026-11-22); on GPUs torch's kernels for masks are others than FlashAttention."""
+LONG = 1024
+"""From so many queries on, a mask of T × S costs more than to look at blocks (docs/LOG.md, 2026-11-22)."""
+
+LONG_ON_GPU = 256
+"""The same where a mask also means another kernel than FlashAttention; not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class Case:
     @property
     def masked(self) -> bool:
         """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
-        return self.queries >= LONG.get(self.device, 0) and (
-            self.plain is None or self.softcap or self.drops or self.sinks
-        )
+        long = LONG_ON_GPU if self.device == "cuda" else LONG
+        changed = self.softcap or self.drops or self.sinks
+        return self.queries >= long and (self.plain is None or changed)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 other documents visited. torch has it as `torch.nn.attention.varlen.varlen_attn`, for GPUs only.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
+from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T tokens, H head width, C documents that there is room for
 
@@ -52,6 +52,7 @@ def varlen(
     return made.unflatten(0, (rows, length)).transpose(1, 2)
 
 
+@constant_when_compiled
 def carries_heads(width: int, of_values: int, *, grouped: bool) -> bool:
     """Whether this torch has the operator, and it takes heads of these widths, of which several share keys."""
     fits = width == of_values and width <= WIDEST and width % 8 == 0
@@ -76,10 +77,11 @@ def sequence_starts(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     return starts
 
 
-@cache
 def operator() -> Callable[..., Any]:
     """torch's; it is imported where it runs."""
-    found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    from torch.nn.attention.varlen import varlen_attn
+
+    found: Callable[..., Any] = varlen_attn
     return found
 
 

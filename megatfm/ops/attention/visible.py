@@ -1,10 +1,12 @@
 """What queries see of keys, as kernels ask for it."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
+
+from megatfm.ops.attention.bands import Band
 
 # B batch, N query heads, T queries, S keys
 
@@ -48,6 +50,9 @@ class Visible(Protocol):
         """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
         some of the second depends on no more than how far from one another they are; None: there are none."""
 
+    def bands(self) -> Sequence[Band] | None:
+        """All of it in tiles of neighbouring queries and keys; None: it is not of that form."""
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers that see the same share, made at the first call."""
 
@@ -82,6 +87,9 @@ class Given:
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
 
     def repeats(self, size: int) -> None:
+        return None
+
+    def bands(self) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -181,6 +181,29 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     assert all(starts is batch["cu_seqlens"] for starts in given)
 
 
+def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own, which a CPU can trace but not run."""
+    monkeypatch.undo()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *given: (torch.zeros(B, N, T, H, dtype=torch.bfloat16),)
+
+    sequences = sequence()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = Seen(Full(causal=True), sequences)
+        assert Case.of(q, k, seen, Variant(), drops=False).in_runs
+        return varlen.varlen(q, k, v, seen, None, Variant(), None)
+
+    inputs = (x.detach().bfloat16() for x in heads())
+    torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
+    found = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum(target.startswith("torch_attn._varlen_attn") for target in found) == 1, found
+    torch._dynamo.reset()
+
+
 def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.attention import Plain
+from megatfm.ops.attention.bands import Sides
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Full(Pattern):
     @property
     def is_relative(self) -> bool:
         return True
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(None, 0 if self.causal else None)
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return k <= q if self.causal else (q == q) & (k == k)
