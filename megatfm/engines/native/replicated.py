@@ -206,7 +206,9 @@ class Replicated:
 
     @torch.no_grad()
     def weights_changed(self, frozen: bool = False) -> None:
-        self._arrive(range(len(self._buckets)))
+        for _, work in self._arriving.values():  # overtaken: what is in their places may be the newer weights
+            work.wait()
+        self._arriving = {}
         changed = [*zip(self._buckets, self._over, strict=True), *(self._frozen if frozen else [])]
         for place, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
