@@ -115,7 +115,7 @@ class SeenStretches:
     def repeats(self, size: int) -> None:
         return None
 
-    def bands(self) -> None:
+    def bands(self, *, fused: bool) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
