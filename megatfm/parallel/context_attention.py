@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
-from megatfm.ops.attention.blocks import How
+from megatfm.ops.attention.banded import merged
+from megatfm.ops.attention.tiles import How
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
 from megatfm.parallel.context_heads import by_heads, sends_less
-from megatfm.parallel.context_parts import how_of, merged, part_backward, part_of
+from megatfm.parallel.context_parts import how_of, part_backward, part_of
 from megatfm.parallel.context_wide import Wide, with_wide
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width

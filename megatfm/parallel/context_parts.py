@@ -3,13 +3,13 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.ops.attention import blocks
-from megatfm.ops.attention.blocks import How, padded
+from megatfm.ops.attention.blocks import padded
 from megatfm.ops.attention.pieces import Grid, pieces
+from megatfm.ops.attention.tiles import How
 
 
 def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tensor) -> How:
@@ -40,10 +40,3 @@ def part_backward(
     g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
     found = blocks.backward(g, q, k, v, out, lse, drawn, how)
     return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]
-
-
-def merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
-    total = torch.logaddexp(lse, of_more)
-    safe = total.masked_fill(total == -torch.inf, 0)
-    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total

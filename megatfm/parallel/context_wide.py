@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention import blocks
-from megatfm.ops.attention.blocks import How
+from megatfm.ops.attention.banded import merged
+from megatfm.ops.attention.tiles import How
 from megatfm.parallel.collectives import all_sum, copy_to_shards, gather_shards, sum_partial
 from megatfm.parallel.context_exchange import Contexts
-from megatfm.parallel.context_parts import how_of, merged, part_backward, part_of
+from megatfm.parallel.context_parts import how_of, part_backward, part_of
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, G wide queries, H head width, V value width
 

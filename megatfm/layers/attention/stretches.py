@@ -120,7 +120,7 @@ class SeenStretches:
         """Nobody asks, without a window."""
         raise NotImplementedError
 
-    def bands(self) -> None:
+    def bands(self, *, fused: bool) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -8,8 +8,6 @@ from torch import Tensor
 from megatfm.ops.attention.bands import Band, add_tiles, tiles
 from megatfm.ops.attention.tiles import (
     ROOM,
-    SCORES,
-    Edges,
     How,
     attend,
     attend_backward,
@@ -18,7 +16,10 @@ from megatfm.ops.attention.tiles import (
 
 # B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
 
-HELD = 2**22
+FOLDED = 2**23
+"""So many scores of a tile are held in bfloat16; of larger ones the fused kernel computes them again."""
+
+HELD = 2**21
 """Scores of the tiles whose keys' gradients, which overlap, are held at once."""
 
 
@@ -29,9 +30,11 @@ def forward(band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tenso
     bias = _bias(band, q.shape[1], q.dtype)
     for first, start, count in _parts(band, HELD, q):
         keys = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+        if band.causal:
+            keys = (x.expand(-1, q.shape[1], -1, -1) for x in keys)
         found = attend(_queries(q, first, count, band), *keys, bias, None, how, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
-        made = [x.unflatten(2, (q.shape[1], -1)).transpose(1, 2) for x in found]
+        made = [_of_heads(x, q.shape[1], band) for x in found]
         if band.more:
             made = list(merged(places[0].to(lse.dtype), places[1], *made))
         for place, x in zip(places, made, strict=True):
@@ -48,19 +51,22 @@ def backward(
     k, v, dk, dv = (_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
     bias = _bias(band, q.shape[1], q.dtype)
     folded = k.shape[-1] != width
-    if folded and band.causal:
+    if folded and (band.causal or q.shape[1] * band.queries * band.keys > FOLDED):
         folded, k, v = False, k[..., :-ROOM], v[..., :-ROOM]
-    for first, start, count in _parts(band, SCORES if folded else HELD, q):
+    for first, start, count in _parts(band, HELD, q):
         gc, qc, oc, lc = (_queries(x, first, count, band) for x in (g, q, out, lse))
         kc, vc = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+        if band.causal:
+            kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            found = _products(gc, qc, kc, vc, oc, lc, _edges(band, q.shape[1], q.dtype), how.scale)
+            found = _products(gc, qc, kc, vc, oc, lc, bias, how.scale)
         else:
             found = attend_backward(gc, qc, kc, vc, oc, lc, bias, None, how, band.causal)
-        of_q = found[0].unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+        of_q = _of_heads(found[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
         place.copy_(place + of_q if band.more else of_q)
         for total, part in ((dk, found[1]), (dv, found[2])):
+            part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
             add_tiles(total, part, start, band.step)
 
 
@@ -78,8 +84,14 @@ def _by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
 
 
 def _queries(x: Tensor, first: int, count: int, band: Band) -> Tensor:
-    """[X, g, T, ·] → [X, n, g·b, ·]."""
-    return tiles(x, first, band.queries, count, band.step).transpose(1, 2).flatten(2, 3)
+    """[X, g, T, ·] → [X, n, g·b, ·], or [X, g, b, ·] of a causal tile, whose heads can't lie on top of each other."""
+    found = tiles(x, first, band.queries, count, band.step)
+    return found[:, :, 0] if band.causal else found.transpose(1, 2).flatten(2, 3)
+
+
+def _of_heads(x: Tensor, groups: int, band: Band) -> Tensor:
+    """The inverse of `_queries`, up to [X, g, n, b, ·]."""
+    return x[:, :, None] if band.causal else x.unflatten(2, (groups, -1)).transpose(1, 2)
 
 
 def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -88,27 +100,20 @@ def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
         yield band.part(at, count)
 
 
-def _edges(band: Band, groups: int, dtype: torch.dtype) -> Edges:
-    made = []
-    for at, seen in band.edges:
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        made.append((at, bias.repeat(groups, 1)))
-    return made
-
-
 def _bias(band: Band, groups: int, dtype: torch.dtype) -> Tensor | None:
-    """[1, 1, g·b, M]; None where all is seen."""
+    """−∞ where a query does not look, [1, 1, g·b, M]; None where all is seen."""
     if not band.edges:
         return None
-    bias = torch.zeros(1, 1, groups * band.queries, band.keys, dtype=dtype, device=band.edges[0][1].device)
-    for at, edge in _edges(band, groups, dtype):
-        bias[..., at : at + edge.shape[-1]] = edge
-    return bias
+    bias = torch.zeros(groups, band.queries, band.keys, dtype=dtype, device=band.edges[0][1].device)
+    for at, seen in band.edges:
+        bias[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
+    return bias.view(1, 1, -1, band.keys)
 
 
 def _products(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, edges: Edges, scale: float
-) -> list[Tensor]:
-    """One head's products after another's: keys that overlap in two dims would be copied."""
-    heads = (products_backward(*each, edges, scale) for each in zip(g, q, k, v, out, lse, strict=True))
-    return [torch.stack(each) for each in zip(*heads, strict=True)]
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    """Products in three dims, of keys that no longer overlap: others would be copied for each of them."""
+    flat = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
+    found = products_backward(*flat, None if bias is None else bias[0], scale)
+    return tuple(x.unflatten(0, q.shape[:2]) for x in found)

@@ -19,14 +19,23 @@ SHORTEST = 64
 """Where runs of tokens are shorter on average, tiles cost more than blocks with masks."""
 
 
+TILES = (64, 128, 256)
+"""Queries of a tile: wider ones multiply faster, and look at more keys that not all of them see."""
+
+ALIGNED = 64
+"""Tiles have multiples of so many keys, where there are some to spare."""
+
+
 @dataclass(frozen=True)
 class Sides:
     """A query sees all of its document from `left` tokens before it to `right` after it; None: from the first, to the
-    last. cut: and of these, those of its chunk of so many tokens, counted from the document's first."""
+    last. cut: and of these, those of its chunk of so many tokens, counted from the document's first. tokens: places of
+    a document that see all of it, and are seen by all of it; ascending."""
 
     left: int | None
     right: int | None
     cut: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,16 +64,19 @@ class Band:
 
 
 def bands(
-    sides: Sides, runs: Sequence[tuple[int | None, int, int]], device: torch.device
+    sides: Sides, documents: Sequence[tuple[int | None, int, int]], device: torch.device, *, fused: bool
 ) -> list[Band] | None:
-    """Tiles for documents (row, begin, end); None where they are so short that blocks cost less."""
-    runs = [part for run in runs for part in _cut(run, sides.cut)]
+    """Tiles for documents (row, begin, end); None where they are so short that blocks cost less.
+
+    fused: a kernel serves that holds no scores, so that a tile may be as large as its document.
+    """
+    runs = [part for document in documents for part in _cut(document, sides.cut)]
     if len(runs) * SHORTEST > sum(end - begin for _, begin, end in runs):
         return None
     edges: dict[tuple[int, ...], tuple[tuple[int, Tensor], ...]] = {}
     kinds: dict[tuple[int | None, int, int, int, bool], list[int]] = {}
     for row, begin, end in runs:
-        for first, last, low, high, causal in _tiles(sides, begin, end):
+        for first, last, low, high, causal in _tiles(sides, begin, end, fused):
             kinds.setdefault((row, last - first, high - low, low - first, causal), []).append(first)
     made = []
     for (row, queries, keys, offset, causal), firsts in kinds.items():
@@ -73,7 +85,7 @@ def bands(
             edges[shape] = () if causal else _edges(sides, *shape, device)
         for first, step, count in _progressions(sorted(firsts), queries):
             made.append(Band(row, first, first + offset, queries, keys, count, step, edges[shape], causal))
-    return made
+    return made + [band for document in documents for band in _of_tokens(sides, *document, device)]
 
 
 def tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
@@ -97,18 +109,49 @@ def _cut(run: tuple[int | None, int, int], size: int | None) -> Iterator[tuple[i
         yield row, at, min(at + (size or end - begin), end)
 
 
-def _tiles(sides: Sides, begin: int, end: int) -> Iterator[tuple[int, int, int, int, bool]]:
+def _tiles(sides: Sides, begin: int, end: int, fused: bool) -> Iterator[tuple[int, int, int, int, bool]]:
     """First and last query and key, not with the last, and whether torch's causal order says what is seen."""
     length = end - begin
     left, right = (length if side is None else min(side, length) for side in (sides.left, sides.right))
     whole = left >= length - 1
-    if whole and (right >= length - 1 or (right == 0 and length > LONGEST)):
+    if fused and whole and (right >= length - 1 or (right == 0 and length > LONGEST)):
         yield begin, end, begin, end, right < length - 1
         return
-    size = 256 if left + right >= 512 or whole else 128 if left + right >= 128 else 64
+    near, middle, far = TILES
+    size = far if left + right >= 448 or whole else middle if left + right >= 128 else near
     for first in range(begin, end, size):
         last = min(first + size, end)
-        yield first, last, max(begin, first - left), min(end, last + right), False
+        before, after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))
+        yield first, last, max(begin, first - before), min(end, last + after), False
+
+
+def _of_tokens(sides: Sides, row: int | None, begin: int, end: int, device: torch.device) -> Iterator[Band]:
+    """What tiles leave out of pairs with tokens that see all and are seen by all."""
+    places = torch.arange(end - begin, device=device)
+    tokens = torch.tensor(sides.tokens, dtype=torch.int64, device=device)
+    for low, high in _neighbours([token for token in sides.tokens if token < end - begin]):
+        far = ~_near(sides, places[:, None], places[low:high])
+        of_others = far & ~torch.isin(places, tokens)[:, None]
+        of_token = ~_near(sides, places[low:high, None], places)
+        at, count = begin + low, high - low
+        if of_others.any():
+            yield Band(row, begin, at, end - begin, count, edges=((0, of_others),), more=True)
+        if of_token.any():
+            yield Band(row, at, begin, count, end - begin, edges=((0, of_token),), more=True)
+
+
+def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs (begin, end) of ascending places."""
+    begin = 0
+    for at in range(1, len(places) + 1):
+        if at == len(places) or places[at] != places[at - 1] + 1:
+            yield places[begin], places[at - 1] + 1
+            begin = at
+
+
+def _near(sides: Sides, q: Tensor, k: Tensor) -> Tensor:
+    near = q == q if sides.left is None else k >= q - sides.left
+    return near & (k == k) if sides.right is None else near & (k <= q + sides.right)
 
 
 def _edges(

@@ -48,18 +48,21 @@ def blocked(
 ) -> Tensor:
     """As `attention_reference`, without biases; a query that sees nothing gets 0."""
     queries = q_BNTH.shape[2]
-    visits, size = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None)
+    same = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap
+    visits, size = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=same)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     how = How.of(visits, size, q.shape[-1], variant)
     made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)
-    return made[:, :, :queries]
+    return made if made.shape[2] == queries else made[:, :, :queries]
 
 
-def _visits(seen: Visible, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool) -> tuple[list[Piece | Band], int]:
+def _visits(
+    seen: Visible, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
+) -> tuple[list[Piece | Band], int]:
     """What is visited, and into multiples of how many tokens rows are padded for it."""
-    bands = None if drops else seen.once("bands", seen.bands)
+    bands = None if drops else seen.once(("bands", fused), lambda: seen.bands(fused=fused))
     if bands is not None:
         return list(bands), 1
     size = block_size(seen)
@@ -108,7 +111,8 @@ class _Blocked(torch.autograd.Function):
 def forward(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
     """Output and logarithms of the sums [B, N, T, 1] over these keys, −∞ where none is seen; T and S divide into
     blocks."""
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    filled = torch.empty if how.is_banded else torch.zeros
+    out = filled(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for band in how.visits:
         if isinstance(band, Band):
@@ -126,7 +130,8 @@ def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too."""
-    dq, folded = torch.zeros_like(q), is_folded(q, v, drawn, how)
+    dq = torch.empty_like(q) if how.is_banded else torch.zeros_like(q)
+    folded = is_folded(q, v, drawn, how)
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if folded:
         k, v = with_room(k), with_room(v)
@@ -137,9 +142,7 @@ def backward(
     for chunk in _chunks(how, q, k):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            found = products_backward(
-                gc, qc, kc, vc, oc, lc, [] if chunk.bias is None else [(0, chunk.bias)], how.scale
-            )
+            found = products_backward(gc, qc, kc, vc, oc, lc, chunk.bias, how.scale)
         else:
             found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.bias, _kept(chunk, drawn, how), how)
         _put(dq, found[0], chunk)
@@ -232,4 +235,5 @@ def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
 
 def padded(x: Tensor, size: int) -> Tensor:
     """[B, n, T, ·] with zeros up to whole blocks, contiguous."""
-    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).contiguous()
+    missing = -x.shape[2] % size
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).contiguous()

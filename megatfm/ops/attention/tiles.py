@@ -1,6 +1,7 @@
 """Attention of some queries to keys that lie beside them: what one call computes, forward and backward."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -34,17 +35,22 @@ class How:
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
     """
 
-    visits: list[Piece | Band]
+    visits: Sequence[Piece | Band]
     size: int
     scale: float
     softcap: float
     threshold: int
     places: Tensor | None = None
 
+    @property
+    def is_banded(self) -> bool:
+        """Whether each query is in a band, and nowhere in blocks."""
+        return all(isinstance(visit, Band) for visit in self.visits)
+
     @classmethod
     def of(
         cls,
-        visits: list[Piece | Band],
+        visits: Sequence[Piece | Band],
         size: int,
         width: int,
         variant: Variant,
@@ -53,10 +59,6 @@ class How:
         """width: of a head."""
         scale = width**-0.5 if variant.scale is None else variant.scale
         return cls(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places)
-
-
-Edges = list[tuple[int, Tensor]]
-"""What is added to some of the scores, by the first of their columns: −∞ where a query does not look."""
 
 
 def attend(
@@ -118,7 +120,7 @@ def with_room(x: Tensor) -> Tensor:
 
 
 def products_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, edges: Edges, scale: float
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_backward` in bfloat16; keys and values have room beside them.
 
@@ -130,13 +132,13 @@ def products_backward(
     delta = (g * out).sum(-1, keepdim=True, dtype=lse.dtype)
     scaled, g = q * scale, g * 2.0**-level
     shares = torch.cat([scaled, *_halves(level * math.log(2) - lse, q.dtype)], -1) @ k.transpose(-1, -2)
-    for at, bias in edges:
-        shares[..., at : at + bias.shape[-1]] += bias
+    if bias is not None:
+        shares.add_(bias)
     shares.exp_()
     of_scores = torch.cat([g, *_halves(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
     of_scores.mul_(shares)
-    of_q, of_k = of_scores @ k[..., :-ROOM], of_scores.transpose(-1, -2) @ scaled
-    return of_q.mul_(scale), of_k, shares.transpose(-1, -2) @ g
+    of_q, of_k = (of_scores @ k)[..., :-ROOM], of_scores.transpose(-1, -2) @ scaled
+    return of_q * scale, of_k, shares.transpose(-1, -2) @ g
 
 
 def _halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,8 +50,10 @@ class Visible(Protocol):
         """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
         some of the second depends on no more than how far from one another they are; None: there are none."""
 
-    def bands(self) -> Sequence[Band] | None:
-        """All of it in tiles of neighbouring queries and keys; None: it is not of that form."""
+    def bands(self, *, fused: bool) -> Sequence[Band] | None:
+        """All of it in tiles of neighbouring queries and keys; None: it is not of that form.
+
+        fused: see `bands.bands`."""
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers that see the same share, made at the first call."""
@@ -89,7 +91,7 @@ class Given:
     def repeats(self, size: int) -> None:
         return None
 
-    def bands(self) -> None:
+    def bands(self, *, fused: bool) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -1,6 +1,7 @@
 """Attention by blocks against the written-out reference: output and every gradient, in float64 to the last digits."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,17 @@ from megatfm.layers.attention.patterns import (
 )
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops import dropout
-from megatfm.ops.attention import Given, Variant, Visible, attention_reference, blocks, flex, pieces
+from megatfm.ops.attention import (
+    Given,
+    Variant,
+    Visible,
+    attention_reference,
+    banded,
+    bands,
+    blocks,
+    flex,
+    pieces,
+)
 from tests.unit.layers.test_patterns import Chunks
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
@@ -46,7 +57,12 @@ PATTERNS = [
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that T is no multiple of, several chunks of rows, and masks made in several parts."""
+    """Blocks and tiles that T is no multiple of, several chunks of each, and masks made in several parts."""
+    monkeypatch.setattr(bands, "TILES", (4, 8, 16))
+    monkeypatch.setattr(bands, "ALIGNED", 4)
+    monkeypatch.setattr(bands, "SHORTEST", 1)
+    monkeypatch.setattr(bands, "LONGEST", 45)
+    monkeypatch.setattr(banded, "HELD", 3 * B * N * 16)
     monkeypatch.setattr(blocks, "SIZE", SIZE)
     monkeypatch.setattr(blocks, "SCORES", 3 * N * SIZE * SIZE)
     monkeypatch.setattr(pieces, "MASKED", 3 * SIZE * SIZE)
@@ -199,6 +215,7 @@ def copy_of(layout: SequenceMetadata) -> SequenceMetadata:
 )
 def test_faults_are_found(fault: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above, with the kernel's own view of a pattern broken."""
+    monkeypatch.setattr(bands, "SHORTEST", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
     seen, broken = (
@@ -223,6 +240,24 @@ def test_faults_are_found(fault: str, pattern: Pattern, monkeypatch: pytest.Monk
     torch.testing.assert_close(right, attention_reference(q, k, v, Seen(pattern, layout, 0, heads)))
     wrong = blocks.blocked(q, k, v, broken, None, PLAIN, None)
     assert ((wrong - right).norm() / right.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("pattern", [Window(10), Chunked(20, causal=True), Longformer(9, (0, 17))], ids=repr)
+def test_faults_of_bands_are_found(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side one token too long, a chunk too long, a token that sees all forgotten; and documents that are lost."""
+    layout = SequenceMetadata(torch.arange(T).expand(B, -1), DOCUMENTS)
+    wrong = {"left": 11} if pattern == Window(10) else {"cut": 21} if pattern.sides.cut else {"tokens": (0,)}
+    seen = Seen(pattern, layout, 0, N)
+    assert compare(inputs(2), seen) < 1e-13
+    assert seen.bands(fused=True)
+    for sides, documents in (
+        (replace(pattern.sides, **wrong), layout.runs()),
+        (pattern.sides, [(None, 0, T)]),
+    ):
+        broken = Seen(pattern, copy_of(layout), 0, N)
+        made = bands.bands(sides, documents, torch.device("cpu"), fused=True)
+        monkeypatch.setattr(broken, "bands", lambda *, fused, made=made: made)
+        assert compare(inputs(2), broken) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -8,6 +8,7 @@ from megatfm.config import LongformerPatternConfig, ModelConfig, expect
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.ops.attention.bands import Sides
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class Longformer(Pattern):
 
     side: int
     tokens: tuple[int, ...]
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(self.side, self.side, tokens=tuple(sorted(set(self.tokens))))
 
     def reach(self, first: int, last: int, length: int) -> Runs:
         return (first - self.side, last + self.side), *((token, token + 1) for token in self.tokens)

@@ -295,12 +295,13 @@ class Seen:
         of_q, of_k = (_span(of, size, -1) for of in numbers)
         return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
 
-    def bands(self) -> Sequence[Band] | None:
+    def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Of whole rows without a prefix: one tile after the other in each document."""
         sides, sequence = self._pattern.sides, self._sequence
-        if sides is None or not sequence.is_whole or sequence.opened is not None or self._pattern.of_memory:
+        whole = sequence.is_whole and not sequence.past and sequence.opened is None
+        if sides is None or not whole or self._pattern.of_memory:
             return None
-        return bands(sides, sequence.runs(), sequence.indices.device)
+        return bands(sides, sequence.runs(), sequence.indices.device, fused=fused)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return self._sequence.once((key, self._pattern, self._heads), make)
