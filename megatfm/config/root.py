@@ -208,11 +208,6 @@ class Config(Section):
                 "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
                 "'selective'"
             )
-        if parallel.cp > 1 and self.train.compile:
-            raise ValueError(
-                f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "
-                "train.compile out, or choose cp = 1"
-            )
         return self
 
     @model_validator(mode="after")

@@ -34,8 +34,9 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.context import compile_around
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
+from megatfm.parallel.mesh import CONTEXT, OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
@@ -71,7 +72,10 @@ class NativeEngine:
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():
-            block.compile(fullgraph=True)
+            if mesh.size(CONTEXT) > 1:
+                compile_around(block)
+            else:
+                block.compile(fullgraph=True)
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {

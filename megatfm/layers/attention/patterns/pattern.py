@@ -50,6 +50,11 @@ class Pattern:
         return None
 
     @property
+    def grows(self) -> bool:
+        """Whether later queries see more than earlier ones, so that parts of a row are unequal work."""
+        return self.plain == "causal"
+
+    @property
     def is_relative(self) -> bool:
         """Whether key − query says it all: then places may be counted from anywhere."""
         return False
