@@ -56,12 +56,11 @@ def install(model: nn.Module, contexts: Contexts) -> None:
             replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
 
 
-def compile_around(block: nn.Module) -> None:
-    """Have a block compiled but for what lets keys travel: what a rank sends depends on the batch."""
+def leave_uncompiled(block: nn.Module) -> None:
+    """Have what lets keys travel run as it is in a block that is compiled: what a rank sends depends on the batch."""
     for module in block.modules():
         if getattr(module, "context", None) in ACROSS:
             replace_forward(module, torch.compiler.disable(module.forward))
-    block.compile()
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:

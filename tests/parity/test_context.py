@@ -265,8 +265,8 @@ def compare_compiled(names: Sequence[str]) -> int:
         graphs[0] += 1
         return eager(graph, inputs)
 
-    def compile_block(block: nn.Module) -> None:
-        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend)  # type: ignore[assignment]
+    def compile_block(block: nn.Module, **options: Any) -> None:
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
 
     eager: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
