@@ -1,134 +1,262 @@
-"""Which attention patterns learn to look far back: key–value recall, a task made by rule.
+"""Which attention patterns learn to look far back, and what a longer context is worth: small models on a CPU.
 
-    python benchmarks/attention_learns.py --length 128 --steps 400 --out benchmarks/results
+    python benchmarks/attention_learns.py listops --out benchmarks/results
+    python benchmarks/attention_learns.py recall --out benchmarks/results
+    python benchmarks/attention_learns.py text --out benchmarks/results [--folder TEXTS]
 
-A row holds FACTS facts, each a key and its value, at random places among filler tokens, and ends in as many
-questions, each a key whose value is to be said. Facts within a question's reach can be answered, whatever lies
-further back can't. Small models of 2 blocks, each step on new rows; the share of right answers is of rows that were
-not trained on. A guess is right once in VALUES times. Decoders see earlier tokens alone, encoders all.
+listops: expressions of 500 to 2,000 tokens as Long Range Arena draws them, ten classes, packed into rows of 4,096
+tokens, after shorter ones of 10 to 100 and of 100 to 500. recall: 8 facts in rows of 8,192 tokens, trained on rows of
+64, then 1,024, then 8,192. text: bytes of Python's standard library or of other files, and the loss by how many bytes
+come before. Models of 2 blocks, 64 channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a
+number of steps, each on new rows of 4,096 (listops), 8,192 (recall) or 2,048 tokens (text, four rows), the same for
+all. Figures are of rows that were not trained on. A result holds the models of all runs of its day.
 """
 
 import argparse
 import json
 import platform
 import sys
+import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from datetime import date
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from attention_tasks import LISTOPS, NONE, Batch, Expressions, ListOps, Recall, Text
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 
-FACTS, VALUES, FILLERS = 8, 8, 8
-VOCABULARY = FACTS * VALUES + FACTS + FILLERS
+Models = dict[str, dict[str, Any]]
+Found = dict[str, Any]
 SMALL = {
-    "vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 128,
-    "norm.name": "rms_norm", "init.name": "xavier",
+    "d_model": 64, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 128, "norm.name": "rms_norm",
+    "init.name": "xavier",
 }  # fmt: skip
+TOLD = 50
+"""Steps between two lines on what is going on."""
 
 
-def patterns(length: int) -> dict[str, dict[str, Any]]:
-    """Models by name; a window is a sixteenth of the row, so that two blocks of them reach an eighth of it."""
-    near = max(length // 16, 4)
-    learned = {"position.name": "learned", "position.max_positions": length}
-    encoder = {"family": "encoder", "head.bias": True, **learned}
+GROW = (0.6, 0.25, 0.15)
+"""Parts of the steps that are taken on short rows or expressions, on longer ones, and on those that are judged."""
+
+
+class Sizes(NamedTuple):
+    """How much is done: tokens of a row, steps, rows that are judged."""
+
+    length: int
+    steps: int
+    judged: int
+
+
+FULL_SIZE = {"listops": Sizes(4096, 120, 60), "recall": Sizes(8192, 200, 16), "text": Sizes(2048, 100, 16)}
+
+
+def patterns(length: int, near: int, positions: str) -> Models:
+    """Models by name. length: the longest row; near: a window; positions: of encoders, and where no others go."""
+    elsewhere = {"position.name": positions}
+    if positions == "learned":
+        elsewhere["position.max_positions"] = length
+    encoder = {"family": "encoder", "head.bias": True, **elsewhere}
 
     def of(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
         return {**model, "attention.pattern": pattern}
 
+    blocks = {"block": max(near // 4, 2), "random": 3}
+    window = {"name": "window", "width": near}
     return {
         "full": {},
-        "window": of({}, name="window", width=near),
+        "window": of({}, **window),
         "window, then full": {
-            "blocks": ["near", "all"], "block.near.attention.pattern": {"name": "window", "width": near},
+            "blocks": ["near", "all"], "block.near.attention.pattern": window, "block.all": {},
+        },
+        "dilated": of({}, **window, step=8),
+        "chunked": of({}, name="chunked", size=near),
+        "chunked, then full": {
+            "blocks": ["near", "all"], "block.near.attention.pattern": {"name": "chunked", "size": near},
             "block.all": {},
         },
-        "dilated": of({}, name="window", width=near, step=8),
-        "chunked": of({}, name="chunked", size=near),
         "strided": of({}, name="strided", stride=near),
         "fixed": of({}, name="fixed", stride=near, summary=4),
-        "bigbird of a decoder": of({}, name="bigbird", block=max(near // 4, 2), random=3),
+        "bigbird of a decoder": of({}, name="bigbird", **blocks),
         "local, then compressed": {
-            **learned, "blocks": ["local", "compressed"],
+            **elsewhere, "blocks": ["local", "compressed"],
             "block.local.attention.pattern": {"name": "chunked", "size": near},
             "block.compressed.attention.name": "compressed",
         },
         "full, encoder": encoder,
-        "bigbird": of(encoder, name="bigbird", block=max(near // 4, 2), random=3),
-        "longformer": of(encoder, name="longformer", width=near, tokens=[0, 1, 2, 3]),
+        "window, encoder": of(encoder, **window),
+        "bigbird": of(encoder, name="bigbird", **blocks),
+        "longformer": of(encoder, name="longformer", width=near, tokens=[0]),
         "linformer": {**encoder, "attention.name": "linformer", "attention.length": length,
-                      "attention.rank": max(length // 4, 8), "attention.share": "headwise"},
+                      "attention.rank": max(length // 32, 8), "attention.share": "headwise"},
     }  # fmt: skip
 
 
-def rows(count: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [count, length]; −100 where nothing is asked."""
-    random = torch.Generator().manual_seed(seed)
-    keys = torch.stack([torch.randperm(FACTS, generator=random) for _ in range(count)])
-    values = torch.randint(VALUES, (count, FACTS), generator=random)
-    places = torch.stack([torch.randperm(length - FACTS, generator=random)[:FACTS] for _ in range(count)])
-    tokens = torch.randint(VOCABULARY - FILLERS, VOCABULARY, (count, length), generator=random)
-    tokens.scatter_(1, places, keys * VALUES + values)
-    asked = torch.stack([torch.randperm(FACTS, generator=random) for _ in range(count)])
-    tokens[:, -FACTS:] = FACTS * VALUES + keys.gather(1, asked)
-    targets = torch.full_like(tokens, -100)
-    targets[:, -FACTS:] = values.gather(1, asked)
-    return tokens, targets
-
-
-def learnt(model: dict[str, Any], length: int, steps: int, batch: int) -> float:
-    """The share of questions that are answered after training."""
+def trained(model: dict[str, Any], batches: Iterator[Batch], steps: int, rate: float = 3e-3) -> nn.Module:
+    """A model after so many steps of AdamW, warmed up over a tenth of them."""
     made = build(ModelConfig.of({**SMALL, **model})).train()
     initialise(made, 1)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    for step in range(steps):
-        tokens, targets = rows(batch, length, step)
-        loss = torch.stack([*made(tokens, targets=targets).losses.values()]).sum() / (targets >= 0).sum()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    recent: list[float] = []
+    for step, batch in enumerate(islice(batches, steps), 1):
+        asked = (batch["targets"] != NONE).sum()
+        loss = torch.stack([*made(**batch).losses.values()]).sum() / asked
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    tokens, targets = rows(32, length, 2**40)
+        recent = [*recent[1 - TOLD :], loss.item()]
+        if step % TOLD == 0:
+            print(f"  step {step}: loss {sum(recent) / len(recent):.3f}", file=sys.stderr, flush=True)
+    return made.eval()
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """[asked, classes] and what is right, [asked]."""
+    read = {name: values for name, values in batch.items() if name != "targets"}
     with torch.no_grad():
-        said = made.eval()(tokens).logits[:, -FACTS:].argmax(-1)
-    return float((said == targets[:, -FACTS:]).float().mean())
+        made: Tensor = model(**read).logits
+    return made[batch["targets"] != NONE]
 
 
-def main() -> None:
+def share_right(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
+    """How many of the questions of some rows are answered."""
+    right = asked = 0
+    for batch in batches:
+        targets = batch["targets"][batch["targets"] != NONE]
+        right += int((logits_of(model, batch).argmax(-1) == targets).sum())
+        asked += len(targets)
+    return {"right": round(right / asked, 3), "of": asked}
+
+
+def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
+    """Accuracy of each pattern, trained on expressions that grow, and of guesses that look at nothing or at the first
+    operator."""
+    bounds = ((10, 100), (100, 500), (500, 2000)) if sizes.length > 2001 else ((5, 20), (10, 30), (20, 60))
+    stages = [
+        (ListOps(sizes.length, Expressions(*each)), part) for each, part in zip(bounds, GROW, strict=True)
+    ]
+    task = stages[-1][0]
+    yield "guesses", task.guesses(sizes.judged * 50, 2)
+    for name, model in patterns(sizes.length, max(sizes.length // 32, 8), "learned").items():
+        if only and name not in only:
+            continue
+        encoder = "family" in model
+        begun = time.process_time()
+        batches = chain.from_iterable(
+            islice(stage.rows(i, encoder=encoder), round(sizes.steps * part))
+            for i, (stage, part) in enumerate(stages)
+        )
+        made = trained({**model, "vocab_size": LISTOPS}, batches, sizes.steps)
+        spent = time.process_time() - begun
+        found = {
+            "{} to {} tokens".format(*each): share_right(
+                made, islice(stage.rows(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
+            )
+            for i, (each, (stage, _)) in enumerate(zip(bounds, stages, strict=True))
+        }
+        yield name, {**found, "seconds": spent}
+
+
+def recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
+    """Answers in the longest rows, trained on rows that grow."""
+    task, shortest, middle = Recall(), max(sizes.length // 128, 32), sizes.length // 8
+    each = zip((shortest, middle, sizes.length), GROW, strict=True)
+    lengths = [length for length, part in each for _ in range(round(sizes.steps * part))]
+    for name, model in patterns(sizes.length, sizes.length // 16, "none").items():
+        if only and name not in only:
+            continue
+        begun = time.process_time()
+        batches = (task.rows(sizes.length // length, length, step) for step, length in enumerate(lengths))
+        made = trained({**model, "vocab_size": task.vocabulary}, batches, sizes.steps)
+        spent = time.process_time() - begun
+        found = {
+            f"{length} tokens": share_right(
+                made, (task.rows(1, length, 2**40 + i) for i in range(sizes.judged))
+            )
+            for length in (shortest, middle, sizes.length)
+        }
+        yield name, {**found, "seconds": spent}
+
+
+def by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
+    """Nats a byte, by how many bytes come before, in stretches that double."""
+    total = torch.zeros(text.length)
+    for row in range(rows):
+        batch = text.rows(1, 2**40 + row, held_out=True)
+        total += nn.functional.cross_entropy(logits_of(model, batch), batch["targets"][0], reduction="none")
+    bounds = [0, *(2**n for n in range(6, 20) if 2**n < text.length), text.length]
+    return {
+        f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)
+    }
+
+
+def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Found]]:
+    """Of decoders of four blocks that see all, a window, or a window in three blocks of four."""
+    text, near = Text(folder, sizes.length), max(sizes.length // 32, 8)
+    window = {"name": "window", "width": near}
+    models: Models = {
+        "full": {}, "window": {"attention.pattern": window},
+        "window three times, then full": {
+            "blocks": ["near", "near", "near", "all"], "block.near.attention.pattern": window, "block.all": {},
+        },
+    }  # fmt: skip
+    for name, model in models.items():
+        if only and name not in only:
+            continue
+        begun = time.process_time()
+        batches = (text.rows(max(8192 // sizes.length, 1), step) for step in count())
+        wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
+        made = trained({**wider, **model}, batches, sizes.steps)
+        spent = time.process_time() - begun
+        yield name, {"width": near, "nats a byte": by_position(made, text, sizes.judged), "seconds": spent}
+
+
+def keep(out: Path, task: str, settings: Found, name: str, found: Found) -> None:
+    """Add what a model has come to, to the results of the day with the same settings."""
+    path = out / f"{settings['date']}-attention-learns-{task}.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    models = kept["models"] if {**kept, "models": None} == {**settings, "models": None} else {}
+    text = json.dumps({**settings, "models": {**models, name: found}}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("task", choices=FULL_SIZE)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--only", nargs="+")
-    options = parser.parse_args()
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
+    parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = {}
-    for name, model in patterns(options.length).items():
-        if options.only and name not in options.only:
-            continue
-        begun = time.process_time()
-        share = learnt(model, options.length, options.steps, options.batch)
-        found[name] = {"right": round(share, 3), "cpu_seconds": round(time.process_time() - begun, 1)}
-        print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
-    result = {
+    sizes = Sizes(*options.sizes) if options.sizes else FULL_SIZE[options.task]
+    tasks: dict[str, Callable[[], Iterator[tuple[str, Found]]]] = {
+        "listops": lambda: listops(options.only, sizes),
+        "recall": lambda: recall(options.only, sizes),
+        "text": lambda: loss_by_context(options.only, sizes, options.folder),
+    }
+    settings = {
         "date": date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}",
-        "length": options.length, "steps": options.steps, "batch": options.batch, "recall": found,
-    }  # fmt: skip
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        (options.out / f"{result['date']}-attention-learns.json").write_text(text + "\n", encoding="utf-8")
+        **sizes._asdict(),
+    }
+    for name, found in tasks[options.task]():
+        if "seconds" in found:
+            found["seconds"] = round(found["seconds"])
+        print(name, json.dumps(found), flush=True)
+        if options.out:
+            keep(options.out, options.task, settings, name, found)
 
 
 if __name__ == "__main__":

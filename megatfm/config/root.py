@@ -215,11 +215,6 @@ class Config(Section):
         model, parallel = self.model, self.parallel
         patterns = {model.at(depth).attention.pattern for depth in range(max(1, len(model.blocks)))}
         kinds = [model, *(model.of_kind(kind) for kind in model.block)]
-        if parallel.cp > 1:
-            return (
-                f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "
-                "train.compile out, or choose cp = 1"
-            )
         if any(isinstance(pattern, BigBirdPatternConfig) and pattern.random for pattern in patterns):
             return (
                 "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "

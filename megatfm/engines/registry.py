@@ -38,7 +38,7 @@ def compiles(config: Config, device: torch.device) -> bool:
     """Whether the native engine compiles blocks: where "auto" says nothing else, on GPUs if nothing is in the way. On a
     CPU it gains a few per cent at most, and takes seconds at the start."""
     if config.train.compile == "auto":
-        return device.type == "cuda" and config.refuses_compile() is None
+        return device.type == "cuda" and config.refuses_compile() is None and config.parallel.cp == 1
     return bool(config.train.compile)
 
 

@@ -70,7 +70,8 @@ def _parents(tops: Sequence[Node]) -> dict[Node, list[Node]]:
     waiting = list(found)
     while waiting:
         node = waiting.pop()
-        for child in {child for child, _ in node.next_functions if child is not None}:
+        # In one order on all ranks: what is on the way may send something.
+        for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             if child not in found:
                 found[child] = []
                 waiting.append(child)
@@ -100,7 +101,8 @@ def _branching(
         leave[node] = frozenset(sources)
         if node not in leaves and hasattr(node, "variable"):
             found.append((node.variable, leave[node]))
-        for child in {child for child, _ in node.next_functions if child is not None}:
+        # In one order on all ranks: what is on the way may send something.
+        for child in dict.fromkeys(child for child, _ in node.next_functions if child is not None):
             left[child] -= 1
             if not left[child]:
                 ready.append(child)

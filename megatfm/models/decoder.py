@@ -107,14 +107,21 @@ class Decoder(nn.Module):
             batch.losses["causal"] = self.head(hidden_BTD, targets)
 
     def _further(self, name: str, batch: ForwardPass) -> None:
-        targets = batch.get("targets")
-        if targets is None or self.head is None:
+        if batch.get("targets") is None or self.head is None:
             return
-        ahead_BT = targets_ahead(targets, batch.get("documents"), int(name))
+        ahead_BT = _ahead(batch, int(name))
         beyond = self.sequence(batch).at_layer(self.config.n_layers + int(name))
         future = self.future[name]
         hidden_BTD = batch.take(future, future(batch.carry["hidden"], beyond))
         batch.losses[f"future_{name}"] = self.head(hidden_BTD, ahead_BT)
+
+
+def _ahead(batch: ForwardPass, n: int) -> Tensor:
+    """Targets `n` tokens further on, which may be elsewhere where the tokens are some of their rows'."""
+    row = batch.of_row()
+    if row is None:
+        return targets_ahead(batch["targets"], batch.get("documents"), n)
+    return targets_ahead(batch["row_targets"], row.documents, n)[:, row.places]
 
 
 class FutureHead(nn.Module):
@@ -124,6 +131,7 @@ class FutureHead(nn.Module):
     """
 
     plan = (("final_norm", "sequence"),)
+    context = "alone"
 
     def __init__(self, config: ModelConfig, depth: int) -> None:
         super().__init__()

@@ -1,26 +1,32 @@
 """Context parallelism: rows are cut over ranks, and where tokens look at one another, keys and values travel.
 
 A part of a model says in `context` how it computes on some tokens of rows: "alone", each by itself (or by parts that
-say it themselves); "core", attention of queries, keys and values; "sums", of which the part `summed` is given some that
+say it themselves); "core", attention of queries, keys and values; "latents", attention of queries and what keys and
+values are made of; "wide", attention of queries that see all; "sums", of which the part `summed` is given some that
 are over the tokens here. What says nothing, nobody knows to be right, and is refused.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.collectives import copy_to_shards, sum_partial
-from megatfm.parallel.context_attention import across
+from megatfm.parallel.context_attention import across, across_latents
 from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.context_wide import across_wide
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
+
+ACROSS = {"core": across, "latents": across_latents, "wide": across_wide}
+"""What runs instead of a module's `forward`, by what it says in `context`."""
 
 Batch = dict[str, Tensor]
 
@@ -36,17 +42,25 @@ def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: s
 def is_folded(model: nn.Module) -> bool:
     """Whether later tokens have more to look at than earlier ones, so that runs alone would be unequal work."""
     patterns = (getattr(module, "pattern", None) for module in model.modules())
-    return any(getattr(pattern, "plain", None) == "causal" for pattern in patterns)
+    return any(getattr(pattern, "grows", False) for pattern in patterns)
 
 
 def install(model: nn.Module, contexts: Contexts) -> None:
     """Have keys and values travel wherever tokens look at one another. Raises UsageError where nobody knows how."""
     refuse(model)
     for module in model.modules():
-        if getattr(module, "context", None) == "core":
-            replace_forward(module, across(module, contexts))
-        elif getattr(module, "context", None) == "sums":
+        context = getattr(module, "context", None)
+        if context in ACROSS:
+            replace_forward(module, ACROSS[context](module, contexts))
+        elif context == "sums":
             replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
+
+
+def leave_uncompiled(block: nn.Module) -> None:
+    """Have what lets keys travel run as it is in a block that is compiled: what a rank sends depends on the batch."""
+    for module in block.modules():
+        if getattr(module, "context", None) in ACROSS:
+            replace_forward(module, torch.compiler.disable(module.forward))
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -73,7 +87,7 @@ def _seams(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if module in within:
-            if name in ("attn", "cross", "ffn", "core"):
+            if name in ("attn", "cross", "ffn", "core", "wide"):
                 yield path, module
         elif ("." not in path and path and not type(module).__module__.startswith("torch.")) or (
             path.startswith("future.") and path.count(".") == 1
@@ -103,7 +117,7 @@ def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
                 )
             found[name] = field[:, here]
         found[f"{side}places"] = here
-        for name in ("positions", "documents", "prefix"):
+        for name in ("positions", "documents", "prefix", "targets"):
             if side + name in batch:
                 found[f"{side}row_{name}"] = batch[side + name]
     return found

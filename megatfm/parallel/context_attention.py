@@ -17,7 +17,7 @@ from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
-from megatfm.parallel.context_heads import by_heads, sends_less
+from megatfm.parallel.context_heads import by_heads, goes_by_heads
 from megatfm.parallel.context_parts import how_of, part_backward, part_of
 from megatfm.parallel.context_wide import Wide, with_wide
 
@@ -31,26 +31,31 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
         core_: Any = core
         looked_at = sequence.memory if core_.pattern.of_memory else sequence
+        as_they_are = Heads(k.shape[-1], v.shape[-1])
         if bias is not None or looked_at is not sequence or not hasattr(core, "seen"):
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
-            return alone(q, *_fetched(k, v, wanted), sequence, bias)
-        needs = sequence.once(("needs", core_.pattern), lambda: _needs(core_, contexts, sequence))
-        if needs is None and (
-            contexts.way == "heads" or (contexts.way == "auto" and sends_less(contexts, q, k, v))
+            return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
+        needs = needs_of(core_, contexts, sequence)
+        if needs is None and goes_by_heads(
+            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3])
         ):
             return by_heads(core_, q, k, v, sequence, contexts)
-        if needs is None:
-            steps = [
-                _Step(("rank", rank), contexts.places(sequence.length)[rank])
-                for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
-            ]
-        else:
-            steps = [_Step(("fetched", core_.pattern), needs.looked_at)]
-            k_fetched, v_fetched = _fetched(k, v, needs)
-            out = _attend(core_, q, k_fetched, v_fetched, sequence, steps, contexts)
-            wide = sequence.once(("wide", core_.pattern), lambda: Wide.of(core_, contexts, sequence))
-            return out if wide is None else with_wide(core_, out, q, k, v, sequence, wide, contexts)
-        return _attend(core_, q, k, v, sequence, steps, contexts)
+        return travelling(core_, q, torch.cat([k, v], -1), as_they_are, sequence, contexts, needs)
+
+    return forward
+
+
+def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
+    """The same where keys and values are made of what is narrower than they are: that travels."""
+
+    def forward(q: Tensor, latent: Tensor, of_keys: Tensor, of_values: Tensor, sequence: Any) -> Tensor:
+        core_: Any = core
+        needs, n = needs_of(core_, contexts, sequence), q.shape[1]
+        if needs is None and goes_by_heads(contexts, q, n, len(of_values) // n, latent.shape[-1]):
+            return by_heads(core_, q, *core_.heads(latent, of_keys, of_values), sequence, contexts)
+        return travelling(
+            core_, q, latent, Made(core_.heads, (of_keys, of_values)), sequence, contexts, needs
+        )
 
     return forward
 
@@ -61,15 +66,16 @@ def everything(contexts: Contexts, sequence: Any) -> Wanted:
     return Wanted.of(contexts, dealt, [torch.arange(sequence.length)] * contexts.size)
 
 
-def _needs(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
+def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
     """What a pattern's queries may look at; None where that is anywhere."""
-    dealt = contexts.places(sequence.length)
-    needs = [core.reached(sequence.row, each) for each in dealt]
-    return None if needs[0] is None else Wanted.of(contexts, dealt, needs)
 
+    def found() -> Wanted | None:
+        dealt = contexts.places(sequence.length)
+        needs = [core.reached(sequence.row, each) for each in dealt]
+        return None if needs[0] is None else Wanted.of(contexts, dealt, needs)
 
-def _fetched(k: Tensor, v: Tensor, wanted: Wanted) -> Sequence[Tensor]:
-    return fetch(torch.cat([k, v], -1), wanted).split([k.shape[-1], v.shape[-1]], -1)
+    made: Wanted | None = sequence.once(("needs", core.pattern), found)
+    return made
 
 
 @dataclass(frozen=True)
@@ -80,56 +86,119 @@ class _Step:
     places: Tensor
 
 
-def _attend(
-    core: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Any, steps: Sequence[_Step], contexts: Contexts
-) -> Tensor:
-    """By blocks: the keys of the first step are here, those of each further one come from the rank before."""
+def travelling(
+    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", sequence: Any, contexts: Contexts, needs: Wanted | None
+) -> Tensor:  # fmt: skip
+    """Attention to keys and values that are made of what is sent [B, ·, T, ·]: fetched, or all round a ring."""
+    if needs is None:
+        steps = [
+            _Step(("rank", rank), contexts.places(sequence.length)[rank])
+            for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
+        ]
+        return attend(core, q, sent, made, sequence, steps, contexts)
+    steps = [_Step(("fetched", core.pattern), needs.looked_at)]
+    out = attend(core, q, fetch(sent, needs), made, sequence, steps, contexts)
+    wide = sequence.once(("wide", type(core), core.pattern), lambda: Wide.of(core, contexts, sequence))
+    return out if wide is None else with_wide(core, out, q, *made.heads(sent), sequence, wide, contexts)
+
+
+def attend(
+    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", sequence: Any, steps: Sequence[_Step], contexts: Contexts
+) -> Tensor:  # fmt: skip
+    """By blocks: what the keys of the first step are made of is here, that of each further one comes from the rank
+    before."""
     drawn = core.dropout.head_rng_keys(sequence, q.shape[1])
     hows = [how_of(core, sequence, step.key, step.places, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
-    made: Tensor = _Ring.apply(q, k, v, drawn, sinks, hows, contexts)
-    return made
+    out: Tensor = _Ring.apply(q, sent, drawn, sinks, hows, contexts, made, *made.weights)
+    return out
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Keys and values travel as they are, side by side. k, v: their widths."""
+
+    k: int
+    v: int
+    weights: tuple[Tensor, ...] = ()
+
+    def heads(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        k, v = sent.split([self.k, self.v], -1)
+        return k, v
+
+    def back(self, sent: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Gradient of what is sent, and of the weights."""
+        return (torch.cat([dk, dv], -1),)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Keys and values are made, by every rank that needs them, of what travels. make: of it and the weights."""
+
+    make: Callable[..., tuple[Tensor, Tensor]]
+    weights: tuple[Tensor, ...]
+
+    def heads(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.make(sent, *self.weights)
+
+    def back(self, sent: Tensor, weights: Sequence[Tensor], dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Gradient of what is sent in the type of `dk`, and of the weights."""
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_() for x in (sent, *weights)]
+            k, v = self.make(*given)
+        of_sent, *of_weights = torch.autograd.grad((k, v), given, (dk.to(k.dtype), dv.to(v.dtype)))
+        return of_sent.to(dk.dtype), *of_weights
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round; in the backward pass their gradients follow them one step behind, and end at home."""
+    """What keys and values are made of goes round; in the backward pass its gradients follow one step behind, and end
+    at home."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None,
-        hows: Sequence[How], contexts: Contexts,
+        ctx: Any, q: Tensor, sent: Tensor, drawn: Tensor | None, sinks: Tensor | None, hows: Sequence[How],
+        contexts: Contexts, made: Heads | Made, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        kv = torch.cat([k, v], -1) if len(hows) > 1 else None
-        out, lse = part_of(q, k, v, drawn, hows[0])
+        here = sent
+        out, lse = part_of(q, *made.heads(sent), drawn, hows[0])
         for how in hows[1:]:
-            assert kv is not None
-            kv = _shift(kv, contexts, how)
-            more = part_of(q, *_split(kv, k, v), drawn, how)
-            out, lse = merged(out, lse, *more)
+            here = _shift(here, contexts, how)
+            out, lse = merged(out, lse, *part_of(q, *made.heads(here), drawn, how))
         out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
-        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
-        ctx.rest = hows, contexts
+        ctx.save_for_backward(q, sent, drawn, sinks, out, lse, *weights)
+        ctx.rest = hows, contexts, made
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
-        hows, contexts = ctx.rest
-        dq, *own = part_backward(g, q, k, v, out, lse, drawn, hows[0])
-        kv = torch.cat([k, v], -1) if len(hows) > 1 else None
-        travelling: Tensor | None = None
+        if hasattr(
+            ctx, "of_weights"
+        ):  # the second part of a backward pass that is taken in two: nothing travels again
+            of_sinks, of_weights = ctx.of_weights
+            return None, None, None, of_sinks, None, None, None, *of_weights
+        q, sent, drawn, sinks, out, lse, *weights = ctx.saved_tensors
+        hows, contexts, made = ctx.rest
+
+        def of(here: Tensor, how: How) -> tuple[Tensor, ...]:
+            dq, dk, dv = part_backward(g, q, *made.heads(here), out, lse, drawn, how)
+            return dq, *made.back(here, weights, dk, dv)
+
+        here, travelled = sent, None
+        dq, own, *of_weights = of(sent, hows[0])
         for how in hows[1:]:
-            assert kv is not None
-            kv = _shift(kv, contexts, how)
-            more, *parts = part_backward(g, q, *_split(kv, k, v), out, lse, drawn, how)
-            part = torch.cat(parts, -1)
+            here = _shift(here, contexts, how)
+            more, part, *more_of_weights = of(here, how)
             dq = dq + more
-            travelling = part if travelling is None else _shift(travelling, contexts, how) + part
-        if travelling is not None:
-            of_k, of_v = _split(_shift(travelling, contexts, hows[0]), k, v)
-            own = [own[0] + of_k, own[1] + of_v]
-        dk, dv = own[0].to(k.dtype), own[1].to(v.dtype)
-        return dq, dk, dv, None, blocks.gradient_of_sinks(g, out, lse, sinks), None, None
+            of_weights = [a + b for a, b in zip(of_weights, more_of_weights, strict=True)]
+            travelled = part if travelled is None else _shift(travelled, contexts, how) + part
+        if travelled is not None:
+            own = own + _shift(travelled, contexts, hows[0])
+        of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.of_weights = of_sinks, of_weights
+        return dq, own.to(sent.dtype), None, of_sinks, None, None, None, *of_weights
 
 
 def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
@@ -138,8 +207,3 @@ def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
     after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
     came = x.new_empty(*x.shape[:2], len(how.places), x.shape[3])
     return Flight(contexts.group, [(after, x)], [(before, came)]).wait()[0]
-
-
-def _split(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    of_k, of_v = kv.split([k.shape[-1], v.shape[-1]], -1)
-    return of_k, of_v

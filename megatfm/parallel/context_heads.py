@@ -17,12 +17,15 @@ from megatfm.parallel.context_exchange import Contexts
 Way = Callable[[Tensor, Contexts, int], Tensor]
 
 
-def sends_less(contexts: Contexts, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> bool:
-    """Whether heads can be dealt, and it sends less in both passes than keys and values that go round a ring."""
-    c, n, k = contexts.size, q_BNTH.shape[1], k_BKTH.shape[1]
-    if n % c or (k % c and c % k):
+def goes_by_heads(contexts: Contexts, q_BNTH: Tensor, kv_heads: int, v_width: int, ring: int) -> bool:
+    """Whether it is asked for, or heads can be dealt and that sends less in both passes than a ring. ring: numbers of a
+    token that go round."""
+    c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
+    if contexts.way == "heads":
+        return True
+    if contexts.way != "auto" or n % c or (kv_heads % c and c % kv_heads):
         return False
-    return 2 * (n + max(k, c)) < 3 * k * c
+    return 2 * (n + max(kv_heads, c)) * (h + v_width) < 3 * c * ring
 
 
 def by_heads(

@@ -4,12 +4,12 @@ Each rank computes their attention to its own keys, and what all have made is me
 (Dao et al. 2022). What is sent does not grow with the row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
@@ -57,6 +57,58 @@ def with_wide(
     sinks = None if core.sinks is None else core.sinks.weight
     made: Tensor = _Merged.apply(q_BNGH, k_BKTH, v_BKTV, drawn, sinks, how, contexts)
     return out_BNTV.index_copy(2, here, made[:, :, own])
+
+
+def across_wide(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
+    """What is run instead of a core's `forward` that is given wide queries alone, with keys of their own."""
+
+    def forward(
+        heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, places_BG: Tensor, found_BG: Tensor,
+        sequence: Any,
+    ) -> Tensor:  # fmt: skip
+        core_: Any = core
+        is_wide_BT = found_BG.new_zeros(k_BNTH.shape[0], k_BNTH.shape[2]).scatter(1, places_BG, found_BG)
+        index = places_BG[:, None, :, None].expand(q_BNGH.shape)
+        q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(found_BG[:, None, :, None], 0))
+        made = _of_keys_here(core_, q_BNTH, k_BNTH, v_BNTV, is_wide_BT, sequence, contexts)
+        key = "wide", type(core_), core_.pattern
+        if (wide := sequence.once(key, lambda: Wide.of(core_, contexts, sequence))) is not None:
+            made = with_wide(core_, made, q_BNTH, k_BNTH, v_BNTV, sequence, wide, contexts)
+        return made.where(is_wide_BT[:, None, :, None], heads_BNTV)
+
+    return forward
+
+
+def _of_keys_here(
+    core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, is_wide_BT: Tensor, sequence: Any, contexts: Contexts
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]: wide queries' attention to the keys that are here, which is all of it where documents are whole."""
+    at = is_wide_BT.any(0).nonzero()[:, 0]
+    if not len(at):
+        return torch.zeros_like(v_BNTV)
+    places = contexts.places(sequence.length)[contexts.rank].to(at.device)
+    queries = sequence.at(("wide here", core.pattern), places[at])
+    drawn = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    how = how_of(core, queries, ("rank", contexts.rank), places, q_BNTH[:, :, at])
+    made: Tensor = _Here.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, drawn, how)
+    return torch.zeros_like(v_BNTV).index_copy(2, at, made)
+
+
+class _Here(torch.autograd.Function):
+    """Attention to keys of this rank alone."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> Tensor:
+        out, lse = part_of(q, k, v, drawn, how)
+        ctx.save_for_backward(q, k, v, drawn, out, lse)
+        ctx.how = how
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        q, k, v, drawn, out, lse = ctx.saved_tensors
+        dq, dk, dv = part_backward(g, q, k, v, out, lse, drawn, ctx.how)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 class _Merged(torch.autograd.Function):

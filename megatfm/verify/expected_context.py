@@ -21,6 +21,8 @@ from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 
+Shape = tuple[int, ...]
+
 
 class RowsCut:
     """A global batch, cut as the layout cuts it. batches: the fields of each rank of a context."""
@@ -48,37 +50,41 @@ class RowsCut:
         """Add what a rank sends for one micro-batch."""
         for call in calls:
             module = self._model.get_submodule(call.path)
-            if getattr(type(module), "context", None) == "core":
-                self._core(ledger, microbatch, rank, call, module)
-            elif getattr(type(module), "context", None) == "sums":
+            context = getattr(type(module), "context", None)
+            if context in ("core", "latents"):
+                self._core(ledger, microbatch, rank, call, module, latents=context == "latents")
+            elif context == "wide":
+                self._wide(ledger, microbatch, call, module, call.inputs[1:4])
+            elif context == "sums":
                 self._sums(ledger, microbatch, call, module)
 
     def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
         """Keys and values that are made of several tokens, of all heads, forward and backward."""
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
-        side = "encoder_" if call.path.startswith("encoder.") and "encoder_" in self._dealt else ""
-        of_head = module.sums_of(self._row(microbatch, side))  # type: ignore[operator]
+        of_head = module.sums_of(self._row(microbatch, self._side(call, module)))  # type: ignore[operator]
         forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
         elements = of_head * self._config.model.attention.n_heads // self._config.parallel.tp
         ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
 
-    def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+    def _core(
+        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module, *, latents: bool
+    ) -> None:
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
-        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
-        of_encoder = module.pattern.of_memory or call.path.startswith("encoder.")  # type: ignore[union-attr]
-        side = "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+        forwards, side = self._forwards(call), self._side(call, module)
         dealt, ranks = self._dealt[side], range(self._config.parallel.cp)
-        a_token = self._bytes_of_a_token(call, computed)
-        biased = len(call.inputs) > 4 and call.inputs[4] is not None
+        q, k, v = self._made(call) if latents else call.inputs[:3]
+        sent = call.inputs[1:2] if latents else (k, v)
+        a_token = self._numbers_of_a_token(sent) * computed
+        biased = not latents and len(call.inputs) > 4 and call.inputs[4] is not None
         everywhere = [torch.cat(dealt) for _ in ranks]
         if biased or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
             needs: list[Tensor] | None = everywhere
         else:
             needs = self._needs(microbatch, module, side)
             if needs is not None:
-                self._wide(ledger, microbatch, side, call, module, forwards)
-        if needs is None and self._by_heads(call):
-            self._exchange(ledger, rank, call, dealt, computed, forwards)
+                self._wide(ledger, microbatch, call, module, (q, k, v))
+        if needs is None and self._by_heads(q, k, v, sent):  # type: ignore[arg-type]
+            self._exchange(ledger, rank, call, (q, k, v), dealt, computed, forwards)  # type: ignore[arg-type]
             return
         if needs is None:  # a ring: what rank − s had at first goes on after step s
             for step in ranks[:-1]:
@@ -94,12 +100,30 @@ class RowsCut:
             if taken and other != rank and call.has_gradient:
                 ledger.send(CONTEXT, taken * a_token)
 
+    def _forwards(self, call: Call) -> int:
+        return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+
+    def _side(self, call: Call, module: nn.Module) -> str:
+        """Whose keys are looked at, as the prefix of its fields."""
+        of_encoder = getattr(getattr(module, "pattern", None), "of_memory", False)
+        of_encoder = of_encoder or call.path.startswith("encoder.")
+        return "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+
+    @staticmethod
+    def _made(call: Call) -> Sequence[Shape]:
+        """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
+        q, _, _, of_values, *_ = call.inputs
+        assert q is not None
+        assert of_values is not None
+        return q, q, (*q[:3], of_values[0] // q[1])
+
     def _wide(
-        self, ledger: Ledger, microbatch: int, side: str, call: Call, module: nn.Module, forwards: int
+        self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module, qkv: Sequence[Shape | None]
     ) -> None:
         """Queries that see all are summed with zeros from other ranks, what is made of them is gathered with the
         logarithms of the sums, in float32 or better, and back go gradients of both."""
-        (rows, n, _, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
+        (rows, n, _, h), (*_, v) = qkv[0], qkv[2]  # type: ignore[misc]
+        side, forwards = self._side(call, module), self._forwards(call)
         count = len(module.wide(self._row(microbatch, side), self._dealt[side]))  # type: ignore[operator]
         size = PRECISIONS[self._config.train.precision].computed.itemsize
         queries = rows * n // self._config.parallel.tp * count
@@ -107,27 +131,29 @@ class RowsCut:
         ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
         ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * forwards)
 
-    def _by_heads(self, call: Call) -> bool:
-        """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring
-        3 K c, by heads 2 (N + max(K, c)) head widths a token)."""
+    def _by_heads(self, q: Shape, k: Shape, v: Shape, sent: Sequence[Shape | None]) -> bool:
+        """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
+        times what goes round, by heads twice queries, keys, values and what is made, 1/c of it)."""
         parallel = self._config.parallel
-        n, k = self._heads(call)
-        can = n % parallel.cp == 0 and (k % parallel.cp == 0 or parallel.cp % k == 0)
-        less = can and 2 * (n + max(k, parallel.cp)) < 3 * k * parallel.cp
-        return parallel.context == "heads" or (parallel.context == "auto" and less)
+        if parallel.context != "auto":
+            return parallel.context == "heads"
+        (heads, keys), c = self._heads(q, k), parallel.cp
+        can = heads % c == 0 and (keys % c == 0 or c % keys == 0)
+        by_heads = 2 * (heads + max(keys, c)) * (q[3] + v[3])
+        return can and by_heads * q[0] < 3 * c * self._numbers_of_a_token(sent)
 
-    def _heads(self, call: Call) -> tuple[int, int]:
+    def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
-        (_, n, *_), (_, k, *_) = call.inputs[:2]  # type: ignore[misc]
         tp = self._config.parallel.tp
-        return n // tp, max(1, k // tp)
+        return q[1] // tp, max(1, k[1] // tp)
 
     def _exchange(
-        self, ledger: Ledger, rank: int, call: Call, dealt: list[Tensor], computed: int, forwards: int
-    ) -> None:
+        self, ledger: Ledger, rank: int, call: Call, qkv: tuple[Shape, Shape, Shape], dealt: list[Tensor],
+        computed: int, forwards: int,
+    ) -> None:  # fmt: skip
         """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
-        c, (n, k) = len(dealt), self._heads(call)
-        (rows, *_, h), (*_, v) = call.inputs[0], call.inputs[2]  # type: ignore[misc]
+        c, (n, k) = len(dealt), self._heads(*qkv[:2])
+        (rows, *_, h), (*_, v) = qkv[0], qkv[2]
         here = rows * len(dealt[rank]) * (c - 1)
         others = rows * sum(len(each) for i, each in enumerate(dealt) if i != rank)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
@@ -152,14 +178,14 @@ class RowsCut:
         }
         return SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
 
-    def _bytes_of_a_token(self, call: Call, itemsize: int) -> int:
-        """Of its keys and values, in all rows, on one of the tensor-parallel ranks."""
+    def _numbers_of_a_token(self, sent: Sequence[Shape | None]) -> int:
+        """Of what is sent of it, in all rows, on one of the tensor-parallel ranks; one head is on all of these."""
         width = 0
-        for shape in call.inputs[1:3]:
+        for shape in sent:
             assert shape is not None
             rows, heads, _, channels = shape
             width += rows * max(1, heads // self._config.parallel.tp) * channels
-        return width * itemsize
+        return width
 
 
 def _common(places: Tensor, wanted: Tensor) -> int:

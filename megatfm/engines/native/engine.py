@@ -35,8 +35,9 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.context import leave_uncompiled
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
+from megatfm.parallel.mesh import CONTEXT, OWNERS, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
@@ -76,7 +77,7 @@ class NativeEngine:
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         if compile_blocks:
-            compile_all(blocks(model), autotune=autotune)
+            compile_all(blocks(model), autotune=autotune, whole=mesh.size(CONTEXT) == 1)
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
@@ -229,15 +230,17 @@ class NativeEngine:
             )
 
 
-def compile_all(found: Iterable[nn.Module], *, autotune: bool) -> None:
+def compile_all(found: Iterable[nn.Module], *, autotune: bool, whole: bool = True) -> None:
     """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
-    ones that change, and the rest of the run would go by slower kernels."""
+    ones that change, and the rest of the run would go by slower kernels. whole: what lets keys travel, too."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, SHAPES)
     for block in found:
         options = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
-        block.compile(fullgraph=True, dynamic=False, **options)
+        if not whole:
+            leave_uncompiled(block)
+        block.compile(fullgraph=whole, dynamic=False, **options)
 
 
 def share(

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values from one narrow vector a token."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, expect
@@ -65,10 +66,11 @@ class LatentAttention(nn.Module):
         self.wv = Linear(latent.kv_rank, n * self.v_dim, initial("value", latent.kv_rank, n * self.v_dim))
         self.wo = Linear(n * self.v_dim, d, initial("out", n * self.v_dim, d))
         self.position = Rope(config, initial, self.rope_dim)
-        self.core = Core(
+        self.core = LatentCore(
             config,
             initial,
             pattern,
+            rope_dim=self.rope_dim,
             scale=(self.head_dim + self.rope_dim) ** -0.5,
             channels=q_width + n * self.v_dim,
         )
@@ -87,17 +89,48 @@ class LatentAttention(nn.Module):
             (self.head_dim, self.rope_dim), dim=-1
         )
         latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
-        k_BNTH, v_BNTV = (
-            self._heads(self.wk(latent_BTC), self.head_dim),
-            self._heads(self.wv(latent_BTC), self.v_dim),
-        )
         q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], sequence)
-        k_rope_BNTR = k_rope_B1TR.expand(-1, k_BNTH.shape[1], -1, -1)
-        q_BNTH, k_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1), torch.cat((k_BNTH, k_rope_BNTR), -1)
-        if cache is not None:
-            k_BNTH, v_BNTV = cache.extend(k_BNTH, v_BNTV, keeps=self.core.pattern.keeps)
-            sequence = sequence.with_keys(k_BNTH.shape[2])
-        return self.wo(self.core(q_BNTH, k_BNTH, v_BNTV, sequence, bias).transpose(1, 2).flatten(2))
+        q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
+        made_of = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1), self.wk.weight, self.wv.weight
+        if cache is None:
+            heads_BNTV = self.core(q_BNTH, *made_of, sequence)
+        else:
+            k_BNSH, v_BNSV = cache.extend(*self.core.heads(*made_of), keeps=self.core.pattern.keeps)
+            sequence = sequence.with_keys(k_BNSH.shape[2])
+            heads_BNTV = self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
+        return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, width: int) -> Tensor:
         return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+class LatentCore(Core):
+    """Attention to keys and values that are made of a narrow vector a token: where rows are cut, that is sent."""
+
+    context = "latents"
+
+    def __init__(
+        self, config: ModelConfig, initial: Initialiser, pattern: Pattern, *, rope_dim: int, scale: float, channels: int
+    ) -> None:  # fmt: skip
+        super().__init__(config, initial, pattern, scale=scale, channels=channels)
+        self.head_dim, self.rope_dim = config.head_width, rope_dim
+
+    def heads(self, latent_B1SX: Tensor, of_keys_XC: Tensor, of_values_XC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, N, S, H + R] and values [B, N, S, V] of latents, each with the R channels of the position."""
+        latent_BSC, rope_B1SR = latent_B1SX[:, 0, :, : -self.rope_dim], latent_B1SX[..., -self.rope_dim :]
+        k_BNSH = F.linear(latent_BSC, of_keys_XC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        n = k_BNSH.shape[1]
+        v_BNSV = F.linear(latent_BSC, of_values_XC).unflatten(-1, (n, -1)).transpose(1, 2)
+        return torch.cat((k_BNSH, rope_B1SR.expand(-1, n, -1, -1)), -1), v_BNSV
+
+    def forward(  # type: ignore[override]  # instead of keys and values, what they are made of
+        self,
+        q_BNTH: Tensor,
+        latent_B1TX: Tensor,
+        of_keys_XC: Tensor,
+        of_values_XC: Tensor,
+        sequence: SequenceMetadata,
+    ) -> Tensor:
+        """[B, N, T, V]."""
+        k_BNTH, v_BNTV = self.heads(latent_B1TX, of_keys_XC, of_values_XC)
+        return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)

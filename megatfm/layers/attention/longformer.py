@@ -1,9 +1,12 @@
 """Longformer's attention (Beltagy et al. 2020, section 3.1): tokens that see all have projections of their own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import LongformerAttentionConfig, ModelConfig, expect
+from megatfm.cost import Cost, Tokens
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
 from megatfm.layers.attention.core import Core
@@ -22,6 +25,7 @@ class LongformerAttention(nn.Module):
     """All keys are projected twice: once for queries that see a window, once for those that see all."""
 
     plan = (("", "enter"), ("w[qkv]", "column"), ("w[qkv]_global", "column"), ("wo", "row"))
+    context = "alone"
 
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
@@ -53,7 +57,8 @@ class LongformerAttention(nn.Module):
             for name, values in drawn.items():
                 self.add_module(f"w{name}{part}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
-        self.core, self.tokens = Core(config, initial, pattern), pattern.tokens
+        self.core, self.wide = NearCore(config, initial, pattern), WideCore(config, initial, pattern)
+        self.tokens = pattern.tokens
 
     def forward(
         self,
@@ -66,27 +71,10 @@ class LongformerAttention(nn.Module):
         """[B, T, D]."""
         heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
         places_BG, found_BG = self._places(sequence)
-        seen_BGT = found_BG[..., None].expand(-1, -1, x_BTD.shape[1])
-        if (numbers := sequence.document_numbers()) is not None:
-            seen_BGT = seen_BGT & (numbers[0].gather(1, places_BG)[..., None] == numbers[1][:, None])
         at_BGD = x_BTD.gather(1, places_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
         q_BNGH = self._heads("wq_global", at_BGD)
-        rng_keys_BNT = self.core.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
-        if rng_keys_BNT is not None:
-            rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
-        wide_BNGH = attention_reference(
-            q_BNGH,
-            self._heads("wk_global", x_BTD),
-            self._heads("wv_global", x_BTD),
-            Given(None, seen_BGT[:, None]),
-            None,
-            self.core.variant,
-            rng_keys_BNT,
-        )
-        # Where a row has fewer such tokens than another, its first place keeps what it has.
-        index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
-        wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))
-        heads_BNTH = heads_BNTH.scatter(2, index, wide_BNGH.to(heads_BNTH.dtype))
+        k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
+        heads_BNTH = self.wide(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, places_BG, found_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
@@ -102,3 +90,45 @@ class LongformerAttention(nn.Module):
     def _heads(self, name: str, x: Tensor) -> Tensor:
         made: Tensor = getattr(self, name)(x)
         return made.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class NearCore(Core):
+    """Attention to a window and to tokens that see all. What these see is computed apart, and put in its place."""
+
+    def wide(self, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
+        """None."""
+        return torch.empty(0, dtype=torch.int64)
+
+
+class WideCore(Core):
+    """Attention of tokens that see all of their document."""
+
+    context = "wide"
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Nothing more: the pattern's pairs, which the other core counts, have these."""
+        return Cost()
+
+    def forward(  # type: ignore[override]  # of some queries, and what others gave
+        self,
+        heads_BNTH: Tensor,
+        q_BNGH: Tensor,
+        k_BNTH: Tensor,
+        v_BNTH: Tensor,
+        places_BG: Tensor,
+        found_BG: Tensor,
+        sequence: SequenceMetadata,
+    ) -> Tensor:
+        """[B, N, T, H]: `heads` with theirs in their places."""
+        seen_BGT = found_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
+        if (numbers := sequence.document_numbers()) is not None:
+            seen_BGT = seen_BGT & (numbers[0].gather(1, places_BG)[..., None] == numbers[1][:, None])
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
+        if rng_keys_BNT is not None:
+            rng_keys_BNT = rng_keys_BNT.gather(2, places_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
+        seen = Given(None, seen_BGT[:, None])
+        wide_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, seen, None, self.variant, rng_keys_BNT)
+        # Where a row has fewer such tokens than another, its first place keeps what it has.
+        index = places_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
+        wide_BNGH = wide_BNGH.where(found_BG[:, None, :, None], heads_BNTH.gather(2, index))
+        return heads_BNTH.scatter(2, index, wide_BNGH.to(heads_BNTH.dtype))

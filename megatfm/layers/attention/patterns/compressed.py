@@ -13,6 +13,10 @@ class Compressed(Pattern):
 
     factor: int
 
+    @property
+    def grows(self) -> bool:
+        return True
+
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         """Whether a token is in what a query sees."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)

@@ -18,6 +18,10 @@ class Fixed(Pattern):
     summary: int
     causal: bool
 
+    @property
+    def grows(self) -> bool:
+        return self.causal
+
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
         return seen & (k <= q) if self.causal else seen

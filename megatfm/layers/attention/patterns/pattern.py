@@ -51,6 +51,11 @@ class Pattern:
         return None
 
     @property
+    def grows(self) -> bool:
+        """Whether later queries see more than earlier ones, so that parts of a row are unequal work."""
+        return self.plain == "causal"
+
+    @property
     def window(self) -> tuple[int, int] | None:
         """How many tokens before and after itself a query sees, −1: all; None: where that does not say all of it."""
         return None

@@ -17,6 +17,10 @@ class Strided(Pattern):
     causal: bool
 
     @property
+    def grows(self) -> bool:
+        return self.causal
+
+    @property
     def is_relative(self) -> bool:
         return True
 

@@ -1,0 +1,103 @@
+"""What trains each pattern on tasks made by rule: the rules, and once each task at a size that means nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Any:
+    """The module beside the script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import attention_tasks
+
+        yield attention_tasks
+
+
+def value_of(tokens: list[int]) -> int:
+    """Of an expression, by the words of Nangia & Bowman: the median is cut to a whole number, sums are modulo ten."""
+    open_: list[list[int]] = [[]]
+    operators: list[int] = []
+    for token in tokens:
+        if token < 4:
+            operators.append(token)
+            open_.append([])
+        elif token == 4:
+            values = open_.pop()
+            median = int(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+            open_[-1].append((min(values), max(values), median, sum(values) % 10)[operators.pop()])
+        else:
+            open_[-1].append(token - 5)
+    ((value,),) = open_
+    return value
+
+
+def test_expressions_are_those_of_long_range_arena(tasks: Any) -> None:
+    random, lengths, values = Random(5), [], []
+    for _ in range(60):
+        (before, *tokens, after), value = tasks.Expressions().draw(random)
+        assert (before, after) == (tasks.BEFORE, tasks.AFTER)
+        assert 500 < len(tokens) < 2000
+        depth = deepest = 0
+        for token in tokens:
+            depth += (token < 4) - (token == 4)
+            deepest = max(deepest, depth)
+        assert deepest < 10
+        assert value == value_of(tokens)
+        lengths.append(len(tokens))
+        values.append(value)
+    assert len(set(lengths)) > 50
+    assert set(values) == set(range(10))
+
+
+def test_rows_ask_what_can_be_known(tasks: Any) -> None:
+    listops = tasks.ListOps(256, tasks.Expressions(20, 60))
+    for encoder in (False, True):
+        batch = next(listops.rows(3, encoder=encoder))
+        documents, targets = batch["documents"][0], batch["targets"][0]
+        for number in range(int(documents.max()) + 1):
+            at = (documents == number).nonzero()[:, 0]
+            asked = at[0 if encoder else -1]
+            assert targets[asked] == value_of(batch["tokens"][0, at[1:-1]].tolist())
+            assert batch["positions"][0, at].tolist() == list(range(len(at)))
+        assert (targets >= 0).sum() == documents.max() + 1 > 3
+    recall = tasks.Recall(facts=5)
+    batch = recall.rows(3, 40, 1)
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        facts = dict(divmod(token, recall.values) for token in tokens if token < 5 * recall.values)
+        assert len(facts) == 5
+        for token, target in zip(tokens[-5:], targets[-5:], strict=True):
+            assert target == facts[token - 5 * recall.values]
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "only"),
+    [("listops", 128, ["longformer"]), ("recall", 512, ["window", "linformer"]), ("text", 256, ["window"])],
+)
+def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
+    (tmp_path / "text.txt").write_text("What is learnt here is nothing. " * 200, encoding="utf-8")
+    command = [sys.executable, "benchmarks/attention_learns.py", task, "--sizes", str(length), "3", "2"]
+    command += ["--out", str(tmp_path), "--folder", str(tmp_path), "--only", *only]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, env=environment)
+    (result,) = tmp_path.glob(f"*-attention-learns-{task}.json")
+    models = json.loads(result.read_text(encoding="utf-8"))["models"]
+    assert list(models) == (["guesses", *only] if task == "listops" else only)
+    if task == "text":
+        stretches = models["window"]["nats a byte"]
+        assert list(stretches) == ["0 to 64", "64 to 128", "128 to 256"]
+        assert all(loss > 0 for loss in stretches.values())
+    else:
+        stages = [found for name, found in models[only[-1]].items() if name.endswith("tokens")]
+        assert len(stages) == 3
+        assert all(found["of"] > 0 and 0 <= found["right"] <= 1 for found in stages)
