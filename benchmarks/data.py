@@ -5,8 +5,9 @@
 The corpus (see `data_corpus.py`) is made in `--corpus` at the first run, which takes minutes, and taken from there
 later. The contenders take turns in a random order within each round; everything is shuffled but for the raw ones. Raw
 ones, samples and rows of megatfm are of the whole corpus; the webdataset library and Streaming, which are slower, read
-the first shards of it, whole, so that nothing they have read ahead is left uncounted. Rows are packed: int64 tokens,
-targets, documents and positions. Rounds end after `--seconds`, but there are five.
+the first shards of it, whole, so that nothing they have read ahead is left uncounted. "With opening" opens the corpus
+each time: manifest, indexes and their checks. Rows are packed: int64 tokens, targets, documents and
+positions. Rounds end after `--seconds`, but there are five.
 
 `--mosaic FOLDER` is where
 `pip install --target FOLDER --no-deps mosaicml-streaming Brotli zstd python-snappy cramjam catalogue xxhash pillow` put
@@ -76,12 +77,12 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         found = ShuffledSamples(of, seed=next(seeds))
         return sum(len(next(found)[1]) for _ in range(of.n_samples))
 
-    def rows() -> int:
-        packed = PackedRows(corpus, objective, sequence_length=LENGTH, seed=next(seeds))
+    def rows(of: Corpus) -> int:
+        packed = PackedRows(of, objective, sequence_length=LENGTH, seed=next(seeds))
         with Loader(packed, global_batch=BATCH, micro_batch=BATCH, stop=len(packed)) as loader:
             for _ in loader:
                 pass
-        return corpus.n_tokens
+        return of.n_tokens
 
     def webdataset() -> Iterator[np.ndarray]:
         data = wds.WebDataset(tars[:PART], shardshuffle=PART, seed=next(seeds), empty_check=False)
@@ -90,6 +91,7 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
     found = {
         RAW: Contender(raw, RAW),
         "megatfm samples, zstd": Contender(lambda: samples(corpus), RAW),
+        "megatfm samples, zstd, with opening": Contender(lambda: samples(Corpus.open(folder / "ours")), RAW),
         MAPPED: Contender(lambda: mapped(False), BY_SAMPLE),
         BY_SAMPLE: Contender(lambda: mapped(True), BY_SAMPLE),
         "megatfm samples, tar, first epoch": Contender(
@@ -97,7 +99,10 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         ),
         "megatfm samples, tar, later": Contender(lambda: samples(plain), BY_SAMPLE),
         "webdataset samples, tar": Contender(lambda: sum(map(len, webdataset())), BY_SAMPLE),
-        f"megatfm rows of {LENGTH}, zstd": Contender(rows, RAW),
+        f"megatfm rows of {LENGTH}, zstd": Contender(lambda: rows(corpus), RAW),
+        f"megatfm rows of {LENGTH}, zstd, with opening": Contender(
+            lambda: rows(Corpus.open(folder / "ours")), RAW
+        ),
         f"webdataset rows of {LENGTH}, tar": Contender(lambda: packed_as_usual(webdataset()), RAW),
     }
     if mosaic:

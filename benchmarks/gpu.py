@@ -65,9 +65,15 @@ CASES = {
         Case("gpt3-xl", 2048, 16, (*DENSE, "train.recompute=selective"), wanted=60_000),
         Case("gpt3-xl", 2048, 8, DENSE, packed=True, wanted=63_000),
     ],
+    "fp8": [
+        Case("gpt3-xl", 2048, 8, DENSE, wanted=63_000),
+        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8"), wanted=80_000),
+        Case("gpt3-xl", 2048, 8, (*DENSE, "train.precision=fp8-tensorwise"), wanted=80_000),
+    ],
     "6.7b": [
         Case("gpt3-6.7b", 2048, 4, (*DENSE, "train.recompute=full"), wanted=15_000),
         Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full"), wanted=15_000),
+        Case("gpt3-6.7b", 2048, 8, (*DENSE, "train.recompute=full", "optimizer.moments=bf16")),
     ],
 }
 TINY = [Case("gpt2-124m", 64, 2, wanted=1), Case("gpt2-124m", 64, 2, packed=True)]
@@ -131,7 +137,8 @@ def batch_of(case: Case, vocabulary: int) -> dict[str, Any]:
 def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
     """The median of some steps, after three that compile and fill caches."""
     config = config_of(case, tiny=tiny)
-    engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, "bf16")
+    precision = config.train.precision if config.train.precision.startswith("fp8") else "bf16"
+    engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, precision)
     batch = batch_of(case, config.model.vocab_size or 0)
     objective = Causal(SpecialTokens(bos=1, eos=2, pad=0))
     if device.type == "cuda":

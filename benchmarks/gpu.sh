@@ -3,7 +3,7 @@
 # python3 and torch is enough.
 #
 #   bash benchmarks/gpu.sh                  # all parts
-#   bash benchmarks/gpu.sh facts tests      # some: facts tests 124m 350m 1.3b 6.7b run
+#   bash benchmarks/gpu.sh facts tests      # some: facts tests 124m 350m 1.3b fp8 6.7b run
 #
 # Each part writes OUT/DATE-gpu-PART.md, anew after every row. Set PYTHON=python3.12 for another interpreter (one of a
 # virtual environment too), OUT=FOLDER for the results (benchmarks/results), WHEELS=FOLDER for packages where there is
@@ -14,7 +14,7 @@ run=${PYTHON:-python3}
 out=${OUT:-benchmarks/results}
 site=${SITE:-$PWD/.gpu-packages}
 parts=("$@")
-[ $# -gt 0 ] || parts=(facts tests 124m 350m 1.3b 6.7b run)
+[ $# -gt 0 ] || parts=(facts tests 124m 350m 1.3b fp8 6.7b run)
 mkdir -p "$out" "$site"
 out=$(cd "$out" && pwd)
 device=cuda

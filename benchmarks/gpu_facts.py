@@ -26,6 +26,7 @@ from megatfm.layers.attention.patterns.full import Full
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Variant
 from megatfm.ops.attention.flex import flex
+from megatfm.ops.cross_entropy import IGNORE, padded
 
 PRODUCTS = {
     "8192 × 8192 × 8192": ((8192, 8192, 8192), "790"),
@@ -95,6 +96,23 @@ def products(device: torch.device, repeats: int, shrink: int) -> Iterator[str]:
         flops = 2 * a.shape[0] * a.shape[1] * b.shape[0]
         rate = flops / seconds(lambda a=a, b=b: F.linear(a, b), device, repeats)
         yield f"| {name} | {rate / 1e12:,.1f} TFLOP/s | {expected} |"
+
+
+def losses(device: torch.device, repeats: int) -> Iterator[str]:
+    """The Triton kernel of the cross-entropy, as GPT-2 124M calls it; on a CPU there is none."""
+    if device.type == "cpu":
+        return
+    from megatfm.ops.softmax_kernel import to_gradients
+
+    tokens, vocabulary, expected = 16 * 1024, 50257, 1.15
+    logits = torch.randn(tokens, padded(vocabulary), device=device, dtype=torch.bfloat16)[:, :vocabulary]
+    targets = torch.randint(vocabulary, (tokens,), device=device)
+
+    def run() -> Tensor:
+        return to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+
+    taken = 1e3 * seconds(run, device, repeats)
+    yield f"| cross-entropy of {tokens:,} tokens over {vocabulary:,} | {taken:.2f} ms | {expected} |"
 
 
 def with_backend(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
@@ -229,6 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     tables = [
         ("| Copies and products | measured | expected |\n|---|---|---|", copies(device, repeats, elements)),
         (None, products(device, repeats, shrink)),
+        (None, losses(device, repeats)),
         (
             "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |\n|---|---|---|---|---|---|",
             attention(device, repeats, shapes),

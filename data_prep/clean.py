@@ -148,7 +148,7 @@ class Clean:
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
         records = any(self._listing.format(file) != "text" for file in self._listing.files)
-        if records or not share or choose(sizes, share, seed):
+        if records or not share or self._config.split.files or choose(sizes, share, seed):
             return limit, []
         finer = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
         return finer, [f"too few files to hold some out: cut into documents of at most {finer:,} bytes"]

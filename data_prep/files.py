@@ -86,6 +86,20 @@ class Listing:
         facts = [[file.name, file.size, file.version] for file in self.files]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
+    def put_first(self, patterns: Sequence[str]) -> None:
+        """Files whose paths match come before all others, so that what they have is theirs. Raises UsageError if a
+        pattern matches none, or all files match."""
+        for pattern in patterns:
+            if not any(matches_path(file.name, [pattern]) for file in self.files):
+                some = ", ".join(file.name for file in self.files[:3])
+                raise UsageError(
+                    f"split.files: {pattern!r} matches no file below {self.root}, where there are {some}"
+                    f"{', …' if len(self.files) > 3 else ''}"
+                )
+        self.files.sort(key=lambda file: not matches_path(file.name, patterns))
+        if matches_path(self.files[-1].name, patterns):
+            raise UsageError("split.files: all files would be held out: leave some for training")
+
     def on_bad(self, where: str, reason: str) -> None:
         """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
         if not self._skip_bad:
@@ -191,6 +205,11 @@ class Listing:
                 self.left_out += 1
             else:
                 yield path
+
+
+def matches_path(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a path below the folder is one of these; a `*` matches slashes, too."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -1,10 +1,11 @@
 """The stages that hold documents out for validation, and leave none in training that is nearly the same."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from data_prep.counts import Counts, why
 from data_prep.documents import Document, DocumentWriter, part_path, read_documents
+from data_prep.files import matches_path
 from data_prep.guard import NearDuplicates
 from data_prep.progress import advancing
 from data_prep.split import Split, plan_parts_of_files, plan_split
@@ -27,15 +28,16 @@ class HoldOut:
 
     def plan(self, basis: Facts) -> Facts:
         """Choose what is held out: the level, the names, and the parts that have some of it."""
-        share, seed = self._config.split.validation, self._config.split.seed
-        if not share:
+        config = self._config.split
+        share, seed = config.validation, config.seed
+        if not config.holds_out:
             return NOTHING
 
         def by_files() -> Facts:
             sizes: Counter[str] = Counter()
             for part in self._stages.results(self._name, basis, range(self._parts)):
                 sizes.update(part["files"])
-            split = plan_split(sizes, share, seed)
+            split = _named(sizes, config.files) if config.files else plan_split(sizes, share, seed)
             return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
 
         def sources(number: int) -> Facts:
@@ -80,12 +82,14 @@ class HoldOut:
                 counts = Counts.joined([part["steps"][0] for part in parts])
                 if not counts.documents_out:
                     raise UsageError(f"no training document is left: {why([counts])}")
-                notes = f"split by {split.level}: too few larger units"
+                notes = [f"split by {split.level}: too few larger units"]
+                if self._config.split.files or split.level == "top-level package" or not plan["names"]:
+                    notes = []
                 return {
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
                     "validation": {"bytes": held_out["bytes"], "parts": len(plan["parts"])},
                     "held_out": {"level": plan["level"], "names": plan["names"]},
-                    "notes": [] if split.level == "top-level package" or not plan["names"] else [notes],
+                    "notes": notes,
                     "steps": [counts.as_json()],
                 }
 
@@ -117,6 +121,17 @@ def _counted(documents: Iterable[Document], counts: Counts) -> Iterator[Document
         counts.take(document.text_bytes)
         counts.keep(document.text_bytes)
         yield document
+
+
+def _named(files: Iterable[str], patterns: Sequence[str]) -> Split:
+    """The split that the user has made."""
+    held_out = frozenset(name for name in files if matches_path(name, patterns))
+    if not held_out:
+        raise UsageError(
+            f"split.files: of {', '.join(patterns)} no document is left to hold out: see what the "
+            "steps have dropped"
+        )
+    return Split("file", held_out)
 
 
 def _plan(split: Split | None, parts: Iterable[Facts]) -> Facts:

@@ -72,6 +72,8 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
     """The story: read and clean, thin out, hold out, tokenize, finish."""
     config, values = stages.config, identity(stages.config)
     listing = Listing(config.read, workspace.folder / "fetched")
+    if config.split.files:
+        listing.put_first(config.split.files)
     basis: Facts = {
         "files": listing.fingerprint(),
         "part_bytes": config.part_bytes,
@@ -101,7 +103,7 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         "tokenizer": facts,
     }
     for name in SPLITS:
-        empty = name == "validation" and not config.split.validation
+        empty = name == "validation" and not config.split.holds_out
         result[name] = NONE if empty else encode.run(name, split[name], provenance, basis)
 
     return _finish(workspace, stages, result)

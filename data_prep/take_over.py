@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from data_prep.counts import Counts, why
 from data_prep.encode import Encode
+from data_prep.files import matches_path
 from data_prep.progress import Advance
 from data_prep.stages import Facts, Stages
 from megatfm.data.files import WholeFile
@@ -108,7 +109,7 @@ class TakeOver:
 
     def _join(self, parts: Iterable[Facts], provenance: Callable[[str], Facts]) -> Facts:
         counts = Counts.joined([part["steps"][0] for part in parts])
-        splits = SPLITS if self._split.validation else SPLITS[:1]
+        splits = SPLITS if self._split.holds_out else SPLITS[:1]
         empty = [name for name in splits if not any(part[name] for part in parts)]
         if empty:
             raise UsageError(
@@ -133,7 +134,9 @@ class TakeOver:
         }
 
     def _holds_out(self, source: str) -> bool:
-        """A fixed random choice of documents."""
+        """A fixed random choice of documents, or those of the files that the user names."""
+        if self._split.files:
+            return matches_path(source.partition("#")[0], self._split.files)
         digest = blake3(f"{self._split.seed}:{source}".encode()).digest(8)
         return int.from_bytes(digest, "big") < self._split.validation * 2**64
 

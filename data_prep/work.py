@@ -33,7 +33,7 @@ MADE = (*tokenizers.NAMES, *SPLITS, REPORT)
 # Settings that came later count only where they are set, so that what was prepared before stays what it is.
 LATER = {
     "read": ("format", "fields", "tokens", "repair_unicode"),
-    "split": ("by", "values"),
+    "split": ("files", "by", "values"),
     "tokenizer": ("kind", "file", "modes", "pattern", "lowercase"),
 }
 LATER_SECTIONS = ("plugins", "steps", "duplicates", "plain_tars")
@@ -59,6 +59,8 @@ def identity(config: PrepConfig) -> dict[str, Any]:
             step["run"] = _checkpoint(step["run"])
         if "file" in step:
             step["file"] = _content(step["file"])
+        if step["name"] == "classifier":
+            step["folder"] = _contents(step["folder"])
         if "against" in step:
             step["against"] = [_content(path) for path in step["against"]]
     if "fields" in values["read"] and not config.read.fields.keep:
@@ -260,6 +262,11 @@ def _content(path: str) -> str:
         raise UsageError(
             f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out"
         ) from None
+
+
+def _contents(folder: str) -> dict[str, str]:
+    """The hashes of the files in a folder."""
+    return {path.name: _content(str(path)) for path in sorted(Path(folder).glob("*")) if path.is_file()}
 
 
 def _checkpoint(path: str) -> str:

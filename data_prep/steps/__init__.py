@@ -47,6 +47,7 @@ for _name, _rule in _RULES.items():
 _LATER = {
     "fasttext": "data_prep.steps.fast_text",
     "presidio": "data_prep.steps.presidio",
+    "classifier": "data_prep.models.classifier",
     "perplexity": "data_prep.models.perplexity",
 }
 

@@ -11,7 +11,7 @@ class Limits(Protocol):
     """The part of a step's config that says what its number is for."""
 
     @property
-    def at_least(self) -> float: ...
+    def at_least(self) -> float | None: ...
     @property
     def at_most(self) -> float | None: ...
     @property
@@ -20,7 +20,7 @@ class Limits(Protocol):
 
 def judged(document: Document, score: float, limits: Limits, what: str) -> Document | str:
     """The document if its score lies within the limits, with the score as a field if one is named; else why not."""
-    if score < limits.at_least:
+    if limits.at_least is not None and score < limits.at_least:
         return f"has too low a {what}"
     if limits.at_most is not None and score > limits.at_most:
         return f"has too high a {what}"

@@ -107,6 +107,8 @@ def gpus() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from megatfm.ops.fp8 import multiplies_fp8
+
     count = torch.cuda.device_count()
     built = torch.version.cuda and f"CUDA {torch.version.cuda}"
     why = "torch sees none" if built else "this torch is built without CUDA"
@@ -115,6 +117,8 @@ def gpus() -> Iterator[Finding]:
         facts = torch.cuda.get_device_properties(number)
         ratio = f"bf16 {_bf16_speed(f'cuda:{number}'):.1f} × as fast as fp32"
         yield Finding(f"GPU {number}", True, f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {ratio}")
+    eight = count > 0 and all(multiplies_fp8(torch.device("cuda", number)) for number in range(count))
+    yield Finding("fp8 on it", eight, "for train.precision=fp8", "Ada or Hopper have it; elsewhere use bf16")
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding("gloo", gloo, "for processes on CPUs", "install a torch that has it", required=True)
     nccl = dist.is_available() and dist.is_nccl_available()

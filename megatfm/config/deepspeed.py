@@ -68,6 +68,8 @@ def _problems(config: "Config") -> Iterator[str]:
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
             "passes that pipelines take in turn: set parallel.zero = 1, or parallel.pp = 1"
         )
+    if parallel.reduce_dtype != "full":
+        yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'full'"
     if parallel.dp_replicate > 1:
         yield (
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "
@@ -75,14 +77,21 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if train.precision == "fp64":
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
+    if train.precision.startswith("fp8"):
+        yield f"train.precision = {train.precision!r}, which is shown for our own engine alone: set 'bf16'"
     if problem := precision_problem(parallel, train.precision):
         yield problem
-    if train.compile:
+    if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
     if isinstance(config.optimizer, WHOLE_TENSORS):
         yield (
             f"optimizer.name = {config.optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
             "ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw'"
+        )
+    if getattr(config.optimizer, "moments", "full") != "full":
+        yield (
+            "optimizer.moments = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "
+            "flattens tensors: set optimizer.moments = 'full'"
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"

@@ -35,6 +35,8 @@ class AdamWConfig(OptimizerSection):
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+    moments: Literal["full", "bf16"] = "full"
+    """Precision of AdamW's moments; full: the weights' own. bf16: half the memory, rounded up or down by chance."""
 
 
 class MuonConfig(AdamWConfig):

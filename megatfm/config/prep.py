@@ -58,8 +58,10 @@ class SplitConfig(Section):
     """Which documents are held out."""
 
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.06
-    """Share of the bytes that is held out for validation, at most. With 0 there is no validation/: prepare a folder
-    of your own, with this tokenizer as its tokenizer.file."""
+    """Share of the bytes that is held out for validation, at most. With 0 there is no validation/."""
+    files: tuple[str, ...] = Field(default=(), examples=[["validation/*"]])
+    """Hold out these files, and nothing else: patterns of their paths below `read.folder`, without a share;
+    of identical texts the held-out one stays."""
     seed: NonNegativeInt = 0
     """Another seed holds out other documents."""
     by: str | None = Field(default=None, examples=["language"])
@@ -67,6 +69,11 @@ class SplitConfig(Section):
     `read.fields.keep`, "domain" of the address, or what a step found, such as "language"."""
     values: tuple[str, ...] = Field(default=(), examples=[["en", "de"]])
     """The values that get a corpus; all others share the one named "other". Left out, each gets its own."""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is a validation split."""
+        return bool(self.files) or self.validation > 0
 
 
 class NearDuplicatesConfig(Section):

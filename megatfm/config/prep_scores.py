@@ -40,6 +40,26 @@ class LinearConfig(Section):
     """Keep the probability under this name, as a field of the document."""
 
 
+class ClassifierConfig(Section):
+    """Keeps documents by a transformer that classifies texts, in Hugging Face's format (Penedo et al. 2024)."""
+
+    name: Literal["classifier"]
+    folder: PathStr = Field(examples=["edu-classifier"])
+    """The folder of the model and its tokenizer, on this machine; nothing is downloaded, and no code in it is run."""
+    label: str | None = Field(None, examples=["LABEL_1"])
+    """The label whose probability counts; left out for a model of one output, whose number counts as it is."""
+    tokens: PositiveInt = 512
+    """How much of a document is looked at, from its begin."""
+    at_least: float | None = Field(None, examples=[3.0])
+    """Drop a document that has less."""
+    at_most: float | None = None
+    """Drop a document that has more."""
+    field: str | None = Field(None, examples=["quality"])
+    """Keep the number under this name, as a field of the document."""
+    device: str = "cpu"
+    """Where the model computes, for example "cuda"."""
+
+
 class PerplexityConfig(Section):
     """Keeps documents by their perplexity under a causal model of yours (Wenzek et al. 2020, section 3.4)."""
 

@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo
 
 from megatfm.config.base import PathStr, Section
-from megatfm.config.prep_scores import FastTextConfig, LinearConfig, PerplexityConfig, PresidioConfig
+from megatfm.config.prep_scores import (
+    ClassifierConfig,
+    FastTextConfig,
+    LinearConfig,
+    PerplexityConfig,
+    PresidioConfig,
+)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -233,6 +239,7 @@ KnownStep = (
     | DecontaminateConfig
     | FastTextConfig
     | LinearConfig
+    | ClassifierConfig
     | PerplexityConfig
     | WhereConfig
     | SampleConfig

@@ -208,20 +208,47 @@ class Config(Section):
                 "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
                 "'selective'"
             )
-        if parallel.cp > 1 and self.train.compile:
-            raise ValueError(
+        return self
+
+    def refuses_compile(self) -> str | None:
+        """Why blocks can't be compiled, and what to set instead; None where they can."""
+        model, parallel = self.model, self.parallel
+        patterns = {model.at(depth).attention.pattern for depth in range(max(1, len(model.blocks)))}
+        kinds = [model, *(model.of_kind(kind) for kind in model.block)]
+        if parallel.cp > 1:
+            return (
                 f"parallel.cp = {parallel.cp}: what a rank sends depends on the batch, which can't be compiled: leave "
                 "train.compile out, or choose cp = 1"
             )
-        return self
+        if any(isinstance(pattern, BigBirdPatternConfig) and pattern.random for pattern in patterns):
+            return (
+                "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
+                "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
+            )
+        if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
+            return (
+                "train.compile = true does not go with ffn.name = 'moe' yet, whose grouped products torch compiles in "
+                "bfloat16 alone: set train.compile = false"
+            )
+        if parallel.pp > 1 and parallel.splits_backward:
+            return _repeats(parallel.schedule, "train.compile", self.train.compile, False)
+        if self.train.recompute.endswith("B"):
+            return "train.recompute measures how much blocks keep while they run: set train.compile = false"
+        return None
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
-        patterns = {self.model.at(depth).attention.pattern for depth in range(max(1, len(self.model.blocks)))}
-        if self.train.compile and any(isinstance(p, BigBirdPatternConfig) and p.random for p in patterns):
+        if self.train.compile not in (False, "auto") and (why := self.refuses_compile()):
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_scaled_whole(self) -> Self:
+        if self.train.precision.startswith("fp8") and self.parallel.tp > 1:
             raise ValueError(
-                "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
-                "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
+                f"train.precision = {self.train.precision!r} scales rows and columns of matrices, which parallel.tp = "
+                f"{self.parallel.tp} cuts: set parallel.tp = 1, and use dp_shard, pp or cp, or set train.precision = "
+                "'bf16'"
             )
         return self
 
@@ -237,36 +264,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _experts_are_not_compiled(self) -> Self:
-        model = self.model
-        kinds = [model, *(model.of_kind(kind) for kind in model.block)]
-        if self.train.compile and any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
-            raise ValueError(
-                "train.compile = true does not go with ffn.name = 'moe' yet, whose grouped products torch compiles in "
-                "bfloat16 alone: set train.compile = false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _pipeline_goes_with_the_rest(self) -> Self:
         parallel, train = self.parallel, self.train
         if parallel.pp == 1:
             return self
-        if parallel.splits_backward:
-            for key, value, other in (
-                ("train.compile", train.compile, False),
-                ("train.recompute", train.recompute, "none"),
-            ):
-                if value != other:
-                    raise ValueError(
-                        f"parallel.schedule = {parallel.schedule!r} takes backward passes in two parts, which {key} = "
-                        f"{value!r} would repeat: use parallel.schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
-                    )
+        if parallel.splits_backward and train.recompute != "none":
+            raise ValueError(_repeats(parallel.schedule, "train.recompute", train.recompute, "none"))
         if parallel.accumulate == "shards":
             raise ValueError(
                 "parallel.accumulate = 'shards': under pipeline stages gradients are reduced once a step: leave it out"
             )
         return self
+
+
+def _repeats(schedule: str, key: str, value: object, other: object) -> str:
+    return (
+        f"parallel.schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} would repeat: "
+        f"use parallel.schedule = 'interleaved' or '1f1b', or {key} = {other!r}"
+    )
 
 
 def names(field: FieldInfo) -> list[str]:

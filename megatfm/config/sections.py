@@ -22,6 +22,9 @@ class ParallelConfig(Section):
     accumulate: Literal["whole", "shards"] = "whole"
     """With several micro-batches a step: keep whole gradients, reduced once, or with zero = 2 or 3 only shards of them,
     reduced after each micro-batch: less memory, more traffic."""
+    reduce_dtype: Literal["full", "bf16"] = "full"
+    """Type in which gradients are summed over data ranks; full: the weights' own. bf16 sends half of it, and each rank
+    rounds what it has added up over its micro-batches."""
     tp: PositiveInt = Field(default=1, le=WIDEST)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
@@ -73,6 +76,11 @@ class ParallelConfig(Section):
                 f"accumulate = 'shards': zero = {self.zero} doesn't shard gradients: use zero = 2 or 3, or "
                 "accumulate = 'whole'"
             )
+        if self.reduce_dtype == "bf16" and self.zero >= 2 and self.accumulate == "whole":
+            raise ValueError(
+                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set accumulate = "
+                "'shards', or zero = 0 or 1"
+            )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
         if self.dp_shard > 0 and self.dp_shard % self.ep:
@@ -94,18 +102,23 @@ class TrainConfig(Section):
     """Rows that a rank takes through the model at once; the rest of its share is accumulated."""
     seed: NonNegativeInt = Field(default=0, le=2**63 - 1)
     """Seed of initial weights and of the sample order."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """Arithmetic of the model; weights and optimizer stay in float32 under bf16 and fp16, whose loss is scaled as its
-    gradients need it. auto: bf16 where it is faster than fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8", "fp8-tensorwise"] = "auto"
+    """Arithmetic of the model; weights and optimizer stay in float32 under bf16, fp8 and fp16, whose loss is scaled as
+    its gradients need it. fp8: bf16 with the products of inner blocks in 8 bits, scaled by rows, or by tensors. auto:
+    bf16 where it is faster than fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto", "autotune"] = "auto"
+    """Compile each block with torch.compile. auto: on GPUs, wherever it is not refused. autotune: kernels are chosen by
+    trying, for minutes at the start."""
     recompute: str = Field(
-        default="none", pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B)$", examples=["2 GB"]
+        default="none",
+        pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",
+        examples=["2 GB", "50 %"],
     )
     """Activations that the backward pass computes again: "full": all of a block but its input; "selective": what is
-    cheap; a size: whole blocks, once those before them in a forward pass keep so much; "none"."""
+    cheap; a size: whole blocks, once those before them in a forward pass keep so much; a share: under compile, what
+    costs least until each block keeps no more than that of what it would; "none"."""
     init_from: PathStr | None = None
     """Start from the weights (only) of this run or checkpoint, which must have all of the model's."""
     init_only: list[str] = Field(default_factory=list, examples=[["decoder.*"]])
@@ -132,10 +145,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _measures_eagerly(self) -> Self:
-        if self.compile and self.recompute.endswith("B"):
+        if self.compile not in (False, "auto") and self.recompute.endswith("B"):
             raise ValueError(
                 f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
                 "leaves nothing to measure: choose recompute = 'full' or 'selective', or compile = false"
+            )
+        if not self.compile and self.recompute.endswith("%"):
+            raise ValueError(
+                f"recompute = {self.recompute!r}: the compiler chooses what a share of a block's activations is: set "
+                "compile = true, or recompute = 'full', 'selective' or a size such as '2 GB'"
             )
         return self
 
@@ -197,3 +215,6 @@ class LogConfig(Section):
     0: none."""
     profile: str | None = Field(default=None, pattern=r"^\d+:\d+$", examples=["10:13"])
     """Write a torch profile of these steps, first:end (end not included), into the run directory."""
+    allocations: bool = False
+    """On GPUs, remember which line of Python each block of memory comes from, for the snapshot of a run that runs out
+    of it. Such a run does so by itself when it is started again."""

@@ -39,6 +39,7 @@ class Description:
     weight_bytes: int
     optimizer_bytes: float
     frozen: int = 0
+    in_fp8: int = 0
 
     @property
     def non_embedding(self) -> int:
@@ -102,7 +103,17 @@ def describe(config: Config) -> Description:
         weight_bytes=weight_bytes,
         optimizer_bytes=_optimizer_bytes(config, model, weight_bytes),
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        in_fp8=_in_fp8(config, model),
     )
+
+
+def _in_fp8(config: Config, model: "nn.Module") -> int:
+    """Weights whose products are made of 8-bit floats."""
+    from megatfm.models.fp8 import products_in_fp8
+
+    if not config.train.precision.startswith("fp8"):
+        return 0
+    return sum(matrix.weight.numel() for matrix in products_in_fp8(model).values())
 
 
 def flops_per_token(config: Config) -> tuple[float, float]:
@@ -137,11 +148,12 @@ def _optimizer_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> f
         for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
             moved = {n: shapes[n][1:] if n in group.stacked else shapes[n] for n in names}
             tried = {dims: _state_shapes(group, options, dims) for dims in map(len, moved.values())}
+            state_bytes = group.moments.itemsize if group.moments else weight_bytes
             for name in names:
                 of, size = dict(zip(PROBE, moved[name], strict=False)), math.prod(shapes[name])
                 values = sum(math.prod(of.get(dim, dim) for dim in state) for state in tried[len(of)])
                 values *= size // math.prod(moved[name])
-                total += (values + size * (group.needs == "whole_tensor")) * weight_bytes
+                total += values * state_bytes + size * (group.needs == "whole_tensor") * weight_bytes
                 parameters += size
     return total / parameters
 

@@ -113,6 +113,7 @@ def _counts(found: "Description") -> list[Line]:
         *([("  active", f"{found.active:,} for each token")] if found.active < found.parameters else []),
         ("  embedding", f"{found.embedding:,}"),
         ("  non-embedding", f"{found.non_embedding:,}"),
+        *([("  in 8 bits", f"{found.in_fp8:,} are multiplied so")] if found.in_fp8 else []),
         ("", ""),
         *_flops(found),
         ("", ""),

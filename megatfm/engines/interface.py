@@ -76,6 +76,23 @@ StepStats = Sums
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank's block of a parameter is: the parameter's name and global shape, and the block's offsets in it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """An optimizer that has to know where the elements it moves are, such as one that draws a number for each."""
+
+    def place(self, places: Mapping[Tensor, Place]) -> None:
+        """Called once, before the first step, with the block of every parameter."""
+
+
+@dataclass(frozen=True)
 class OptimizerGroup:
     """Parameters that one optimizer moves, and what it must be shown of them.
 
@@ -87,6 +104,7 @@ class OptimizerGroup:
     stacked: names of tensors that are several along the first dim, each moved by itself; whole_tensor only.
     averaged: (block, state, options) → the weights to evaluate and save, where these are not the ones that are
     trained; elementwise only.
+    moments: dtype of the state, where it is not that of the weights.
     """
 
     names: Sequence[str]
@@ -97,6 +115,7 @@ class OptimizerGroup:
     counters: Sequence[str] = ()
     stacked: frozenset[str] = frozenset()
     averaged: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
+    moments: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.averaged and self.needs != "elementwise":

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatfm.engines.interface import Arrays, LossFunction, Sums
 from megatfm.ops.aligned import aligned
+from megatfm.ops.attention import sequence_starts
 from megatfm.parallel.context import cut
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import Mesh
@@ -91,13 +93,28 @@ class LossSums:
 
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:
     """A micro-batch on the device, of each row the tokens that are here."""
-    found = to_device(batch, device)
-    return found if layout.contexts is None else cut(found, layout.contexts)
+    if layout.contexts is not None:
+        return cut(to_device(batch, device), layout.contexts)
+    return to_device(batch if device.type == "cpu" else with_starts(batch), device)
+
+
+def with_starts(batch: Arrays) -> Arrays:
+    """And where documents begin, for kernels that are no CPU's: the host sees it, and need not wait for the device."""
+    found = {
+        name.replace("documents", "cu_seqlens"): sequence_starts(np.asarray(values))
+        for name, values in batch.items()
+        if name in ("documents", "encoder_documents")
+    }
+    return {**batch, **found}
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """A batch as the loader gives it → tensors on the device."""
+    """A batch as the loader gives it → tensors on the device. A copy to a GPU is from memory that stays where it is, so
+    that the host need not wait for it."""
+    tensors = {field: torch.as_tensor(values) for field, values in batch.items()}
+    if device.type == "cpu":
+        return {field: aligned(values) for field, values in tensors.items()}
     return {
-        field: aligned(torch.as_tensor(values).to(device, non_blocking=True))
-        for field, values in batch.items()
+        field: values.pin_memory().to(device, non_blocking=True) if values.device.type == "cpu" else values
+        for field, values in tensors.items()
     }

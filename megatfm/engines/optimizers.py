@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup, Place, Placed
 from megatfm.engines.whole_tensor import WholeTensors
 from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
@@ -28,6 +28,7 @@ class TorchOptimizer:
 
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked
+        self._moments = group.moments
         made = group.parameter_groups(self.tensors)
         self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
         for names, options in made:
@@ -81,8 +82,15 @@ class TorchOptimizer:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
             for i, part in enumerate(parts):
+                values = {key: self._in_dtype(value, part) for key, value in values.items()}
                 own = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
                 self.optimizer.state[part] = own if name in self._stacked else values
+
+    def _in_dtype(self, value: Tensor, weight: Tensor) -> Tensor:
+        """A run may go on with moments in another precision than they were saved in."""
+        if not value.dim() or not (self._moments or value.dtype == torch.bfloat16):
+            return value
+        return value.to(self._moments or weight.dtype)
 
     def _split(self, name: str, tensor: Tensor) -> list[Tensor]:
         return list(tensor) if name in self._stacked else [tensor]
@@ -93,6 +101,11 @@ class ElementwiseOptimizer:
 
     def __init__(self, group: OptimizerGroup, local: Mapping[str, Tensor]) -> None:
         self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
+
+    def place(self, places: Mapping[str, Place]) -> None:
+        """Say where each block is in its whole tensor, to an optimizer that asks for it."""
+        if isinstance(self._torch.optimizer, Placed):
+            self._torch.optimizer.place({block: places[name] for name, block in self.blocks().items()})
 
     def blocks(self) -> Mapping[str, Tensor]:
         """What the optimizer moves: name → block."""

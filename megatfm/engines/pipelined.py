@@ -74,7 +74,8 @@ class StagePasses:
     """Runs this rank's stages of a pipeline.
 
     model: holds the modules of these stages alone; its forward becomes that of one stage, so that whatever is laid
-    around the model's forward stays there. dtype: of activations.
+    around the model's forward stays there. group, back: of the same ranks, for activations and for their gradients, so
+    that one direction doesn't queue behind the other. dtype: of activations.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class StagePasses:
         model: nn.Module,
         pipeline: Pipeline,
         group: ProcessGroup,
+        back: ProcessGroup,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._model, self._pipeline, self._group = model, pipeline, group
+        self._model, self._pipeline = model, pipeline
+        self._group, self._back = group, back
         self._dtype, self._device = dtype, device
         self._rank = dist.get_rank(group)
         self._stages = {stage.index: stage for stage in pipeline.mine(self._rank)}
@@ -124,11 +127,11 @@ class StagePasses:
         carry: Carry = {}
         for index, stage in sorted(self._stages.items()):
             if index and (index - 1) not in self._stages:
-                carry = self._receive(stage.takes, batch, index - 1).wait()
+                carry = self._receive(stage.takes, batch, index - 1, self._group).wait()
             carry, found = self._call(stage, batch, carry, objective)
             terms |= found
             if index + 1 < len(self._pipeline.stages) and (index + 1) not in self._stages:
-                for work, _ in self._send(stage.gives, carry, index + 1):
+                for work, _ in self._send(stage.gives, carry, index + 1, self._group):
                     work.wait()
         return terms
 
@@ -215,36 +218,42 @@ class StagePasses:
             step.returns[stage.index, i] = back
 
     def _send_forward(self, step: StepState, stage: Stage, i: int) -> None:
-        step.sent += self._send(stage.gives, step.outputs.pop((stage.index, i)), stage.index + 1)
+        step.sent += self._send(stage.gives, step.outputs.pop((stage.index, i)), stage.index + 1, self._group)
 
     def _receive_forward(self, step: StepState, stage: Stage, i: int) -> None:
-        step.inputs[stage.index, i] = self._receive(stage.takes, step.batches[i], stage.index - 1)
+        step.inputs[stage.index, i] = self._receive(
+            stage.takes, step.batches[i], stage.index - 1, self._group
+        )
 
     def _send_backward(self, step: StepState, stage: Stage, i: int) -> None:
         fields = {name: stage.takes[name] for name in sorted(stage.returns)}
-        step.sent += self._send(fields, step.returns.pop((stage.index, i)), stage.index - 1)
+        step.sent += self._send(fields, step.returns.pop((stage.index, i)), stage.index - 1, self._back)
 
     def _receive_backward(self, step: StepState, stage: Stage, i: int) -> None:
         fields = {name: stage.gives[name] for name in sorted(stage.expects)}
-        step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1)
+        step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
 
-    def _send(self, fields: Mapping[str, Field], carry: Carry, to: int) -> list[tuple[dist.Work, Tensor]]:
+    def _send(
+        self, fields: Mapping[str, Field], carry: Carry, to: int, group: ProcessGroup
+    ) -> list[tuple[dist.Work, Tensor]]:
         peer, sent = self._pipeline.stages[to].rank, []
         for name in fields:
             tensor = carry[name].contiguous()
-            work = dist.isend(tensor, group=self._group, group_dst=peer)
+            work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None
             sent.append((work, tensor))
         return sent
 
-    def _receive(self, fields: Mapping[str, Field], batch: Batch, origin: int) -> PendingReceive:
+    def _receive(
+        self, fields: Mapping[str, Field], batch: Batch, origin: int, group: ProcessGroup
+    ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
         for name, one in fields.items():
             dtype = torch.int64 if one.width is None else self._dtype
             carry[name] = torch.empty(
                 activation_shape(one, batch, self._pipeline.sequence_parts), dtype=dtype, device=self._device
             )
-            work = dist.irecv(carry[name], group=self._group, group_src=peer)
+            work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
             works.append(work)
         return PendingReceive(carry, works)

@@ -1,16 +1,19 @@
 """In which arithmetic a model runs, and in which its weights, gradients and optimizer state are kept."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 
 @dataclass(frozen=True)
 class Precision:
-    """stored: of weights, optimizer state, and gradients that are accumulated and reduced. computed: of the model."""
+    """stored: of weights, optimizer state, and gradients that are accumulated and reduced. computed: of the model.
+    fp8: how the products of blocks are scaled, where they are made of 8-bit floats (see `megatfm/ops/fp8.py`)."""
 
     stored: torch.dtype
     computed: torch.dtype
+    fp8: Literal["rowwise", "tensorwise"] | None = None
 
     @property
     def is_mixed(self) -> bool:
@@ -23,4 +26,6 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "bf16": Precision(torch.float32, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16),
+    "fp8": Precision(torch.float32, torch.bfloat16, "rowwise"),
+    "fp8-tensorwise": Precision(torch.float32, torch.bfloat16, "tensorwise"),
 }

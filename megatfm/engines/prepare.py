@@ -1,5 +1,6 @@
 """What an engine does before its first step: memory for a model on the meta device, initial weights, optimizers."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from megatfm.checkpoint import Box
-from megatfm.engines.interface import OptimizerGroup
+from megatfm.engines.interface import OptimizerGroup, Place
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.precision import Precision
 from megatfm.layers.initialisation import initials
@@ -40,6 +41,7 @@ def materialise(
 @torch.no_grad()
 def draw_initial(model: nn.Module, layout: ParameterLayout, weights: Mapping[str, Box], seed: int) -> None:
     """Set this rank's blocks of the weights, and its buffers, to what they begin with."""
+    threads = own_threads()
     for name, tensor, initial in initials(model):
         if name in weights:
             parts = weights[name].parts
@@ -48,7 +50,15 @@ def draw_initial(model: nn.Module, layout: ParameterLayout, weights: Mapping[str
             parts = [Box(tensor, placement.shape, placement.region[0])]
         for box in parts:
             sizes = tuple(box.tensor.shape)
-            box.tensor.copy_(draw(initial, seed, name, box.global_shape, box.offsets, sizes))
+            box.tensor.copy_(draw(initial, seed, name, box.global_shape, box.offsets, sizes, threads))
+
+
+def own_threads() -> int:
+    """This process's share of the cores that it may run on. torchrun gives torch one thread a process whatever there
+    is, but says how many processes are beside this one."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    share = len(os.sched_getaffinity(0)) // beside if beside and hasattr(os, "sched_getaffinity") else 0
+    return max(torch.get_num_threads(), share)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -73,7 +83,9 @@ def make_optimizers(
         own = {name: weights[name] for name in group.names if name in weights}
         local = {name: box.tensor for name, box in own.items()}
         if group.needs == "elementwise":
-            made.append(ElementwiseOptimizer(group, local))
+            elementwise = ElementwiseOptimizer(group, local)
+            elementwise.place({n: Place(n, box.global_shape, box.offsets) for n, box in own.items()})
+            made.append(elementwise)
             continue
         places = {name: (box.offsets, tuple(box.tensor.shape)) for name, box in own.items()}
         everyone = mesh.gather_objects(places, OWNERS)

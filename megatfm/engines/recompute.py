@@ -4,6 +4,7 @@ backward pass. Dropout is keyed, so the second pass drops what the first did, an
 "none" keeps everything. "full" keeps a block's input. "selective" also keeps the outputs of weights' products, of fused
 attention and of sums over tensor-parallel ranks, so that only cheap operations are repeated (and, where attention is
 written out, its scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" keeps all of as many blocks as fit.
+A share such as "50 %" leaves the choice to the compiler, which solves a knapsack of sizes and costs for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ _aten, _sums = torch.ops.aten, torch.ops._c10d_functional
 KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -32,12 +34,20 @@ KEPT = {
     _sums.all_reduce.default,
     _sums.reduce_scatter_tensor.default,
 }
+KEPT_BY_NAME = {"torch_attn::_varlen_attn", "flex_attention"}
+"""Operators that are there only once their modules are imported."""
 
 Forward = Callable[..., Any]
 
 
 def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str, *, compiled: bool = False) -> None:
     """Let a stage's blocks run that way. To be called before they are compiled or sharded."""
+    if compiled:
+        import torch._functorch.config
+
+        torch._functorch.config.activation_memory_budget = share_of(how)
+    if how.endswith("%"):
+        return
     if compiled and how != "none":
         from torch._dynamo import config
 
@@ -49,6 +59,11 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], how: str, *, compil
             replace_forward(block, partial(budget.run, block, block.forward))
         elif how != "none":
             replace_forward(block, partial(_again, block, block.forward, how))
+
+
+def share_of(text: str) -> float:
+    """0.5 in "50 %"; all, where another way says what is kept."""
+    return int(text[:-1]) / 100 if text.endswith("%") else 1.0
 
 
 def size_of(text: str) -> int:
@@ -82,7 +97,13 @@ def _within(context: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operator in KEPT or _name(operator) in KEPT_BY_NAME
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(operator: Any) -> str:
+    """Without its overload; higher-order operators have none."""
+    return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
 
 class Budget:

@@ -1,5 +1,7 @@
 """A matrix, with or without bias."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,16 +10,21 @@ from megatfm.ops.initial import Constant, Initial
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0. heads: that the output is made of."""
+    """y = x Wᵀ (+ b) with W [d_out, d_in] drawn from `initial`; b starts at 0. heads: that the output is made of.
+
+    product: makes y of x, W and b; another one may be put in its place (`megatfm/models/fp8.py`).
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(
         self, d_in: int, d_out: int, initial: Initial, *, bias: bool = False, heads: int | None = None
     ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.product = heads, F.linear
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
         self.initial = {"weight": initial, **({"bias": Constant(0.0)} if bias else {})}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)

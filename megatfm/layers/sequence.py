@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatfm.ops.attention.varlen import row_starts
 from megatfm.ops.dropout import mix
 
 # B batch, T queries, S keys
@@ -26,7 +28,8 @@ class SequenceMetadata:
     positions: int64 [B, T], the position of each token in its document. documents: int64 [B, T] or None; tokens see
     one another only inside one document, and −1 marks padding. prefix: bool [B, T] or None, tokens that all of their
     document sees. rng_keys: int64 [B], on which dropout depends. past: number of tokens in the key-value cache before
-    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at.
+    these; past_documents [B, past]: theirs. memory: the sequence of what cross-attention looks at. starts: int32, where
+    documents begin in rows laid end to end (`megatfm.ops.attention.sequence_starts`), for kernels that ask for it.
 
     Tokens of one document stand next to one another, so that distances in a document are distances in the row.
     """
@@ -41,8 +44,11 @@ class SequenceMetadata:
         past: int = 0,
         past_documents: Tensor | None = None,
         memory: "SequenceMetadata | None" = None,
+        starts: Tensor | None = None,
     ) -> None:
-        self.positions, self.documents, self.prefix, self.rng_keys = positions, documents, prefix, rng_keys
+        self.starts = starts
+        self.positions, self.documents, self.prefix = positions, documents, prefix
+        self._rng_keys, self._depth = rng_keys, -1
         self.past, self.past_documents, self.memory = past, past_documents, memory
         self.skip_rate: Tensor | None = None
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
@@ -52,14 +58,34 @@ class SequenceMetadata:
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
         self._made: dict[Hashable, object] = {}
 
-    def at_layer(self, depth: int, skip_rate: float = 0.0) -> Self:
-        """The same for one layer: its own random keys, everything else shared."""
-        if self.rng_keys is None:
+    @property
+    def rng_keys(self) -> Tensor | None:
+        """int64 [B], of the layer at hand. Mixed when they are asked for, so that nobody pays where nothing is
+        dropped."""
+        if self._rng_keys is None or self._depth < 0:
+            return self._rng_keys
+        keys_B = self._rng_keys
+        return self.once(("rng keys", self._depth), lambda: mix(keys_B, self._depth + 1))
+
+    @rng_keys.setter
+    def rng_keys(self, keys_B: Tensor | None) -> None:
+        """Keys of the layer at hand, mixed with nothing more."""
+        self._rng_keys, self._depth = keys_B, -1
+
+    def at_layer(self, depth: int, skip_rate: float = 0.0, *, of_compiled: int = 0) -> Self:
+        """The same for one layer: its own random keys, everything else shared. of_compiled: the number of layers, where
+        they are compiled: a depth would be one more thing for which they are compiled anew, so the keys of all are
+        mixed at once."""
+        if self._rng_keys is None:
             return self
-        layer = copy.copy(self)
-        layer.rng_keys = mix(self.rng_keys, depth + 1)
+        layer, keys_B = copy.copy(self), self._rng_keys
+        if of_compiled:
+            depths = torch.arange(1, of_compiled + 1, device=keys_B.device)[:, None]
+            layer.rng_keys = self.once(("rng keys of", of_compiled), lambda: mix(keys_B, depths))[depth]
+        else:
+            layer._depth = depth
         if skip_rate:
-            layer.skip_rate = torch.tensor(skip_rate, dtype=torch.float64, device=self.rng_keys.device)
+            layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=keys_B.device)
         return layer
 
     def with_keys(self, count: int) -> Self:
@@ -126,6 +152,13 @@ class SequenceMetadata:
         key = ("mask", pattern, first_head, n_heads)
         return self.once(key, lambda: pattern.mask(self, first_head, n_heads))
 
+    def row_starts(self) -> Tensor:
+        """Where documents begin in rows laid end to end, int32 [C + 1]."""
+        if self.starts is not None:
+            return self.starts
+        rows, length = self.positions.shape
+        return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
+
     def distances(self) -> Tensor:
         """key − query in tokens, int64 [T, S]."""
         return self.once("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
@@ -151,6 +184,19 @@ class SequenceMetadata:
     def document_lengths(self) -> Tensor:
         """How many tokens the document of each query has so far, [B, T]."""
         return self.once("document lengths", self._document_lengths)
+
+    def runs(self) -> list[tuple[int | None, int, int]]:
+        """Documents of whole rows: row, begin and end; the row is None where there is one document in each."""
+        if self.document_numbers() is None:
+            return [(None, 0, self.length)]
+        return self.once("runs", self._runs)
+
+    def _runs(self) -> list[tuple[int | None, int, int]]:
+        made: list[tuple[int | None, int, int]] = []
+        for row, places_T in enumerate(self.document_places()[0]):
+            starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
+            made += [(row, begin, end) for begin, end in pairwise(starts)]
+        return made
 
     def _document_lengths(self) -> Tensor:
         places_BS = self.document_places()[1]

@@ -95,6 +95,7 @@ class Decoder(nn.Module):
             rng_keys_B=batch.get("keys"),
             cache=batch.cache,
             of_row=batch.of_row(),
+            starts=batch.get("cu_seqlens"),
         )
 
     def _head(self, batch: ForwardPass) -> None:

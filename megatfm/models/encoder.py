@@ -72,6 +72,7 @@ class Encoder(nn.Module):
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
             of_row=batch.of_row(),
+            starts=batch.get("cu_seqlens"),
         )
 
     def _head(self, batch: ForwardPass) -> None:

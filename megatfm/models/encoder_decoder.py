@@ -103,6 +103,7 @@ class EncoderDecoder(nn.Module):
             batch.get("encoder_documents"),
             rng_keys_B=None if keys is None else ~keys,
             of_row=batch.of_row("encoder_"),
+            starts=batch.get("encoder_cu_seqlens"),
         )
 
     def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
@@ -121,6 +122,7 @@ class EncoderDecoder(nn.Module):
             cache=batch.cache,
             memory=of_memory,
             of_row=batch.of_row(),
+            starts=batch.get("cu_seqlens"),
         )
 
     def _memory(self, batch: ForwardPass) -> Tensor:

@@ -85,14 +85,15 @@ class Stack(nn.Module):
         return given, reads.sequence(batch), batch.get("segments")
 
     def _into_block(self, reads: "StackInputs", depth: int, batch: ForwardPass) -> Sequence[Any]:
-        sequence = reads.sequence(batch)
+        sequence, block = reads.sequence(batch), self.layers[self.order[depth]]
+        compiled = len(self.order) if block._compiled_call_impl is not None else 0
         position, causal = self.position if self.biased[depth] else None, self.causal
         shared = None if position is None else batch.once(position, lambda: position(sequence, causal))
         if self.sketch is not None and self.sketched[depth]:
             shared = self.sketch()
         return (
             batch.carry[reads.writes],
-            sequence.at_layer(depth, self.skip_rates[depth]),
+            sequence.at_layer(depth, self.skip_rates[depth], of_compiled=compiled),
             shared,
             None if reads.memory is None else reads.memory(batch),
             None if batch.cache is None else batch.cache.layers[depth],
@@ -144,9 +145,10 @@ def sequence_metadata(
     cache: KVCache | None = None,
     memory: SequenceMetadata | None = None,
     of_row: OfRow | None = None,
+    starts: Tensor | None = None,
 ) -> SequenceMetadata:
     """Make the metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
-    where the cache ends. of_row: of the whole rows, where these are some of their tokens."""
+    where the cache ends. of_row: of the whole rows, where these are some of their tokens. starts: as there."""
     if of_row is not None:
         row = SequenceMetadata(of_row.positions, of_row.documents, prefix=of_row.prefix, rng_keys=rng_keys_B)
         return Part(row, of_row.places, memory)
@@ -169,6 +171,7 @@ def sequence_metadata(
         past=past,
         past_documents=past_documents,
         memory=memory,
+        starts=starts,
     )
     if like_BT.dim() == 2 and not like_BT.dtype.is_floating_point:
         made.tokens = like_BT

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,10 +13,19 @@ from torch import Tensor
 IGNORE = -100
 """A target that does not count."""
 
+LOGITS_BYTES = 2**30
+"""On a GPU, of the logits that are held at once: a gigabyte."""
+
+PADDED = 64
+"""Rows of logits begin at multiples of so many elements."""
+
+AT_ONCE = 2**20
+"""On a CPU, logits that are made into gradients together, which its caches hold (docs/LOG.md, 2026-11-22)."""
+
 # M tokens of all rows, D model width, V vocabulary, W the rows of it that are held here
 
-Reduce = Callable[[Tensor, str], Tensor]
-"""Takes a tensor and "sum" or "max" to its reduction over all parts of the vocabulary."""
+Join = Callable[[Tensor], Tensor]
+"""Takes a tensor [...] of one part of the vocabulary to those of all parts [P, ...]."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +59,33 @@ def cross_entropy(
     bias_W: Tensor | None = None,
     variant: LogitVariant = LogitVariant(),
     *,
-    chunk: int = 1024,
+    chunk: int | None = None,
     first: int = 0,
-    reduce: Reduce = lambda values, _: values,
+    join: Join | None = None,
 ) -> Tensor:
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
-    The gradients are made in the forward pass, beside the logits (as in Liger, Hsu et al. 2024), and only scaled in
-    the backward pass. For a vocabulary in parts, `weight_WD` holds the rows from `first` on and `reduce` joins the
-    parts: every part then gives the whole loss, and its own share of the gradient to `hidden`.
+    The gradients are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024), and only scaled in
+    the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD` holds the rows from
+    `first` on and `join` brings the parts together: every part then gives the whole loss, and its own share of the
+    gradient to `hidden`.
     """
-    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, reduce)
+    chunk = chunk or chunk_of(hidden_MD, len(weight_WD))
+    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, join)
+
+
+def chunk_of(hidden_MD: Tensor, rows: int) -> int:
+    """How many tokens' logits over so many rows of the vocabulary are held at once. Each chunk passes once over the
+    gradient of the weights, so few large ones cost less; on a CPU 1,024 tokens are enough for that not to matter."""
+    if hidden_MD.device.type == "cpu":
+        return 1024
+    chunk = LOGITS_BYTES // (padded(rows) * hidden_MD.element_size())
+    return max(chunk // PADDED * PADDED, PADDED)
+
+
+def padded(rows: int) -> int:
+    """Logits of a token in memory, so that each row begins where tensor cores like it."""
+    return -(-rows // PADDED) * PADDED
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -72,9 +99,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         variant: LogitVariant,
         chunk: int,
         first: int,
-        reduce: Reduce,
+        join: Join | None,
     ) -> Tensor:
-        precise = _precise(hidden_MD)
+        precise, vocabulary = _precise(hidden_MD), len(weight_WD)
+        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
         total = hidden_MD.new_zeros((), dtype=precise)
         hidden_gradient = torch.empty_like(hidden_MD)
         weight_gradient = None
@@ -82,11 +110,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
-            logits = F.linear(hidden, weight_WD, bias_W).to(precise)
-            loss, gradient = _chunk(logits, targets_M[part, None], variant, first, reduce)
-            total += loss
+            logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
+            total += _to_gradient(logits, targets_M[part], variant, first, join)
             if any(ctx.needs_input_grad):
-                gradient = gradient.to(hidden.dtype)
+                gradient = logits
                 hidden_gradient[part] = gradient @ weight_WD
                 weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
                 if bias_gradient is not None:
@@ -115,8 +142,55 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.to(_precise(right)).add_(left @ right)
 
 
+def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, into: Tensor) -> Tensor:
+    """They are in the hidden vectors' dtype, as a product leaves them."""
+    if bias_W is None:
+        return torch.mm(hidden, weight_WD.T, out=into)
+    return torch.addmm(bias_W, hidden, weight_WD.T, out=into)
+
+
+def _to_gradient(
+    logits: Tensor, targets_M: Tensor, variant: LogitVariant, first: int, join: Join | None
+) -> Tensor:
+    """Loss of a chunk; the logits [M, W] become its gradient. On a GPU by one kernel; on a CPU by a few rows at a time,
+    so that what is made on the way stays in its cache. Parts of a vocabulary are joined once a chunk."""
+    if join is None and (in_place := _kernel(logits)):
+        return in_place(
+            logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
+        ).sum()
+    whole = join is not None or logits.device.type != "cpu"
+    step = len(logits) if whole else max(1, AT_ONCE // logits.shape[1])
+    losses = []
+    for rows, targets in zip(logits.split(step), targets_M.split(step), strict=True):
+        values = rows.to(_precise(rows))
+        loss, gradient = _chunk(values, targets[:, None], variant, first, join or _alone)
+        if gradient is not rows:
+            rows.copy_(gradient)
+        losses.append(loss)
+    return torch.stack(losses).sum()
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values[None]
+
+
+def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
+    """Triton's, where there are a GPU and Triton."""
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not has_triton():
+        return None
+    from megatfm.ops.softmax_kernel import to_gradients
+
+    return to_gradients
+
+
+@cache
+def has_triton() -> bool:
+    """Whether it is installed, as it is with torch's builds for GPUs."""
+    return find_spec("triton") is not None
+
+
 def _chunk(
-    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, reduce: Reduce
+    logits: Tensor, targets_M1: Tensor, variant: LogitVariant, first: int, join: Join
 ) -> tuple[Tensor, Tensor]:
     """Loss of a chunk and its gradient with respect to the logits [M, W], which are overwritten."""
     counted = targets_M1 != IGNORE
@@ -128,22 +202,29 @@ def _chunk(
         logits = torch.tanh(logits / variant.softcap)
         slope = 1 - logits.square()
         logits *= variant.softcap
-    logits -= reduce(logits.amax(1, keepdim=True), "max")
-    own = [logits.gather(1, local) * held, held.to(logits.dtype)]
+    largest = logits.amax(1, keepdim=True)
+    logits -= largest
+    own = [largest, logits.gather(1, local) * held, held.to(logits.dtype)]
     if variant.smoothing:
-        own += [logits.sum(1, keepdim=True), torch.full_like(own[0], logits.shape[1])]
+        own += [logits.sum(1, keepdim=True), torch.full_like(largest, logits.shape[1])]
     exponentials = logits.exp_()
-    target_logit, found, normaliser, *rest = reduce(
-        torch.stack([*own[:2], exponentials.sum(1, keepdim=True), *own[2:]]), "sum"
-    )
-    spread = 0.0
+    # Each part has taken off its own largest logit, so all that they have to tell each other fits into one message.
+    largest_P, target_P, held_P, *rest_P, sums_P = join(
+        torch.stack([*own, exponentials.sum(1, keepdim=True)])
+    ).unbind(1)
+    top = largest_P.amax(0)
+    below_P = largest_P - top
+    normaliser = (below_P.exp() * sums_P).sum(0)
+    target_logit, found = (target_P + held_P * below_P).sum(0), held_P.sum(0)
+    spread: Tensor | float = 0.0
     if variant.smoothing:
-        sum_of_logits, vocabulary = rest
+        logits_P, rows_P = rest_P
+        sum_of_logits, vocabulary = (logits_P + rows_P * below_P).sum(0), rows_P.sum(0)
         spread = variant.smoothing / vocabulary
         target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
     # A target beyond the vocabulary is found in no part: not a number, rather than a wrong one.
     losses = (normaliser.log() - target_logit).where(found > 0, torch.nan)
-    gradient = exponentials.mul_(counted / normaliser)
+    gradient = exponentials.mul_(counted * (largest - top).exp() / normaliser)
     if variant.smoothing:
         gradient -= spread * counted
     gradient.scatter_add_(1, local, (variant.smoothing - 1) * (held & counted).to(gradient.dtype))

@@ -6,9 +6,10 @@ from torch import Tensor
 # B batch, N heads, T tokens, H head width
 
 
-def frequencies(head_dim: int, theta: float) -> Tensor:
-    """Angles per position theta^(−2i/H) of the pairs of channels, [H/2] in float64."""
-    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Angles per position theta^(−2i/H) of the pairs of channels, [H/2] in float64. Made on the device: a copy to it
+    would have the host wait."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
 
 def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,7 +17,7 @@ def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, T
 
     In float32 the angle of position 10⁶ would be off by a tenth of a radian.
     """
-    angles_B1TH = positions_BT[:, None, :, None].double() * frequencies_H.to(positions_BT.device)
+    angles_B1TH = positions_BT[:, None, :, None].double() * frequencies_H
     return angles_B1TH.cos(), angles_B1TH.sin()
 
 

@@ -17,7 +17,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     Squares are added up in float32 within a piece, in float64 if the tensors are, and in float64 over pieces.
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    parts = list(tensors)
-    if tensors[0].device.type == "cpu":
-        parts = [piece for tensor in tensors for piece in tensor.reshape(-1).split(PIECE)]
-    return torch.stack(torch._foreach_norm(parts, 2, dtype)).double().square().sum()
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype)).double().square().sum()
+    norms, rests = [], []
+    for tensor in tensors:
+        flat, whole = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
+        if whole:
+            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1, dtype=dtype))
+        if whole < len(flat):
+            rests.append(flat[whole:])
+    if rests:
+        norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype)))
+    return torch.cat(norms).double().square().sum()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.agent_store import own_part
@@ -26,6 +27,9 @@ Device = Literal["auto", "cpu", "cuda"]
 
 MEET_SECONDS = 300.0
 """For ranks to meet: they may come from machines that load the same libraries at very different speeds."""
+
+TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+"""torch's own, of gloo and NCCL."""
 
 LOOK = timedelta(seconds=1)
 """Between looks whether one that is missing was stopped."""
@@ -79,6 +83,7 @@ def initialise(
             if place.world_size > 1:
                 _arrive(store, place, timedelta(seconds=timeout))
             dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
+            _timeout_of_later_groups(later, later)
     except (dist.DistError, RuntimeError) as error:
         where = f" at {place.address}:{place.port}" if place.address else ""
         raise MegatfmError(
@@ -92,6 +97,7 @@ def shutdown() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _timeout_of_later_groups(*TIMEOUTS)
 
 
 @contextmanager
@@ -113,6 +119,12 @@ def joined(
     finally:
         if not was_there:
             shutdown()
+
+
+def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
+    """A mesh makes groups, or splits them from others, without saying how long their collectives may take: they get
+    torch's default, and not what the group of all ranks has."""
+    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
 def _device(place: ProcessEnvironment, wanted: Device) -> torch.device:

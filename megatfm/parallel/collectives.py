@@ -21,14 +21,8 @@ from torch.distributed import ProcessGroup
 _ops = torch.ops._c10d_functional
 
 
-def _options(operation: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(operation)
-    return options
-
-
 _SCATTERED_SUM = dist.ReduceScatterOptions()
-_REDUCTIONS = {"sum": _options(dist.ReduceOp.SUM), "max": _options(dist.ReduceOp.MAX)}
+_SUM = dist.AllreduceOptions()  # the sum is what torch takes if nothing is said
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
@@ -68,14 +62,19 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return shard.movedim(0, dim)
 
 
-def all_sum(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """Sum (or "max") over the ranks, outside autograd."""
+def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, outside autograd."""
     if _functional():
-        reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+        reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
         return reduced
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    group.allreduce([total], _REDUCTIONS[op]).wait()
+    group.allreduce([total], _SUM).wait()
     return total
+
+
+def all_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """What every rank has, stacked [ranks, ...], outside autograd."""
+    return _gather(x[None], 0, group)
 
 
 class _GatherShards(torch.autograd.Function):

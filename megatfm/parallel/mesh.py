@@ -144,6 +144,15 @@ class Mesh:
         ordered = in_order(long)
         return self._having(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
+    def another_group(self, axis: str) -> ProcessGroup:
+        """The ranks of `group(axis)` once more, with a communicator of their own: what is sent over it doesn't queue
+        behind what is sent over the other. Made anew at each call, by all ranks together."""
+        mesh = self._having(axis)
+        dim = (mesh.mesh_dim_names or ()).index(axis)
+        lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines)
+        return group
+
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
         """Name of each axis's process group → the axis, and of the flat groups of several axes. A collective."""
         names = {

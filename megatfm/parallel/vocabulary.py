@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatfm.ops.cross_entropy import LogitVariant, cross_entropy
-from megatfm.parallel.collectives import all_sum
+from megatfm.parallel.collectives import all_parts
 
 # M tokens, D model width, W rows of the vocabulary that are held here
 
@@ -37,5 +37,5 @@ def cross_entropy_shard(
         variant,
         chunk=chunk,
         first=first,
-        reduce=lambda values, op: all_sum(values, group, op),
+        join=lambda values: all_parts(values, group),
     )

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.engines.interface import Engine, EngineSetup
+from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
+from megatfm.models.fp8 import multiply_in_fp8
 from megatfm.objectives import predicted_share
+from megatfm.ops.fp8 import multiplies_fp8
 from megatfm.parallel.mesh import PIPELINE, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
@@ -25,6 +27,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
         model = build_model(config)
+    if how := PRECISIONS[precision].fp8:
+        multiply_in_fp8(model, rowwise=how == "rowwise")
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
     layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
@@ -92,6 +96,11 @@ def cut_model(config: Config, model: nn.Module) -> Pipeline:
 def choose_precision(wanted: str, device: torch.device) -> str:
     """Resolve "auto", on all ranks together: bf16 where a matrix product is faster in it, else fp32."""
     if wanted != "auto":
+        if PRECISIONS[wanted].fp8 and not multiplies_fp8(device):
+            raise UsageError(
+                f"train.precision = {wanted!r} needs a GPU of compute capability 8.9 or higher, and this one has "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set train.precision = 'bf16'"
+            )
         return wanted
     faster = run_on_rank_0(
         lambda: product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)

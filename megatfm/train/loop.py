@@ -32,7 +32,13 @@ from megatfm.train.run_state import RunState
 from megatfm.train.schedules import factor
 from megatfm.train.signals import StopSignals
 from megatfm.train.watching.flight_recorder import start_flight_recorder
-from megatfm.train.watching.memory import explained, keep_freed_memory, memory_bytes, record_allocations
+from megatfm.train.watching.memory import (
+    explained,
+    keep_freed_memory,
+    memory_bytes,
+    record_allocations,
+    wants_stacks,
+)
 from megatfm.train.watching.profile import StepProfile
 from megatfm.train.watching.watch import Watch
 
@@ -53,7 +59,8 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         Watch(rank, hang) as watch,
         StopSignals(rank.device) as signals,
     ):
-        (keep_freed_memory if rank.device.type == "cpu" else record_allocations)()
+        if rank.device.type == "cpu":
+            keep_freed_memory()
         config = elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in batch_schedule(config).batches:
@@ -62,6 +69,8 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         watch.tick(0, "start")
         with RunDirectory(run_folder(config), rank.rank) as run, RunLog(run, config.train.steps) as screen:
             watch.log_to(run.log, run.report)
+            if rank.device.type == "cuda" and wants_stacks(run.folder, config.log.allocations):
+                record_allocations()
             nodes = resume.meet_nodes(config, run)
             found = resume.find(run.checkpoints, nodes)
             check_progress(run, found.step if found else 0, config.resilience.max_failures)

@@ -191,7 +191,7 @@ def _times(call: Call, recompute: str) -> tuple[int, int]:
 def _vocabulary(
     ledger: Ledger, config: Config, model: nn.Module, fitted: Mapping[str, Style], call: Call
 ) -> None:
-    """Of heads that are cut by tokens: logits that are gathered; a loss's maxima, and sums over the vocabulary."""
+    """Of heads that are cut by tokens: logits that are gathered; what ranks tell each other of a loss."""
     precision, tp, vocabulary = (
         PRECISIONS[config.train.precision],
         config.parallel.tp,
@@ -204,11 +204,9 @@ def _vocabulary(
         ledger.all_gather(TENSOR, call.made // vocabulary * widest * precision.computed.itemsize)
     if leaf == "loss" and _has_loss(fitted, head):
         seam = model.get_submodule(call.path)
-        numbers = 5 if seam.variant.smoothing else 3  # type: ignore[union-attr]
+        numbers = 6 if seam.variant.smoothing else 4  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
-            rows = min(CHUNK, call.rows - start) * precision.stored.itemsize
-            ledger.all_reduce(TENSOR, rows)
-            ledger.all_reduce(TENSOR, numbers * rows)
+            ledger.all_gather(TENSOR, numbers * min(CHUNK, call.rows - start) * precision.stored.itemsize)
 
 
 def _has_loss(fitted: Mapping[str, Style], path: str) -> bool:

@@ -52,7 +52,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                 parallel.tp * parallel.dp_shard,
                 parallel.pp * parallel.stages_per_rank,
             ),
-            "parallel": parallel,
+            "parallel": parallel.model_copy(update={"reduce_dtype": "full"}),
             "data": config.data.model_copy(update=lengths),
             "train": config.train.model_copy(
                 update={
@@ -62,6 +62,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                     "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
                     "device": "cpu",
                     "compile": False,
+                    "recompute": "none" if config.train.recompute.endswith("%") else config.train.recompute,
                 }
             ),
         }

@@ -15,6 +15,7 @@ from megatfm.engines.native.data_parallel import Sharing
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.models import build
+from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.train.optimizers import optimizer_groups
@@ -46,6 +47,7 @@ REAL = {
         1088,
     ),
     "a soft cap in rows of 1,088": (WIDE.changed({"attention.softcap": 20.0}), 1088),
+    "dropped probabilities in rows of 256": (WIDE.changed({"attention.dropout": 0.1}), 256),
     "ALiBi in rows of 256": (WIDE.changed({"position": {"name": "alibi"}}), 256),
 }
 
@@ -79,6 +81,7 @@ def gradients_are_near(
     torch.backends.cuda.matmul.allow_tf32 = False
     engine = engine_on(device, precision, model, **options)
     batch = global_batch(seed=3, rows=ROWS if length == LENGTH else 2, length=length)
+    batch["keys"] = torch.arange(len(batch["tokens"]))
     _, expected = one_device_gradients(one_device(model), batch)
     if engine.loss_scale:
         engine.loss_scale.value = 2.0**10
@@ -124,6 +127,29 @@ def test_gradients_at_real_sizes(case: str, how: str) -> None:
         torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     model, length = REAL[case]
     gradients_are_near("cuda", how[:4], model, length, compile_blocks="compiled" in how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", [LogitVariant(), LogitVariant(5.0, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cross_entropy_by_its_kernel(variant: LogitVariant, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (300, 64), (10_001, 64)
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    targets = torch.randint(10_001, (300,), generator=generator)
+    targets[::7] = IGNORE
+    exact, ours = (
+        [x.to(device, type_).requires_grad_() for x in given]
+        for device, type_ in (("cpu", torch.float64), ("cuda", dtype))
+    )
+    wanted = cross_entropy_reference(*exact, targets, None, variant)
+    found = cross_entropy(*ours, targets.cuda(), None, variant, chunk=128)
+    bound = 1e-4 if dtype == torch.float32 else 4e-2
+    assert found.item() == pytest.approx(wanted.item(), rel=bound)
+    gradients = torch.autograd.grad(found, ours), torch.autograd.grad(wanted, exact)
+    for a, b in zip(*gradients, strict=True):
+        assert float((a.cpu().double() - b).norm()) < bound * float(b.norm())
 
 
 @pytest.mark.gpu

@@ -59,10 +59,10 @@ def take_the_next_micro_batch(patch: Patch) -> None:
 def lose_the_memory_s_gradient(patch: Patch) -> None:
     real = StagePasses._send
 
-    def send(self: StagePasses, fields: Any, carry: dict[str, Tensor], to: int) -> Any:
+    def send(self: StagePasses, fields: Any, carry: dict[str, Tensor], to: int, group: Any) -> Any:
         backward = to < min(self._stages)
         given = {n: torch.zeros_like(t) if backward and n == "memory" else t for n, t in carry.items()}
-        return real(self, fields, given, to)
+        return real(self, fields, given, to, group)
 
     patch.setattr(StagePasses, "_send", send)
 

@@ -113,7 +113,7 @@ def make_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        sharing=Sharing(parallel.zero, parallel.accumulate),
+        sharing=Sharing.of(parallel),
         recomputed=recomputed,
         compile_blocks=compile_blocks,
     )

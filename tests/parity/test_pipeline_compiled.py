@@ -17,9 +17,11 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig]) -> int:
     """Through dynamo and autograd's graphs, but without a backend that makes machine code: that takes minutes."""
     compiled = [0]
 
-    def compile_block(block: nn.Module, *, fullgraph: bool) -> None:
+    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:
         compiled[0] += 1
-        block._compiled_call_impl = torch.compile(block._call_impl, fullgraph=fullgraph, backend="aot_eager")
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager"
+        )
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf

@@ -77,7 +77,7 @@ def make_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        sharing=Sharing(parallel.zero, parallel.accumulate),
+        sharing=Sharing.of(parallel),
         pipeline=pipeline,
         recomputed=recomputed,
         compile_blocks=compile_blocks,

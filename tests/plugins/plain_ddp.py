@@ -29,7 +29,7 @@ class DdpEngine:
                 f"parallel.engine = 'ddp' with parallel.pp = {parallel.pp}, parallel.zero = {parallel.zero} and "
                 f"train.precision = {setup.precision!r}: set pp = 1, zero = 0 and 'fp32', or engine = 'native'"
             )
-        if train.compile or train.recompute != "none":
+        if train.compile not in (False, "auto") or train.recompute != "none":
             raise UsageError(
                 "parallel.engine = 'ddp' has no train.compile and no train.recompute: leave them out"
             )

@@ -168,7 +168,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
         "| `compile` | `true` or `false` | `false` |",
         "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
-        '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp16"` or `"fp64"` | `"auto"` |',
+        '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp16"` or `"fp64"` or `"fp8"` or ',
         '| `sinks` | list of text | `["tensorboard"]` |',
         '## `[optimizer]` with `name = "muon"`',
     ):

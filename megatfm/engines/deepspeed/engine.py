@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import Box, FlatBox
 from megatfm.config.deepspeed import derive, precision_problem
@@ -112,10 +113,13 @@ class DeepSpeedEngine:
         self.reads = HostReads()
         self.pipeline = setup.pipeline
         self.passes: Passes = WrappedModel(self.engine, self.model)
+        self.between: list[ProcessGroup] = []
         if setup.pipeline:
-            along = mesh.group(PIPELINE)
+            self.between = [mesh.group(PIPELINE), mesh.another_group(PIPELINE)]
             dtype = self.precision.computed
-            self.passes = StagePasses(self.model, setup.pipeline, along, dtype=dtype, device=self.device)
+            self.passes = StagePasses(
+                self.model, setup.pipeline, *self.between, dtype=dtype, device=self.device
+            )
         self.offload = config.deepspeed.offload_optimizer
         waits = self.zero == 3 and self.offload != "none"
         self.boundaries = Boundaries(self.engine, waits=waits)
@@ -268,7 +272,7 @@ class DeepSpeedEngine:
 
     def process_groups(self) -> Mapping[str, str]:
         """DeepSpeed is handed ours."""
-        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        ties = {str(group.group_name): PIPELINE for group in (*self.between, *self.ties.groups)}
         data = {placement.data.all for placement in self.layout.values()}
         return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
 

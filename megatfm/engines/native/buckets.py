@@ -103,8 +103,7 @@ def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     return row, group._reduce_scatter_base(row, buffer.view(-1), dist.ReduceScatterOptions())
 
 
-def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> Tensor:
-    """[width] of each rank → [ranks, width]."""
+def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tensor, Work]:
+    """[width] of each rank → [ranks, width], and what to wait for before it is used."""
     buffer = row.new_empty(ranks, row.numel())
-    group._allgather_base(buffer.view(-1), row).wait()
-    return buffer
+    return buffer, group._allgather_base(buffer.view(-1), row)

@@ -14,10 +14,12 @@ the same boxes, and a checkpoint of any stage opens in any other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
+from megatfm.config import ParallelConfig
 from megatfm.engines.passes import Beginnings
 from megatfm.parallel.layout import Region
 
@@ -30,11 +32,19 @@ class Sharing:
     """What a layout asks for.
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "whole": each rank adds up whole ones, reduced
-    once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
+    once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3). reduced: the
+    dtype in which gradients are sent and summed over ranks; None: the stored one.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
     accumulate: Literal["whole", "shards"] = "whole"
+    reduced: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Self:
+        """As a config says."""
+        reduced = torch.bfloat16 if parallel.reduce_dtype == "bf16" else None
+        return cls(parallel.zero, parallel.accumulate, reduced)
 
 
 class DataParallel(Beginnings, Protocol):

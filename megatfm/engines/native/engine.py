@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import Box as StoredBox
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
@@ -23,7 +24,7 @@ from megatfm.engines.losses import HostReads, LossSums, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
-from megatfm.engines.native.memory import memory_needed
+from megatfm.engines.native.memory import memory_needed, moment_share
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.passes import Passes, WholeModel
 from megatfm.engines.pipelined import StagePasses
@@ -40,6 +41,9 @@ from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
 ALONE = Sharing(zero=0)
+
+SHAPES = 64
+"""Of micro-batches, in training and evaluation, before torch takes it for a mistake that it compiles so often."""
 
 
 class NativeEngine:
@@ -63,6 +67,7 @@ class NativeEngine:
         pipeline: Pipeline | None = None,
         recomputed: str = "none",
         compile_blocks: bool = False,
+        autotune: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
@@ -70,8 +75,8 @@ class NativeEngine:
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
-        for block in blocks(model) if compile_blocks else ():
-            block.compile(fullgraph=True)
+        if compile_blocks:
+            compile_all(blocks(model), autotune=autotune)
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
@@ -81,6 +86,7 @@ class NativeEngine:
         draw_initial(model, layout, weights, seed)
         self.data.weights_changed(frozen=True)
         self.optimizers = make_optimizers(optimizers, weights, mesh)
+        self.moment_share = moment_share(optimizers, weights)
         self.ties = Ties(pipeline, mesh)
         self.module_state = ModuleState(model, layout, mesh, self.ties)
         self.state = TrainedState({**weights, **self.module_state.boxes}, self.optimizers, self.loss_scale)
@@ -91,9 +97,11 @@ class NativeEngine:
         self.reads = HostReads()
         self.passed: list[Sums] = []  # the losses whose gradients these are
         self.passes: Passes = WholeModel(model)
+        self.between: list[ProcessGroup] = []
         if pipeline:
+            self.between = [mesh.group(PIPELINE), mesh.another_group(PIPELINE)]
             self.passes = StagePasses(
-                model, pipeline, mesh.group(PIPELINE), dtype=PRECISIONS[precision].computed, device=device
+                model, pipeline, *self.between, dtype=PRECISIONS[precision].computed, device=device
             )
 
     @property
@@ -201,13 +209,14 @@ class NativeEngine:
             self.sharing,
             self.mesh,
             self.pipeline,
+            moment_share=self.moment_share,
             microbatches=microbatches,
             block_input=block_input,
         )
 
     def process_groups(self) -> Mapping[str, str]:
         """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
-        ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
+        ties = {str(group.group_name): PIPELINE for group in (*self.between, *self.ties.groups)}
         data = {placement.data.all for placement in self.layout.values()}
         return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
 
@@ -220,6 +229,17 @@ class NativeEngine:
             )
 
 
+def compile_all(found: Iterable[nn.Module], *, autotune: bool) -> None:
+    """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
+    ones that change, and the rest of the run would go by slower kernels."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, SHAPES)
+    for block in found:
+        options = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
+        block.compile(fullgraph=True, dynamic=False, **options)
+
+
 def share(
     stages: Stages,
     layout: ParameterLayout,
@@ -230,5 +250,5 @@ def share(
 ) -> DataParallel:
     """Lay the stages' parameters (on the meta device) out over the data axes; they come back in memory, not yet set."""
     if sharing.zero <= 1:
-        return Replicated(stages, layout, mesh, zero=sharing.zero, precision=precision, device=device)
+        return Replicated(stages, layout, mesh, sharing=sharing, precision=precision, device=device)
     return FullySharded(stages, layout, mesh, sharing=sharing, precision=precision, device=device)

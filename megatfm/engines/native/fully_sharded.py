@@ -33,7 +33,7 @@ class FullySharded:
         self.sharded = True
         for stage in stages:
             stage.to(precision.stored)
-            _shard(stage, layout, mesh, precision, keeps=sharing.zero == 2)
+            _shard(stage, layout, mesh, precision, sharing)
             stage.to_empty(device=device)
         self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
         self._parameters = dict(named_parameters(stages))
@@ -84,21 +84,23 @@ class FullySharded:
 
 
 def _shard(
-    stage: nn.Module, layout: ParameterLayout, mesh: Mesh, precision: Precision, *, keeps: bool
+    stage: nn.Module, layout: ParameterLayout, mesh: Mesh, precision: Precision, sharing: Sharing
 ) -> None:
     """Each block by itself, and what lies in none together; inside these, modules whose parameters have other data axes
     (experts) each by itself."""
     policy = (
-        MixedPrecisionPolicy(param_dtype=precision.computed, reduce_dtype=precision.stored)
+        MixedPrecisionPolicy(precision.computed, sharing.reduced or precision.stored)
         if precision.is_mixed
-        else MixedPrecisionPolicy()
+        else MixedPrecisionPolicy(reduce_dtype=sharing.reduced)
     )
     placements = {p: layout[name] for name, p in named_parameters([stage])}
 
     def dim(parameter: nn.Parameter) -> Shard | None:
         return Shard(placements[parameter].data_dim)
 
-    reshard = False if keeps else None  # None: all but the root, whose weights are needed again at once
+    reshard = (
+        False if sharing.zero == 2 else None
+    )  # None: all but the root, whose weights are needed again at once
     for module, data in _alone(stage, layout):
         fully_shard(
             module,

@@ -11,12 +11,12 @@
 recompute keeps is counted: the input of each block, for as many micro-batches as a rank holds at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from megatfm.checkpoint import Box
-from megatfm.engines.interface import MOMENTS, MemoryNeeds
+from megatfm.engines.interface import MOMENTS, MemoryNeeds, OptimizerGroup
 from megatfm.engines.native.data_parallel import Sharing
 from megatfm.engines.pipelined import inputs_held
 from megatfm.engines.precision import Precision
@@ -24,6 +24,20 @@ from megatfm.parallel.blocks import blocks
 from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
+
+
+def moment_share(groups: Iterable[OptimizerGroup], weights: Mapping[str, Box]) -> float:
+    """Bytes of a moment in its group's dtype, of those of its weight, in the mean over this rank's trained weights."""
+    bytes_of = {
+        name: weights[name].tensor.nbytes for group in groups for name in group.names if name in weights
+    }
+    short = sum(
+        bytes_of[name] * (1 - group.moments.itemsize / weights[name].tensor.itemsize)
+        for group in groups
+        for name in group.names
+        if group.moments and name in weights
+    )
+    return 1 - short / max(sum(bytes_of.values()), 1)
 
 
 def memory_needed(
@@ -34,10 +48,12 @@ def memory_needed(
     mesh: Mesh,
     pipeline: Pipeline | None,
     *,
+    moment_share: float,
     microbatches: int,
     block_input: int,
 ) -> MemoryNeeds:
-    """From what the engine has built. weights: this rank's blocks; block_input: bytes of a micro-batch's."""
+    """From what the engine has built. weights: this rank's blocks; moment_share: see above; block_input: bytes of a
+    micro-batch's."""
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     whole, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -53,7 +69,7 @@ def memory_needed(
         gathered = 0  # the weights themselves
     return MemoryNeeds(
         gradients=trained * precision.stored.itemsize if sharing.zero < 2 or adds_up else local,
-        moments=MOMENTS * local,
+        moments=int(MOMENTS * local * moment_share),
         gathered=gathered,
         inputs=inputs_held(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
     )

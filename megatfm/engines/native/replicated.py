@@ -2,11 +2,15 @@
 
 Gradients add up in `.grad`. In the last backward pass of a step a bucket is on its way as soon as it is complete, while
 the pass goes on. In a pipeline, whose passes take turns, buckets go when all passes are done, so any schedule will do.
+
+After a step stage 1 sends the moved weights for all buckets at once; a block waits for those that hold its own when it
+next runs, so that the others arrive meanwhile.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from megatfm.engines.native.buckets import BUCKET_ELEMENTS, Bucket, all_gather, deal, reduce_scatter
-from megatfm.engines.native.data_parallel import Stages, named_parameters
+from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
 from megatfm.engines.precision import Precision
 from megatfm.engines.prepare import cast_inputs, materialise
 from megatfm.ops.aligned import aligned, all_aligned
+from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout, Region
 from megatfm.parallel.mesh import DataAxes, Mesh
 
@@ -32,7 +37,7 @@ class Replicated:
         layout: ParameterLayout,
         mesh: Mesh,
         *,
-        zero: int,
+        sharing: Sharing,
         precision: Precision,
         device: torch.device,
     ) -> None:
@@ -42,7 +47,8 @@ class Replicated:
                 cast_inputs(stage, precision.computed)
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(named_parameters(stages))
-        self.sharded = zero == 1
+        self.sharded = sharing.zero == 1
+        self._sent = torch.empty(0, dtype=sharing.reduced or precision.stored, device=device)
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         dealt = self._dealt(trained, layout)
@@ -54,6 +60,9 @@ class Replicated:
         self._without: set[str] = set()  # parameters that no pass of the step has reached
         if mesh.gradient_ranks > 1:
             self._watch()
+        self._arriving: dict[int, tuple[Tensor, Work]] = {}
+        if self.sharded:
+            self._await_in(stages)
         self.local: dict[str, Tensor] = {}
         self.boxes: dict[str, Region] = {}
         for bucket, data in (*dealt, *self._frozen):
@@ -105,6 +114,7 @@ class Replicated:
             bucket, data = self._buckets[place], self._over[place]
             if bucket.ranks > 1:
                 self._mesh.sum(row, data.copies)
+            row = row.to(self._precision.stored)
             self._gradients |= all_aligned(bucket.unpack_own(row, self._rank(bucket, data)))
         for name in self._without:
             del self._gradients[name]
@@ -123,6 +133,36 @@ class Replicated:
         for name in places:
             parameter = self._parameters[name]
             parameter.register_post_accumulate_grad_hook(partial(complete, places[name]))
+
+    def _await_in(self, stages: Stages) -> None:
+        """Before a block runs, the weights in it arrive; before a stage does, those that lie in none. A compiled block
+        can't wait by itself: its stage does."""
+        places = {
+            self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
+        }
+        this = weakref.ref(self)
+
+        def arrive(wanted: frozenset[int], *_: Any) -> None:
+            if watcher := this():
+                watcher._arrive(wanted)
+
+        for stage in stages:
+            inside: set[nn.Parameter] = set()
+            for block in blocks(stage):
+                if block._compiled_call_impl is None:
+                    inside.update(block.parameters())
+                    own = frozenset(places[p] for p in block.parameters() if p in places)
+                    block.register_forward_pre_hook(partial(arrive, own))
+            rest = frozenset(places[p] for p in stage.parameters() if p in places and p not in inside)
+            stage.register_forward_pre_hook(partial(arrive, rest))
+
+    @torch.no_grad()
+    def _arrive(self, places: Collection[int]) -> None:
+        """Buckets of weights that are on their way are there, and in their places."""
+        for place in [place for place in self._arriving if place in places]:
+            buffer, work = self._arriving.pop(place)
+            work.wait()
+            self._buckets[place].unpack(buffer, self._parameters)
 
     def _complete(self, place: int, parameter: Tensor) -> None:
         """A gradient is there. Buckets go in one order, the same on all ranks: the one of the last layers first."""
@@ -144,7 +184,7 @@ class Replicated:
         parameters = {name: self._parameters[name] for name in bucket.shapes}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._without |= parameters.keys() - gradients.keys()
-        buffer = bucket.pack(gradients, next(iter(self.local.values())))
+        buffer = bucket.pack(gradients, self._sent)
         del gradients
         for parameter in parameters.values():  # at once, so that no two whole copies are held
             parameter.grad = None
@@ -166,12 +206,17 @@ class Replicated:
 
     @torch.no_grad()
     def weights_changed(self, frozen: bool = False) -> None:
+        self._arrive(range(len(self._buckets)))
         changed = [*zip(self._buckets, self._over, strict=True), *(self._frozen if frozen else [])]
-        for bucket, data in changed:
+        for place, (bucket, data) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_own(self.local, next(iter(self._parameters.values())))
-                buffer = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
-                bucket.unpack(buffer, self._parameters)
+                sent = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                if not frozen:
+                    self._arriving[place] = sent
+                    continue
+                sent[1].wait()
+                bucket.unpack(sent[0], self._parameters)
             elif self._precision.is_mixed:
                 own: list[Tensor] = [self._parameters[name] for name in bucket.shapes]
                 torch._foreach_copy_(own, [self.local[name] for name in bucket.shapes])

@@ -105,6 +105,7 @@ class Core(nn.Module):
             drops=rng_keys is not None,
             biased=bias is not None,
             sinks=sinks is not None,
+            of_values=v_BKSH.shape[-1],
         )
         kernel = choose(case)
         tell(kernel.name, self.shown, case)
@@ -126,21 +127,26 @@ class Sinks(nn.Module):
 def tell(kernel: str, pattern: str, case: Case) -> None:
     """Log once which kernel serves which kind of attention."""
     slow = case.masked and kernel in ("products", "fused")
-    _tell(kernel, pattern, case.plain, slow, case.device, case.dtype)
+    _tell(kernel, pattern, case.plain, slow, case.drops, case.device, case.dtype)
 
 
 @constant_when_compiled
-def _tell(kernel: str, pattern: str, plain: str | None, slow: bool, device: str, dtype: torch.dtype) -> None:
-    kind = (kernel, pattern, plain, slow, device, dtype)
+def _tell(
+    kernel: str, pattern: str, plain: str | None, slow: bool, drops: bool, device: str, dtype: torch.dtype
+) -> None:
+    kind = (kernel, pattern, plain, slow, drops, device, dtype)
     if kind not in _TOLD:
         _TOLD.add(kind)
-        how = f"plainly {plain}" if plain else "by a mask" if kernel in ("products", "fused") else "by blocks"
-        costs = (
-            ", which looks at all pairs: slow, and memory grows with the square of the length" if slow else ""
-        )
+        by = {"products": "by a mask", "fused": "by a mask", "varlen": "by documents laid end to end"}
+        how = f"plainly {plain}" if plain else by.get(kernel, "by blocks")
+        costs = ""
+        if slow:
+            costs = ", which looks at all pairs: slow, and memory grows with the square of the length"
+        elif kernel == "flex" and drops:
+            costs = ", scores twice: dropped probabilities cost about as much again (attention.dropout = 0 does not)"
         log.info(
             "attention %s, %s, on %s in %s: kernel %s%s", pattern, how, device, str(dtype)[6:], kernel, costs
         )
 
 
-_TOLD: set[tuple[str, str, str | None, bool, str, torch.dtype]] = set()
+_TOLD: set[tuple[str, str, str | None, bool, bool, str, torch.dtype]] = set()

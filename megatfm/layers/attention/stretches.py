@@ -76,6 +76,7 @@ class SeenStretches:
 
     plain: Plain | None = None
     grain: int | None = None
+    window: tuple[int, int] | None = None
 
     def __init__(self, sequence: SequenceMetadata, places_BS: Tensor, factor: int) -> None:
         self._sequence, self._places, self._factor = sequence, places_BS, factor
@@ -113,6 +114,13 @@ class SeenStretches:
         return near & (of_q[b % len(of_q), q] == of_k[b % len(of_k), k])
 
     def repeats(self, size: int) -> None:
+        return None
+
+    def starts(self) -> Tensor:
+        """Nobody asks, without a window."""
+        raise NotImplementedError
+
+    def bands(self) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -24,7 +24,7 @@ def log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
     exact = n_buckets // 2
     # In float32 and in this order, as the released code computes it: distances at a range's edge depend on it.
     ranges = torch.log(distances.abs().clamp(min=1).float() / exact) / torch.log(
-        torch.tensor((farthest - 1) / exact, dtype=torch.float32, device=distances.device)
+        torch.full((), (farthest - 1) / exact, dtype=torch.float32, device=distances.device)
     )
     far = torch.ceil(ranges * (exact - 1)).long() + exact
     return torch.where(distances.abs() <= exact, distances, far * distances.sign())

@@ -25,23 +25,28 @@ class Rope(nn.Module):
         self.key = f"rope {self.width} {self.theta} {self.scaling}"
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
-        cos, sin = sequence.once(self.key, lambda: self._table(sequence))
+        dtype = torch.promote_types(q_BNTH.dtype, torch.float32)
+        cos, sin = sequence.once((self.key, dtype), lambda: self._table(sequence, dtype))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
-    def _table(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
-        angles, factor = scaled_frequencies(self.width, self.theta, self.scaling)
-        cos, sin = rotary_table(sequence.positions, angles)
-        return cos * factor, sin * factor
+    def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One for all layers, in the type in which they turn: half of float64's bytes, and no layer converts it."""
+        positions = sequence.positions
+        angles, factor = scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
+        cos, sin = rotary_table(positions, angles)
+        return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
 
-def scaled_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
+def scaled_frequencies(
+    width: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> tuple[Tensor, float]:
     """Angles per position [H/2] in float64, and the factor on rotated queries and keys."""
-    plain = frequencies(width, theta)
+    plain = frequencies(width, theta, device)
     match scaling:
         case LinearScaling():
             return plain / scaling.factor, 1.0
         case NtkScaling():
-            return frequencies(width, theta * scaling.factor ** (width / (width - 2))), 1.0
+            return frequencies(width, theta * scaling.factor ** (width / (width - 2)), device), 1.0
         case YarnScaling():
             return _yarn(plain, width, theta, scaling)
         case Llama3Scaling():
@@ -59,7 +64,9 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    ramp = (torch.arange(width // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
+    ramp = (torch.arange(width // 2, dtype=torch.float64, device=plain.device) - first) / max(
+        last - first, 0.001
+    )
     slowed = ramp.clamp(0, 1)
     factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
     return plain / scaling.factor * slowed + plain * (1 - slowed), factor

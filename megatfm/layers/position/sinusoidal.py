@@ -22,9 +22,7 @@ class SinusoidalPositions(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """[B, T, D] in float32, or in float64 where that is torch's default."""
         positions_BT1 = sequence.positions[..., None].double()
-        angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0).to(
-            positions_BT1.device
-        )
+        angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0, positions_BT1.device)
         table_BTD = torch.stack((angles_BTH.sin(), angles_BTH.cos()), dim=-1).flatten(-2)
         return table_BTD[..., : self.width]
 

@@ -23,7 +23,7 @@ class SinusoidTable(nn.Module):
         """[R, D] in float64."""
         farthest, device = sequence.positions.shape[1] - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
-        angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0).to(device)
+        angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0, device)
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
 
 

@@ -2,6 +2,7 @@
 
 from megatfm.ops.attention.kernels import KERNELS, Case, Kernel, choose
 from megatfm.ops.attention.products import Variant, attention_reference, probabilities
+from megatfm.ops.attention.varlen import sequence_starts
 from megatfm.ops.attention.visible import ALL, CAUSAL, Given, Plain, Visible
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "attention_reference",
     "choose",
     "probabilities",
+    "sequence_starts",
 ]

@@ -6,14 +6,25 @@ scores again from the logarithm of their sum (Dao et al. 2022), and adds up what
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatfm.ops.attention import banded
+from megatfm.ops.attention.bands import Band
 from megatfm.ops.attention.pieces import Grid, Piece, pieces
 from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.tiles import (
+    SCORES,
+    How,
+    attend,
+    attend_backward,
+    is_folded,
+    products_backward,
+    with_room,
+)
 from megatfm.ops.attention.visible import Visible
 from megatfm.ops.dropout import LEVELS, keep_at, mix
 
@@ -23,15 +34,6 @@ from megatfm.ops.dropout import LEVELS, keep_at, mix
 
 SIZE = 128
 """Tokens of a block: smaller ones fit a mask better, larger ones multiply faster (docs/LOG.md, 2026-11-22)."""
-
-SCORES = 2**20
-"""So many scores are held at once, besides what is linear in T."""
-
-FLASH = (torch.float32, torch.float64)
-"""Dtypes of the fused CPU kernel; in bfloat16, products written out run on oneDNN and are faster."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def blocked(
@@ -45,44 +47,30 @@ def blocked(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without biases; a query that sees nothing gets 0."""
-    size = block_size(seen)
-    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
-    visits = seen.once(("pieces", size), lambda: pieces(seen, grid))
+    queries = q_BNTH.shape[2]
+    visits, size = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     how = How.of(visits, size, q.shape[-1], variant)
     made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)
-    return made[:, :, : grid.queries]
+    return made[:, :, :queries]
+
+
+def _visits(seen: Visible, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool) -> tuple[list[Piece | Band], int]:
+    """What is visited, and into multiples of how many tokens rows are padded for it."""
+    bands = None if drops else seen.once("bands", seen.bands)
+    if bands is not None:
+        return list(bands), 1
+    size = block_size(seen)
+    grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
+    return seen.once(("pieces", size), lambda: list(pieces(seen, grid))), size
 
 
 def block_size(seen: Visible) -> int:
     """Tokens of a block: of what is seen, if it is made of blocks of about the right size."""
     own = seen.grain or 0
     return own if SIZE // 4 <= own <= SIZE and own % 4 == 0 else SIZE
-
-
-@dataclass(frozen=True)
-class How:
-    """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
-
-    places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
-    """
-
-    visits: list[Piece]
-    size: int
-    scale: float
-    softcap: float
-    threshold: int
-    places: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, visits: list[Piece], size: int, width: int, variant: Variant, places: Tensor | None = None
-    ) -> Self:
-        """width: of a head."""
-        scale = width**-0.5 if variant.scale is None else variant.scale
-        return cls(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places)
 
 
 @dataclass(frozen=True)
@@ -122,10 +110,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> 
     blocks."""
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for band in how.visits:
+        if isinstance(band, Band):
+            banded.forward(band, q, k, v, out, lse, how)
     for chunk in _chunks(how, q, k):
         (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
         keep = _kept(chunk, drawn, how)
-        part, total = _core(qc, kc, vc, chunk.bias, keep, how)
+        part, total = attend(qc, kc, vc, chunk.bias, keep, how)
         _put(out, part, chunk)
         _put(lse, total, chunk)
     return out, lse
@@ -135,17 +126,27 @@ def backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too."""
-    dq = torch.zeros_like(q)
-    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype).view(-1, how.size * x.shape[-1]) for x in (k, v))
+    dq, folded = torch.zeros_like(q), is_folded(q, v, drawn, how)
+    dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
+    if folded:
+        k, v = with_room(k), with_room(v)
     lse = lse.masked_fill(lse == -torch.inf, 0)
+    for band in how.visits:
+        if isinstance(band, Band):
+            banded.backward(band, g, q, k, v, out, lse, dq, dk, dv, how)
     for chunk in _chunks(how, q, k):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
-        keep = _kept(chunk, drawn, how)
-        dqc, dkc, dvc = _core_backward(gc, qc, kc, vc, oc, lc, chunk.bias, keep, how)
-        _put(dq, dqc, chunk)
-        for total, part in ((dk, dkc), (dv, dvc)):
-            total.index_add_(0, chunk.flat, part.reshape(len(chunk.flat), -1).to(total.dtype))
-    return dq, dk.view(k.shape), dv.view(v.shape)
+        if folded:
+            found = products_backward(
+                gc, qc, kc, vc, oc, lc, [] if chunk.bias is None else [(0, chunk.bias)], how.scale
+            )
+        else:
+            found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.bias, _kept(chunk, drawn, how), how)
+        _put(dq, found[0], chunk)
+        for total, part in ((dk, found[1]), (dv, found[2])):
+            part = part.reshape(len(chunk.flat), -1).to(total.dtype)
+            total.view(-1, part.shape[-1]).index_add_(0, chunk.flat, part)
+    return dq, dk, dv
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,6 +169,8 @@ def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
     size = how.size
     N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
     for piece in how.visits:
+        if isinstance(piece, Band):
+            continue
         differ, count = piece.table.shape[1:]
         heads = N if differ > 1 else K
         of_head = torch.arange(heads, device=q.device) // (heads // K)
@@ -227,70 +230,6 @@ def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
     return mix(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - LEVELS // 2
 
 
-def _core(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, how: How
-) -> tuple[Tensor, Tensor]:
-    """Output and logarithm of the sum of a chunk."""
-    if _is_plain(q, v, keep, how):
-        out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
-        if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
-            lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
-        return out, lse[..., None]
-    scores, _ = _scores(q, k, bias, how)
-    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    lse = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()
-    if bias is not None:
-        blind = bias.amax(-1, keepdim=True) == -torch.inf
-        shares, lse = shares.masked_fill_(blind, 0), lse.masked_fill_(blind, -torch.inf)
-    if keep is not None:
-        shares = shares.mul_(keep).mul_(LEVELS / (LEVELS - how.threshold))
-    return shares.to(q.dtype) @ v, lse
-
-
-def _core_backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    keep: Tensor | None,
-    how: How,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a chunk's q, k and v; `out` and `lse` over all keys."""
-    if _is_plain(q, v, keep, how):
-        found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-            g, q, k, v, out, lse[..., 0], 0.0, False, attn_mask=bias, scale=how.scale
-        )
-        return found
-    scores, slope = _scores(q, k, bias, how)
-    shares = scores.to(lse.dtype).sub_(lse).exp_()
-    of_shares, used = g @ v.transpose(-1, -2), shares
-    if keep is not None:
-        factor = keep.to(shares.dtype) * (LEVELS / (LEVELS - how.threshold))
-        of_shares, used = of_shares * factor, shares * factor
-    of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
-    of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
-    of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
-    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g
-
-
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor | None]:
-    """Capped and masked scores, and the slope of the cap."""
-    scores, slope = (q * how.scale) @ k.transpose(-1, -2), None
-    if how.softcap:
-        share = torch.tanh(scores / how.softcap)
-        scores, slope = how.softcap * share, 1 - share**2
-    return (scores if bias is None else scores.add_(bias)), slope
-
-
 def padded(x: Tensor, size: int) -> Tensor:
     """[B, n, T, ·] with zeros up to whole blocks, contiguous."""
     return F.pad(x, (0, 0, 0, -x.shape[2] % size)).contiguous()
-
-
-def _is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: How) -> bool:
-    """Whether the fused kernel serves a chunk."""
-    is_flash = q.device.type == "cpu" and q.dtype in FLASH
-    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
+from megatfm.ops.dropout import LEVELS, keep_at
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 SIZE = 128
 """Tokens of a block."""
+
+NARROW = 16
+"""Channels of the values where a kernel's output is not looked at: the fewest that it takes."""
 
 
 def flex(
@@ -33,25 +37,36 @@ def flex(
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without biases and dropped probabilities."""
+    """As `attention_reference`, without biases.
+
+    Probabilities are dropped inside the kernel, by the keys: with scores of −∞ at what is dropped it gives the mean of
+    the values that are left, and the logarithm of the sum over these. A second pass gives that over all of them.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = seen.once(("block mask", SIZE), lambda: block_mask(seen, *lengths))
     run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
-    made, beside = run(
-        q_BNTH,
-        k_BKSH,
-        v_BKSV,
-        score_mod=_capped(variant.softcap) if variant.softcap else None,
-        block_mask=visits,
-        scale=variant.scale,
-        enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
-        return_aux=AuxRequest(lse=sinks_N is not None),
-    )
-    if sinks_N is None:
-        return made
-    shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
+    options = {
+        "block_mask": visits,
+        "scale": variant.scale,
+        "enable_gqa": q_BNTH.shape[1] != k_BKSH.shape[1],
+        "return_aux": AuxRequest(lse=sinks_N is not None or rng_keys_BNT is not None),
+    }
+    capped = _capped(variant.softcap) if variant.softcap else None
+    if rng_keys_BNT is None:
+        made, beside = run(q_BNTH, k_BKSH, v_BKSV, score_mod=capped, **options)
+        if sinks_N is None:
+            return made
+        shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
+        return made * shares_BNT[..., None].to(made.dtype)
+    threshold = round(variant.dropout * LEVELS)
+    made, left = run(q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, capped), **options)
+    _, beside = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=capped, **options)
+    whole_BNT = beside.lse
+    if sinks_N is not None:
+        whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
+    shares_BNT = (left.lse - whole_BNT).exp() * (LEVELS / (LEVELS - threshold))
     return made * shares_BNT[..., None].to(made.dtype)
 
 
@@ -84,6 +99,14 @@ def _capped(most: float) -> Callable[..., Tensor]:
         return most * torch.tanh(score / most)
 
     return cap
+
+
+def _dropped(keys_BNT: Tensor, threshold: int, capped: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        score = score if capped is None else capped(score, b, n, q, k)
+        return torch.where(keep_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
+
+    return drop
 
 
 @cache

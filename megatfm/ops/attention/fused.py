@@ -1,13 +1,24 @@
 """Attention by torch's fused kernels, through `scaled_dot_product_attention`."""
 
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
+from megatfm.ops.compiled import constant_when_compiled
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
+
+log = logging.getLogger("megatfm")
+
+PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+MASKED = [SDPBackend.EFFICIENT_ATTENTION]
+"""FlashAttention takes no mask, and cuDNN's backward pass under one gives NaN on Hopper GPUs (pytorch issue 196678)."""
 
 
 def fused(
@@ -24,15 +35,52 @@ def fused(
     causal, mask = seen.plain == "causal", seen.mask()
     if bias_BNTS is not None:
         mask = _masked_bias(bias_BNTS.to(q_BNTH.dtype), mask, causal)
-    return F.scaled_dot_product_attention(
-        q_BNTH,
-        k_BKSH,
-        v_BKSV,
-        attn_mask=mask,
-        is_causal=causal and bias_BNTS is None,
-        scale=variant.scale,
-        enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
-    )
+    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
+    allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask is not None)
+    if allowed and groups > 1 and (mask is not None or q_BNTH.dtype == torch.float32):
+        # Of these kernels FlashAttention alone takes keys that heads share; torch would take the math kernel instead.
+        k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
+    with _only(allowed):
+        return F.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKSH,
+            v_BKSV,
+            attn_mask=mask,
+            is_causal=causal and bias_BNTS is None,
+            scale=variant.scale,
+            enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
+        )
+
+
+def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend]:
+    """The kernels of a GPU that may serve; none: torch takes what it likes, since they don't compute in this type, or
+    with heads of these widths, which is told."""
+    if q_BNTH.device.type != "cuda":
+        return []
+    widths = q_BNTH.shape[-1], of_values
+    if q_BNTH.dtype == torch.float64 or any(width % 8 for width in widths):
+        _tell_math(str(q_BNTH.dtype)[6:], *widths)
+        return []
+    return MASKED if masked else PLAIN
+
+
+def _only(allowed: list[SDPBackend]) -> AbstractContextManager[None]:
+    return sdpa_kernel(allowed) if allowed else nullcontext()
+
+
+@constant_when_compiled
+def _tell_math(dtype: str, of_keys: int, of_values: int) -> None:
+    kind = dtype, of_keys, of_values
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        log.warning(
+            "attention in %s with heads of %d channels (values: %d): no fused kernel of a GPU takes that, so all "
+            "scores are held at once; take bf16, and heads of a multiple of 8",
+            dtype, of_keys, of_values,
+        )  # fmt: skip
+
+
+_TOLD: set[tuple[str, int, int]] = set()
 
 
 def _masked_bias(bias_BNTS: Tensor, mask_B1TS: Tensor | None, causal: bool) -> Tensor:

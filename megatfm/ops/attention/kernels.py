@@ -11,6 +11,7 @@ from megatfm.ops.attention.blocks import blocked
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.fused import fused
 from megatfm.ops.attention.products import Variant, attention_reference
+from megatfm.ops.attention.varlen import carries_heads, varlen
 from megatfm.ops.attention.visible import Plain, Visible
 
 MATMUL_SCORES = 2**26
@@ -20,13 +21,16 @@ oneDNN's bfloat16 kernels, 1.5 to 3 times as fast as the fused kernel (docs/LOG.
 LONG = 1024
 """From so many queries on, a mask of T × S costs more than to look at blocks (docs/LOG.md, 2026-11-22)."""
 
+LONG_ON_GPU = 256
+"""The same where a mask also means another kernel than FlashAttention; not measured yet."""
+
 
 @dataclass(frozen=True)
 class Case:
     """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped.
 
     biased: numbers for all pairs are added to the scores. sinks: scores without keys take part. compiled: a block is
-    being compiled.
+    being compiled. in_runs: FlashAttention takes its heads, and a window of whole documents says what is seen.
     """
 
     device: str
@@ -40,6 +44,7 @@ class Case:
     biased: bool = False
     sinks: bool = False
     compiled: bool = False
+    in_runs: bool = False
 
     @classmethod
     def of(
@@ -52,12 +57,15 @@ class Case:
         drops: bool,
         biased: bool = False,
         sinks: bool = False,
+        of_values: int | None = None,
     ) -> Self:
-        """The case of queries and keys."""
+        """The case of queries and keys. of_values: their width, where it is not that of the keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
         scores = q_BNTH.shape[0] * q_BNTH.shape[1] * queries * keys
         softcap = variant.softcap is not None
         compiled = torch.compiler.is_compiling()
+        width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
+        in_runs = seen.window is not None and carries_heads(width, of_values or width, grouped=grouped)
         return cls(
             q_BNTH.device.type,
             q_BNTH.dtype,
@@ -70,12 +78,15 @@ class Case:
             biased,
             sinks,
             compiled,
+            in_runs,
         )
 
     @property
     def masked(self) -> bool:
         """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
-        return self.queries >= LONG and (self.plain is None or self.softcap or self.drops or self.sinks)
+        long = LONG_ON_GPU if self.device == "cuda" else LONG
+        changed = self.softcap or self.drops or self.sinks
+        return self.queries >= long and (self.plain is None or changed)
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,23 @@ def _on_cpu_by_blocks(case: Case) -> bool:
     return case.device == "cpu" and not (case.biased or case.compiled)
 
 
+def _on_gpu_by_runs(case: Case) -> bool:
+    """FlashAttention computes in half precision, and with nothing between scores and probabilities."""
+    changed = case.softcap or case.drops or case.biased or case.sinks
+    half = case.dtype in (torch.bfloat16, torch.float16)
+    return case.device == "cuda" and half and case.in_runs and not changed
+
+
 def _on_gpu_by_blocks(case: Case) -> bool:
-    return case.device == "cuda" and not (case.biased or case.drops)
+    return case.device == "cuda" and not case.biased
 
 
 def _masked(case: Case) -> bool:
     return case.masked
+
+
+def _not_plain(case: Case) -> bool:
+    return case.plain is None
 
 
 def _small_on_one_dnn(case: Case) -> bool:
@@ -120,6 +142,7 @@ KERNELS = (
     # name       function             what it carries  where it is the fastest
     Kernel("products", attention_reference, _anything, _small_on_one_dnn),
     Kernel("blocks", blocked, _on_cpu_by_blocks, _masked),
+    Kernel("varlen", varlen, _on_gpu_by_runs, _not_plain),
     Kernel("flex", flex, _on_gpu_by_blocks, _masked),
     Kernel("fused", fused, _plain_scores, _anything),
 )

@@ -65,7 +65,14 @@ def probabilities(
     """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten."""
     if mask_B1TS is not None:
         # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
-        scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, torch.finfo(scores_BNTS.dtype).min)
+        lowest = torch.finfo(scores_BNTS.dtype).min
+        if scores_BNTS.dtype == torch.float16:  # of which the lowest and a score would be −∞
+            scores_BNTS = scores_BNTS.masked_fill_(~mask_B1TS, lowest)
+        else:  # added it costs half, and nothing in the backward pass (docs/LOG.md, 2026-11-22)
+            hidden_B1TS = torch.zeros_like(mask_B1TS, dtype=scores_BNTS.dtype).masked_fill_(
+                ~mask_B1TS, lowest
+            )
+            scores_BNTS = scores_BNTS.add_(hidden_B1TS)
     if sinks_N is None:
         probabilities_BNTS = scores_BNTS.softmax(-1)
     else:

@@ -1,10 +1,12 @@
 """What queries see of keys, as kernels ask for it."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
+
+from megatfm.ops.attention.bands import Band
 
 # B batch, N query heads, T queries, S keys
 
@@ -25,6 +27,13 @@ class Visible(Protocol):
     def grain(self) -> int | None:
         """Tokens of the blocks that it is made of, where it is."""
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """How many keys before and after its own place a query sees of its sequence, −1: all; None: that is not all."""
+
+    def starts(self) -> Tensor:
+        """With a window: where sequences begin in all rows laid end to end, int32 [C + 1]; at last where they end."""
+
     def mask(self) -> Tensor | None:
         """Boolean [B or 1, N or 1, T, S], true where a query looks; None where `plain` says it."""
 
@@ -41,17 +50,27 @@ class Visible(Protocol):
         """Blocks of queries [B or 1, ⌈T/size⌉] and of keys [B or 1, ⌈S/size⌉] such that what one of the first sees of
         some of the second depends on no more than how far from one another they are; None: there are none."""
 
+    def bands(self) -> Sequence[Band] | None:
+        """All of it in tiles of neighbouring queries and keys; None: it is not of that form."""
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers that see the same share, made at the first call."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What is seen, by a word or by a mask."""
+    """What is seen, by a word or by a mask, or by a window and where documents start."""
 
     plain: Plain | None = None
     dense: Tensor | None = None
     grain: int | None = None
+    window: tuple[int, int] | None = None
+    documents: Tensor | None = None
+
+    def starts(self) -> Tensor:
+        """As they were given."""
+        assert self.documents is not None
+        return self.documents
 
     def mask(self) -> Tensor | None:
         return self.dense
@@ -68,6 +87,9 @@ class Given:
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
 
     def repeats(self, size: int) -> None:
+        return None
+
+    def bands(self) -> None:
         return None
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -12,6 +12,8 @@ import torch
 from megatfm.errors import MegatfmError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+SNAPSHOTS = "memory"
+"""Folder of a run's directory that is there once a rank has run out of memory on a GPU."""
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 
@@ -27,6 +29,11 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def wants_stacks(folder: Path, asked: bool) -> bool:
+    """Whether to record where allocations come from: on request, and once a run has run out of memory."""
+    return asked or (folder / SNAPSHOTS).is_dir()
 
 
 def record_allocations() -> None:
@@ -82,7 +89,7 @@ def _snapshot(folder: Path, rank: int) -> str:
     """Where the GPU's snapshot lies, in words."""
     if not torch.cuda.is_available():
         return ""
-    path = folder / "memory" / f"rank-{rank}.pickle"
+    path = folder / SNAPSHOTS / f"rank-{rank}.pickle"
     try:
         path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))

@@ -6,8 +6,10 @@ uses. The hub's diagnosis ends every rank: by an exception where the main thread
 
 import contextlib
 import faulthandler
+import linecache
 import logging
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -37,6 +39,8 @@ AFTER_YOU_SECONDS = 1.0
 """By which those who are not to blame end later: to a launcher, the first that ends is the cause."""
 INNERMOST = 3
 """Frames in which torch.distributed marks a main thread as waiting for others."""
+WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
+"""What the innermost line calls while it waits: for a collective, or for a device that itself waits in one."""
 
 Report = Callable[[str, int, list[int], list[str]], None]
 """Told why the run ends, at which step, and which ranks on which hosts are to blame."""
@@ -247,8 +251,11 @@ def _listen(alone: bool) -> socket.socket:
 
 
 def _where(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether a thread is inside torch.distributed, and the innermost line of ours."""
+    """Whether a thread waits in torch.distributed or for its device, and the innermost line of ours."""
     waiting, depth = False, 0
+    if frame is not None:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        waiting = WAITS.search(line) is not None
     while frame is not None:
         name, depth = frame.f_globals.get("__name__", ""), depth + 1
         waiting = waiting or (depth <= INNERMOST and name.startswith("torch.distributed"))

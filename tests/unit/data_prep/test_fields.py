@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,43 @@ def test_every_format_keeps_fields(tmp_path: Path) -> None:
         (record,) = reader(name)(tmp_path / f"a.{name}", config)
         assert isinstance(record, Record)
         assert record.fields == {"when": "2026-01-02T03:04:00", "n.m": [1, None]}
+
+
+def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
+    """All of theirs and nothing else, though a training file that comes first by name has some of it, too."""
+    draw = random.Random(0)
+    records = [
+        {"url": f"{n}", "text": " ".join(f"w{draw.randrange(3000)}" for _ in range(200))} for n in range(40)
+    ]
+    kept, given = records[:8], records[8:]
+    near = {**kept[3], "text": kept[3]["text"] + " One more word."}
+    folder = tmp_path / "in"
+    write(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *given])).encode())
+    write(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
+    values: dict[str, Any] = {
+        "out": str(tmp_path / "out"),
+        "read": {"folder": str(folder), "fields": {"keep": ["url"]}},
+        "split": {"files": ["b/*"], "validation": 0},
+        "tokenizer": {"kind": "byte-bpe", "vocab_size": 300, "sentinels": 0, "modes": False},
+    }
+    made = data_prep.run(PrepConfig.model_validate(values))
+    assert made.result["held_out"]["names"] == ["b/held.jsonl"]
+    assert made.result["notes"] == []
+    urls = {
+        name: {fields["url"] for fields in fields_of(tmp_path / "out" / name).values()}
+        for name in ("train", "validation")
+    }
+    assert urls["validation"] == {each["url"] for each in kept}
+    assert urls["train"] == {each["url"] for each in given}
+    assert data_prep.run(PrepConfig.model_validate(values)).already_done
+    for patterns, message in (
+        (["c/*"], r"'c/\*' matches no file below .*, where there are a/train.jsonl, b/held.jsonl"),
+        (["*"], "all files would be held out: leave some for training"),
+    ):
+        again = {**values, "out": str(tmp_path / "other"), "split": {"files": patterns}}
+        with pytest.raises(UsageError, match=message):
+            data_prep.run(PrepConfig.model_validate(again))
+    dropped = {**values, "out": str(tmp_path / "none")}
+    dropped["steps"] = [{"name": "where", "field": "url", "is_not": [each["url"] for each in kept]}]
+    with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):
+        data_prep.run(PrepConfig.model_validate(dropped))

@@ -13,6 +13,7 @@ from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.steps import make
 from data_prep.steps.linear import Weights, features
+from data_prep.work import identity
 from megatfm.config.base import Section
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
@@ -140,6 +141,80 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
     assert apply(text, **how, at_least=1e6) == "has too low a perplexity"
 
 
+def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
+    """A small BERT that classifies, and its tokenizer, saved by the libraries that read them."""
+    import tokenizers
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {word: i for i, word in enumerate(["[UNK]", *dict.fromkeys(PROSE + SPAM)])}, "[UNK]"
+        )
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=60, num_labels=outputs, initializer_range=0.5, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+
+
+def test_a_transformer_that_classifies(tmp_path: Path) -> None:
+    """Against transformers' own pipeline, which truncates, tokenizes and normalizes by itself."""
+    from transformers import pipeline
+
+    some = texts(PROSE, 4, 8) + texts(SPAM, 4, 9)
+    for outputs, label in ((3, "LABEL_2"), (1, None)):
+        folder = tmp_path / str(outputs)
+        write_classifier(folder, outputs)
+        judge = pipeline("text-classification", str(folder), top_k=None, device="cpu")
+        how = {"name": "classifier", "folder": str(folder), "field": "q", "tokens": 30}
+        how |= {} if label is None else {"label": label}
+        scores = []
+        for text in some:
+            applies = "none" if label is None else "softmax"
+            (said,) = judge([text], truncation=True, max_length=30, function_to_apply=applies)
+            scores.append(next(each["score"] for each in said if label in (None, each["label"])))
+            found = apply(text, **how)
+            assert isinstance(found, Document)
+            assert found.fields["q"] == pytest.approx(scores[-1], abs=2e-6)
+        middle = sorted(scores)[4] - 1e-9
+        kept = [isinstance(apply(text, **how, at_least=middle), Document) for text in some]
+        assert kept == [score > middle for score in scores]
+        assert sum(kept) == 4
+    with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
+        apply("x", name="classifier", folder=str(tmp_path / "3"), label="x")
+    with pytest.raises(UsageError, match="has a single output, a number without a label: leave label out"):
+        apply("x", name="classifier", folder=str(tmp_path / "1"), label="LABEL_0")
+    with pytest.raises(UsageError, match=r"has no config\.json: folder is that of a model"):
+        apply("x", name="classifier", folder=str(tmp_path))
+    same, other = (
+        identity(PrepConfig.model_validate(values))["steps"]
+        for values in (
+            {
+                "out": "x",
+                "read": {"source": "python-stdlib"},
+                "steps": [{"name": "classifier", "folder": str(folder)}],
+            }
+            for folder in (tmp_path / "1", tmp_path / "3")
+        )
+    )
+    assert same != other
+    assert set(same[0]["folder"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    write_classifier(tmp_path, 1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(vocab_size=60, num_labels=1, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"lacks the weights .*classifier.*: it was trained for something else"
+    ):
+        apply("x", name="classifier", folder=str(tmp_path))
+
+
 def test_fasttext(tmp_path: Path) -> None:
     fasttext = pytest.importorskip("fasttext")
     kinds = (("hq", PROSE), ("lq", SPAM))
@@ -167,6 +242,7 @@ def test_fasttext(tmp_path: Path) -> None:
             {"name": "presidio", "entities": ["US_SSN"]},
             "pip install presidio-analyzer, or use",
         ),
+        ("transformers", {"name": "classifier", "folder": "x"}, "pip install transformers, or fit"),
         ("spacy", {"name": "fineweb", "words": "spacy"}, "pip install spacy, or leave words out"),
     ],
 )

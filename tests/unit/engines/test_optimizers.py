@@ -39,6 +39,7 @@ from tests.workers import Workers
 SHARED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
 OPTIMIZERS: dict[str, OptimizerSection] = {
     "adamw": AdamWConfig(**SHARED),
+    "adamw, short moments": AdamWConfig(**SHARED, moments="bf16"),
     "muon": MuonConfig(**SHARED),
     "soap": SoapConfig(**SHARED, every=2, max_dim=32),
     "adafactor": AdafactorConfig(**SHARED),
@@ -52,6 +53,7 @@ SQUARE = MODEL.changed({"attention.n_kv_heads": 4})
 FREE = OPTIMIZERS["schedule_free_adamw"]
 KEYS = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
+    "adamw, short moments": {"step", "exp_avg", "exp_avg_sq"},
     "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
     "soap": {"step", "exp_avg", "exp_avg_sq", "left", "left_basis", "right", "right_basis"},
     "adafactor": {"step", "row_var", "col_var", "variance"},

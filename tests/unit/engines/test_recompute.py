@@ -1,6 +1,7 @@
 """Recomputed activations: gradients to the bit, dropout included, under every layout; and that something is saved."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,3 +142,36 @@ def test_without_gradients_nothing_is_kept_for_later() -> None:
     assert torch.equal(model(tokens).logits, wanted)
     with torch.no_grad():
         assert torch.equal(nn.Module.train(model)(tokens).logits, wanted)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.layer_norm(x, (32,))
+        return x + self.down(nn.functional.gelu(self.up(normed)).tanh())
+
+
+def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.config as functorch
+
+    monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
+    x, kept, found = torch.randn(64, 32), {}, {}
+    for how in ("none", "50 %", "0 %"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = Small()
+        recompute.recompute(block, [block], how, compiled=True)
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+            output, kept[how] = recompute.measured(block, partial(block, x.clone().requires_grad_()))
+        output.square().sum().backward()
+        found[how] = [p.grad for p in block.parameters()]
+    assert kept["0 %"] == x.nbytes
+    assert kept["0 %"] < kept["50 %"] < kept["none"]
+    for how, gradients_of in found.items():
+        for gradient, wanted in zip(gradients_of, found["none"], strict=True):
+            assert torch.equal(gradient, wanted), how

@@ -1,12 +1,23 @@
 """Initial weights: any box is a slice of the whole, and the whole is for ever the same."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from megatfm.ops.initial import ROW_BLOCK, Constant, Normal, draw
+from megatfm import keyed
+from megatfm.ops.initial import (
+    ROW_BLOCK,
+    WORTH_THREADS,
+    Constant,
+    Initial,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    draw,
+)
 
 NAME = "layers.0.attn.wq.weight"
 GOLDEN_ROWS = [
@@ -33,7 +44,7 @@ def test_golden_values() -> None:
 def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
     full = whole(shape)
     rows = shape[0]
-    starts = sorted({0, 1, rows // 2, min(127, rows - 1), min(128, rows - 1), rows - 1})
+    starts = sorted({0, min(1, rows - 1), rows // 2, min(127, rows - 1), min(128, rows - 1), rows - 1})
     for start in starts:
         for size in {1, (rows - start) // 2, rows - start}:
             for column in {0, *([shape[1] - 2] if len(shape) > 1 else [])}:
@@ -71,3 +82,26 @@ def test_constants_and_empty_boxes() -> None:
     assert torch.equal(draw(Constant(1.0), 7, NAME, (6,), (2,), (3,)), torch.ones(3))
     assert draw(Normal(1.0), 7, NAME, (6, 4), (6, 0), (0, 4)).shape == (0, 4)
     assert draw(Constant(2.0), 7, NAME, (6,), (6,), (0,)).shape == (0,)
+
+
+@pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
+def test_threads_draw_the_same_bits_on_threads_of_their_own(
+    initial: Initial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, offsets, sizes = (6 * ROW_BLOCK + 7, 501), (100, 1), (4 * ROW_BLOCK + 90, 499)
+    assert math.prod(sizes) >= WORTH_THREADS
+    alone = draw(initial, 7, NAME, shape, offsets, sizes)
+    drew: set[int] = set()
+    together = threading.Barrier(2, timeout=30)  # passed only by two threads at a time
+    bits = keyed.bits
+
+    def seen(*key: keyed.Part) -> np.random.Philox:
+        if len(drew) < 2:
+            drew.add(threading.get_ident())
+            together.wait()
+        return bits(*key)
+
+    monkeypatch.setattr(keyed, "bits", seen)
+    assert torch.equal(draw(initial, 7, NAME, shape, offsets, sizes, threads=2), alone)
+    assert len(drew) == 2
+    assert threading.get_ident() not in drew

@@ -4,10 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatfm.parallel.bootstrap import initialise, shutdown
 
@@ -107,6 +110,19 @@ def test_ranks_that_never_come(program: str) -> None:
     said = [line for line in lines if line.startswith("MegatfmError")]
     assert len(said) == 1
     assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
+
+
+def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
+    """Those that are split from another, too, for which torch asks the same function."""
+    usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
+    initialise(timeout=5, device="cpu", collective_timeout=77)
+    try:
+        group = dist.new_group([0])
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(seconds=77)
+    finally:
+        shutdown()
+    assert [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")] == usual
 
 
 def test_initialise_here_and_leave() -> None:

@@ -8,6 +8,7 @@ from megatfm.config import ChunkedPatternConfig, ModelConfig, expect
 from megatfm.layers.attention.patterns.full import Full
 from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.ops.attention.bands import Sides
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class Chunked(Pattern):
 
     size: int
     causal: bool
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(None, 0 if self.causal else None, self.size)
 
     @property
     def keeps(self) -> int | None:

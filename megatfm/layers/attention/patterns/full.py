@@ -9,6 +9,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.attention import Plain
+from megatfm.ops.attention.bands import Sides
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,16 @@ class Full(Pattern):
         return "causal" if self.causal else "all"
 
     @property
+    def window(self) -> tuple[int, int]:
+        return (-1, 0) if self.causal else (-1, -1)
+
+    @property
     def is_relative(self) -> bool:
         return True
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(None, 0 if self.causal else None)
 
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         return k <= q if self.causal else (q == q) & (k == k)

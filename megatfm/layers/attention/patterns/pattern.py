@@ -11,6 +11,7 @@ from torch import Tensor
 from megatfm.cost import Cost, Tokens
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Plain
+from megatfm.ops.attention.bands import Band, Sides, bands
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
 
@@ -50,6 +51,11 @@ class Pattern:
         return None
 
     @property
+    def window(self) -> tuple[int, int] | None:
+        """How many tokens before and after itself a query sees, −1: all; None: where that does not say all of it."""
+        return None
+
+    @property
     def is_relative(self) -> bool:
         """Whether key − query says it all: then places may be counted from anywhere."""
         return False
@@ -68,6 +74,11 @@ class Pattern:
     def of_length(self) -> bool:
         """Whether it depends on the document's length: then `sees_of` says what `sees` says for others."""
         return False
+
+    @property
+    def sides(self) -> Sides | None:
+        """How far a query sees to both sides, where that says it all: kernels then need no table of blocks."""
+        return None
 
     @property
     def of_memory(self) -> bool:
@@ -242,6 +253,16 @@ class Seen:
     def grain(self) -> int | None:
         return self._pattern.grain
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        sequence = self._sequence
+        alone = sequence.is_whole and not sequence.past and sequence.opened is None
+        told = sequence.documents is None or sequence.starts is not None
+        return self._pattern.window if alone and told and not self._pattern.of_memory else None
+
+    def starts(self) -> Tensor:
+        return self._sequence.row_starts()
+
     def mask(self) -> Tensor | None:
         return self._sequence.mask(self._pattern, *self._heads)
 
@@ -273,6 +294,13 @@ class Seen:
             return ones.expand(1, -(-q // size)), ones.expand(1, -(-k // size))
         of_q, of_k = (_span(of, size, -1) for of in numbers)
         return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
+
+    def bands(self) -> Sequence[Band] | None:
+        """Of whole rows without a prefix: one tile after the other in each document."""
+        sides, sequence = self._pattern.sides, self._sequence
+        if sides is None or not sequence.is_whole or sequence.opened is not None or self._pattern.of_memory:
+            return None
+        return bands(sides, sequence.runs(), sequence.indices.device)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         return self._sequence.once((key, self._pattern, self._heads), make)

@@ -10,6 +10,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.full import Full
 from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.ops.attention.bands import Sides
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,16 @@ class Window(Pattern):
     first: int = 0
 
     @property
+    def window(self) -> tuple[int, int] | None:
+        return None if self.first or self.step > 1 else (self.left, self.right)
+
+    @property
     def is_relative(self) -> bool:
         return not self.first
+
+    @property
+    def sides(self) -> Sides | None:
+        return None if self.first or self.step > 1 else Sides(self.left, self.right)
 
     @property
     def keeps(self) -> int | None:

@@ -64,10 +64,10 @@ def launches(
 
 
 BUDGETS = {
-    ("gpt2", "fp32"): (56, 20),
-    ("gpt2", "bf16"): (83, 20),
-    ("llama", "fp32"): (125, 20),
-    ("llama", "bf16"): (160, 20),
+    ("gpt2", "fp32"): (54, 20),
+    ("gpt2", "bf16"): (81, 20),
+    ("llama", "fp32"): (116, 20),
+    ("llama", "bf16"): (150, 20),
 }
 """Of each block and micro-batch, forward and backward; of clipping and AdamW, however many blocks there are. Where a
 change makes them fewer, lower them here. `torch.compile` fuses most of a block's."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatfm.errors import MegatfmError
-from megatfm.train.watching.memory import explained
+from megatfm.train.watching.memory import explained, wants_stacks
 
 
 def test_what_torch_could_not_allocate_is_named(tmp_path: Path) -> None:
@@ -41,6 +41,19 @@ def test_a_gpu_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "memory").write_text("a file where the folder should be")
     with pytest.raises(MegatfmError, match="could not be written to"), explained(tmp_path, 2):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+
+def test_stacks_are_recorded_on_request_and_once_memory_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wants_stacks(tmp_path, asked=True)
+    assert not wants_stacks(tmp_path, asked=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    with pytest.raises(MegatfmError), explained(tmp_path, 0):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    assert wants_stacks(tmp_path, asked=False)
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:

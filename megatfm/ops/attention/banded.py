@@ -1,0 +1,114 @@
+"""Attention by bands of tiles (`bands`): queries and keys are views, and what is found is put where it belongs."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatfm.ops.attention.bands import Band, add_tiles, tiles
+from megatfm.ops.attention.tiles import (
+    ROOM,
+    SCORES,
+    Edges,
+    How,
+    attend,
+    attend_backward,
+    products_backward,
+)
+
+# B batch, N query heads, K key-value heads, g = N / K, X rows times K, T queries, S keys, n tiles of b queries
+
+HELD = 2**22
+"""Scores of the tiles whose keys' gradients, which overlap, are held at once."""
+
+
+def forward(band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> None:
+    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there."""
+    q, out, lse = (_by_keys(x, band, k.shape[1]) for x in (q, out, lse))
+    k, v = (_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
+    bias = _bias(band, q.shape[1], q.dtype)
+    for first, start, count in _parts(band, HELD, q):
+        keys = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+        found = attend(_queries(q, first, count, band), *keys, bias, None, how, band.causal)
+        places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
+        made = [x.unflatten(2, (q.shape[1], -1)).transpose(1, 2) for x in found]
+        if band.more:
+            made = list(merged(places[0].to(lse.dtype), places[1], *made))
+        for place, x in zip(places, made, strict=True):
+            place.copy_(x)
+
+
+def backward(
+    band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, how: How,
+) -> None:  # fmt: skip
+    """Adds to the gradients of q, k and v; the latter are [B, K, S, ·] in the type of `lse`."""
+    heads, width = k.shape[1], q.shape[-1]
+    g, q, out, lse, dq = (_by_keys(x, band, heads) for x in (g, q, out, lse, dq))
+    k, v, dk, dv = (_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
+    bias = _bias(band, q.shape[1], q.dtype)
+    folded = k.shape[-1] != width
+    if folded and band.causal:
+        folded, k, v = False, k[..., :-ROOM], v[..., :-ROOM]
+    for first, start, count in _parts(band, SCORES if folded else HELD, q):
+        gc, qc, oc, lc = (_queries(x, first, count, band) for x in (g, q, out, lse))
+        kc, vc = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+        if folded:
+            found = _products(gc, qc, kc, vc, oc, lc, _edges(band, q.shape[1], q.dtype), how.scale)
+        else:
+            found = attend_backward(gc, qc, kc, vc, oc, lc, bias, None, how, band.causal)
+        of_q = found[0].unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+        place = tiles(dq, first, band.queries, count, band.step)
+        place.copy_(place + of_q if band.more else of_q)
+        for total, part in ((dk, found[1]), (dv, found[2])):
+            add_tiles(total, part, start, band.step)
+
+
+def merged(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each; −∞ where nothing was seen."""
+    total = torch.logaddexp(lse, of_more)
+    safe = total.masked_fill(total == -torch.inf, 0)
+    return out * (lse - safe).exp() + more * (of_more - safe).exp(), total
+
+
+def _by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
+    """[B, N or K, T, ·] → [X, g or 1, T, ·] of the band's row."""
+    rows = x if band.row is None else x[band.row : band.row + 1]
+    return rows.unflatten(1, (heads, -1)).flatten(0, 1)
+
+
+def _queries(x: Tensor, first: int, count: int, band: Band) -> Tensor:
+    """[X, g, T, ·] → [X, n, g·b, ·]."""
+    return tiles(x, first, band.queries, count, band.step).transpose(1, 2).flatten(2, 3)
+
+
+def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
+    count = max(1, held // (q.shape[0] * q.shape[1] * band.queries * band.keys))
+    for at in range(0, band.count, count):
+        yield band.part(at, count)
+
+
+def _edges(band: Band, groups: int, dtype: torch.dtype) -> Edges:
+    made = []
+    for at, seen in band.edges:
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        made.append((at, bias.repeat(groups, 1)))
+    return made
+
+
+def _bias(band: Band, groups: int, dtype: torch.dtype) -> Tensor | None:
+    """[1, 1, g·b, M]; None where all is seen."""
+    if not band.edges:
+        return None
+    bias = torch.zeros(1, 1, groups * band.queries, band.keys, dtype=dtype, device=band.edges[0][1].device)
+    for at, edge in _edges(band, groups, dtype):
+        bias[..., at : at + edge.shape[-1]] = edge
+    return bias
+
+
+def _products(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, edges: Edges, scale: float
+) -> list[Tensor]:
+    """One head's products after another's: keys that overlap in two dims would be copied."""
+    heads = (products_backward(*each, edges, scale) for each in zip(g, q, k, v, out, lse, strict=True))
+    return [torch.stack(each) for each in zip(*heads, strict=True)]

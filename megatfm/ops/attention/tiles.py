@@ -1,0 +1,165 @@
+"""Attention of some queries to keys that lie beside them: what one call computes, forward and backward."""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatfm.ops.attention.bands import Band
+from megatfm.ops.attention.pieces import Piece
+from megatfm.ops.attention.products import Variant
+from megatfm.ops.dropout import LEVELS
+
+# X rows and heads, n tiles of b queries (of all heads that share keys) and M keys, H head width
+
+FLASH = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes that the fused CPU kernel serves."""
+
+SCORES = 2**20
+"""So many scores are held at once, besides what is linear in T."""
+
+ROOM = 32
+"""Columns that are added to bfloat16 keys and values for what is taken off the scores; matrix units take 32 at once."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class How:
+    """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
+
+    places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
+    """
+
+    visits: list[Piece | Band]
+    size: int
+    scale: float
+    softcap: float
+    threshold: int
+    places: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        visits: list[Piece | Band],
+        size: int,
+        width: int,
+        variant: Variant,
+        places: Tensor | None = None,
+    ) -> Self:
+        """width: of a head."""
+        scale = width**-0.5 if variant.scale is None else variant.scale
+        return cls(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places)
+
+
+Edges = list[tuple[int, Tensor]]
+"""What is added to some of the scores, by the first of their columns: −∞ where a query does not look."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, how: How, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sum [X, n, b, 1]."""
+    if is_plain(q, v, keep, how):
+        out, lse = _flash(q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale)
+        if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
+            lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
+        return out, lse[..., None]
+    scores, _ = _scores(q, k, bias, how)
+    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log()
+    if bias is not None:
+        blind = bias.amax(-1, keepdim=True) == -torch.inf
+        shares, lse = shares.masked_fill_(blind, 0), lse.masked_fill_(blind, -torch.inf)
+    if keep is not None:
+        shares = shares.mul_(keep).mul_(LEVELS / (LEVELS - how.threshold))
+    return shares.to(q.dtype) @ v, lse
+
+
+def attend_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    how: How,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `out` and `lse` over all keys."""
+    if is_plain(q, v, keep, how):
+        found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=how.scale
+        )
+        return found
+    scores, slope = _scores(q, k, bias, how)
+    shares = scores.to(lse.dtype).sub_(lse).exp_()
+    of_shares, used = g @ v.transpose(-1, -2), shares
+    if keep is not None:
+        factor = keep.to(shares.dtype) * (LEVELS / (LEVELS - how.threshold))
+        of_shares, used = of_shares * factor, shares * factor
+    of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
+    of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
+    of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
+    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g
+
+
+def with_room(x: Tensor) -> Tensor:
+    """Keys or values […, S, H] with columns beside them, of which two are 1 and the others 0: [X, S, H + 32]."""
+    made = x.new_zeros(*x.shape[:-1], x.shape[-1] + ROOM)
+    made[..., : x.shape[-1]] = x
+    made[..., x.shape[-1] : x.shape[-1] + 2] = 1
+    return made
+
+
+def products_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, edges: Edges, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_backward` in bfloat16; keys and values have room beside them.
+
+    What is taken off scores and their gradients, in float32, is taken off within the matrix product, in two parts:
+    the scores are then rounded once, and near 0, where bfloat16 is finest. Probabilities are kept `level` powers of 2
+    too large, so that those of many keys are near 1.
+    """
+    level = round(math.log2(k.shape[-2]))
+    delta = (g * out).sum(-1, keepdim=True, dtype=lse.dtype)
+    scaled, g = q * scale, g * 2.0**-level
+    shares = torch.cat([scaled, *_halves(level * math.log(2) - lse, q.dtype)], -1) @ k.transpose(-1, -2)
+    for at, bias in edges:
+        shares[..., at : at + bias.shape[-1]] += bias
+    shares.exp_()
+    of_scores = torch.cat([g, *_halves(delta * -(2.0**-level), g.dtype)], -1) @ v.transpose(-1, -2)
+    of_scores.mul_(shares)
+    of_q, of_k = of_scores @ k[..., :-ROOM], of_scores.transpose(-1, -2) @ scaled
+    return of_q.mul_(scale), of_k, shares.transpose(-1, -2) @ g
+
+
+def _halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Two columns that sum to a number beyond their precision, and zeros."""
+    high = x.to(dtype)
+    return high, (x - high).to(dtype), high.new_zeros(1).expand(*x.shape[:-1], ROOM - 2)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, how: How) -> tuple[Tensor, Tensor | None]:
+    """Capped and masked scores, and the slope of the cap."""
+    scores, slope = (q * how.scale) @ k.transpose(-1, -2), None
+    if how.softcap:
+        share = torch.tanh(scores / how.softcap)
+        scores, slope = how.softcap * share, 1 - share**2
+    return (scores if bias is None else scores.add_(bias)), slope
+
+
+def is_folded(q: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> bool:
+    """Whether `products_backward` serves it: on matrix units it is several times as fast as the fused kernel."""
+    return q.dtype == torch.bfloat16 and is_plain(q, v, drawn, how)
+
+
+def is_plain(q: Tensor, v: Tensor, keep: Tensor | None, how: How) -> bool:
+    """Whether the fused kernel serves it."""
+    is_flash = q.device.type == "cpu" and q.dtype in FLASH
+    return is_flash and q.shape[-1] == v.shape[-1] and keep is None and not how.softcap

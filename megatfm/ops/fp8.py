@@ -1,0 +1,92 @@
+"""Products of matrices in 8-bit floats (Micikevicius et al. 2022): numbers of e4m3, or e5m2, each times a scale.
+
+Scales follow from the very tensor that is multiplied, and are powers of two, so dividing by them loses nothing, and two
+tensors that share an element round it alike unless it is 2⁻¹⁴ of their largest or smaller.
+
+| Scales | Forward | Gradient to the input | Gradient to the weight |
+|---|---|---|---|
+| rowwise: one for each vector that is multiplied | e4m3 · e4m3 | e4m3 · e4m3 | in the input's own dtype |
+| tensorwise: one for each tensor | e4m3 · e4m3 | e5m2 · e4m3 | e5m2 · e4m3 |
+
+Rowwise, what is made of a token depends on no other token, nor on how the batch is divided.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""The kernels want dims that this divides."""
+SMALLEST_SCALE = 2.0**-100
+"""Instead of 0, of zeros alone."""
+
+WITH_FP8 = (8, 9)
+"""The lowest compute capability of GPUs that multiply so: Ada and Hopper."""
+
+# M vectors of one matrix, N of the other, K along which they are multiplied
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the device has these products; on a CPU torch has them, slowly."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= WITH_FP8
+
+
+def scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
+    """Powers of two, float32 [M, 1] or [1, 1], that divide x [M, K] into at most `largest`."""
+    most = x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax().view(1, 1)
+    least = most.float() / largest
+    # Whatever is in the mantissa carries into the exponent.
+    power = ((least.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    return power.clamp(min=SMALLEST_SCALE)
+
+
+def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, quick: bool) -> Tensor:
+    """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. quick: sums are kept in fewer bits,
+    where a GPU has that."""
+    numbers, factors = [], []
+    for x, kind in ((left_MK, dtype), (right_NK, E4M3)):
+        scale = scales(x, rowwise, torch.finfo(kind).max)
+        numbers.append((x * scale.reciprocal().to(x.dtype)).to(kind).contiguous())
+        factors.append(scale)
+    if left_MK.dtype == torch.float64:  # what the same numbers give without rounding their product
+        left, right = (n.double() * f.double() for n, f in zip(numbers, factors, strict=True))
+        return left @ right.T
+    left_scale, right_scale = factors if rowwise else (f.view(()) for f in factors)
+    return torch._scaled_mm(
+        numbers[0],
+        numbers[1].t(),
+        scale_a=left_scale,
+        scale_b=right_scale.t() if rowwise else right_scale,
+        out_dtype=left_MK.dtype,
+        use_fast_accum=quick,
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rowwise = rowwise
+        made = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, quick=True)
+        return made.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        kind = E4M3 if ctx.rowwise else E5M2
+        to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
+        if ctx.rowwise or x_MK.shape[0] % MULTIPLE:
+            return to_x, gradient_MN.T @ x_MK, None
+        return to_x, product(gradient_MN.T, x_MK.T, False, kind, quick=False), None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rowwise: bool = True) -> Tensor:
+    """x Wᵀ (+ b) and its gradients by products of 8-bit floats; x [..., K] and W [N, K] with K and N multiples of 16.
+
+    Where a micro-batch's vectors are no multiple of 16, the gradient to the weight is made in x's own dtype.
+    """
+    made: Tensor = _Linear.apply(x, weight, rowwise)
+    return made if bias is None else made + bias

@@ -1,0 +1,60 @@
+"""ZeRO 1: moved weights arrive while the next forward pass runs, and every block has its own before it runs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.engines.native import replicated
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.replicated import Replicated
+from megatfm.parallel.blocks import blocks
+from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
+from tests.workers import Workers
+
+
+def trained(engine: NativeEngine) -> list[dict[str, Tensor]]:
+    """Gradients of three steps, each of which sees the weights that the one before has moved."""
+    found = []
+    for step in range(3):
+        engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)
+        found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
+        engine.step(1e-2, clip=1.0)
+    return found
+
+
+def compare() -> None:
+    model, parallel = TIED.changed({"n_layers": 4}), ParallelConfig(dp_shard=2, zero=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
+        engine = make_engine(model, parallel, ADAMW, precision="fp32")
+        data, under_way = engine.data, []
+        assert isinstance(data, Replicated)
+        for block in blocks(engine.model):
+            block.register_forward_pre_hook(lambda *_: under_way.append(len(data._arriving)))
+        arriving = trained(engine)
+        first, second = (
+            under_way[-8:-4],
+            under_way[-4:],
+        )  # the last step's micro-batches, before each of four blocks
+        assert first[0] > first[1] > first[2] > first[3] == 0, first
+        assert not any(second)
+        assert len(data._arriving) == len(data._buckets)
+        evaluated = engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
+        patch.setattr(Replicated, "_await_in", lambda *_: None)
+        arrive = Replicated._arrive
+        changed = Replicated.weights_changed
+
+        def at_once(self: Replicated, frozen: bool = False) -> None:
+            changed(self, frozen)
+            arrive(self, range(len(self._buckets)))
+
+        patch.setattr(Replicated, "weights_changed", at_once)
+        other = make_engine(model, parallel, ADAMW, precision="fp32")
+        for mine, wanted in zip(arriving, trained(other), strict=True):
+            assert all(torch.equal(mine[name], gradient) for name, gradient in wanted.items())
+        assert evaluated == other.evaluate(microbatches(other, global_batch(seed=9)), CAUSAL).loss
+
+
+def test_blocks_wait_for_their_own_weights_alone(workers: Workers) -> None:
+    workers.run(compare, 2)

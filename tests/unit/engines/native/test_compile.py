@@ -1,0 +1,77 @@
+"""Who compiles blocks unasked, and how."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import load_config
+from megatfm.engines.native.engine import SHAPES, compile_all
+from megatfm.engines.registry import compiles
+from tests.workers import Workers
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "on_cpu"),
+    [
+        ([], True, False),
+        (["train.compile=true"], True, True),
+        (["train.compile=autotune"], True, True),
+        (["train.compile=false"], False, False),
+        (["train.recompute=2 GB"], False, False),
+        (["parallel.cp=2"], False, False),
+        (["model.attention.pattern=bigbird"], False, False),
+        (["parallel.pp=2", "parallel.schedule=zbv"], False, False),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(
+    overrides: list[str], on_gpu: bool, on_cpu: bool
+) -> None:
+    config = load_config("quickstart", overrides)
+    assert compiles(config, GPU) is on_gpu
+    assert compiles(config, CPU) is on_cpu
+
+
+class Norm(nn.Module):
+    """Something of a block's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True))
+
+
+def in_lengths() -> list[int]:
+    """How many graphs are made for a block that meets three lengths, some of them again."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, block, real = CompileCounter(), Norm(), nn.Module.compile
+    options: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            nn.Module,
+            "compile",
+            lambda self, **given: (options.update(given), real(self, **given, backend=counter))[1],
+        )
+        compile_all([block], autotune=False)
+    made = []
+    for length in (2, 3, 5, 3, 2, 5):
+        block(torch.ones(length, 4))
+        made.append(counter.frame_count)
+    assert options == {"fullgraph": True, "dynamic": False}
+    assert torch._dynamo.config.recompile_limit >= SHAPES
+    torch._dynamo.reset()
+    return made
+
+
+def test_each_length_of_a_warm_up_has_kernels_of_its_own(workers: Workers) -> None:
+    """Left to itself, torch makes one graph for all lengths at the second."""
+    assert workers.run(in_lengths, 1) == [[1, 2, 3, 3, 3, 3]]
+
+
+def test_kernels_are_chosen_by_trying_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    compile_all([nn.Linear(1, 1)], autotune=True)
+    assert given[0]["mode"] == "max-autotune-no-cudagraphs"

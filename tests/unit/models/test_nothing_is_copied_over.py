@@ -1,0 +1,111 @@
+"""A forward and backward pass asks for no copy from the host, and hashes no keys where nothing is dropped."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatfm.config import load_config
+from megatfm.engines.losses import to_device
+from megatfm.layers.position.rope import Rope
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models import build
+
+SMALL = [
+    "model.d_model=32",
+    "model.n_layers=2",
+    "model.attention.n_heads=2",
+    "model.ffn.d_ff=32",
+    "model.vocab_size=64",
+]
+B, T = 2, 16
+PLAIN = ["model.dropout=0", "model.attention.dropout=0"]
+
+
+class Copies(TorchDispatchMode):
+    """Notes operators that bring what lies on the host to another device, and those that hash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.hashed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
+        if given and any(isinstance(x, Tensor) and x.device.type == "meta" for x in tree_leaves(made)):
+            self.found.append(str(func))
+        self.hashed += "bitwise_xor" in str(func)
+        return made
+
+
+def passes(overrides: list[str], preset: str = "gpt2-124m") -> Copies:
+    """Of a batch on another device than the host: torch's "meta" stands for a GPU."""
+    with torch.device("meta"):
+        model = build(load_config(preset, [*SMALL, *overrides]).model).train()
+        batch = {
+            "tokens": torch.zeros(B, T, dtype=torch.int64),
+            "targets": torch.zeros(B, T, dtype=torch.int64),
+            "positions": torch.zeros(B, T, dtype=torch.int64),
+            "documents": torch.zeros(B, T, dtype=torch.int64),
+            "keys": torch.zeros(B, dtype=torch.int64),
+        }
+    with Copies() as copies:
+        (loss,) = model(**batch).losses.values()
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return copies
+
+
+YARN = '{name="rope", scaling={name="yarn", factor=4.0, original_length=8}}'
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.dropout=0.1", "model.attention.dropout=0.1", "model.drop_path=0.2"],
+        [*PLAIN, f"model.position={YARN}"],
+        [*PLAIN, 'model.position={name="sinusoidal"}'],
+    ],
+    ids=["dropout", "rope", "sinusoidal"],
+)
+def test_no_copy_from_the_host(overrides: list[str]) -> None:
+    assert passes(overrides).found == []
+
+
+def test_keys_are_hashed_only_where_something_is_dropped() -> None:
+    assert passes(PLAIN).hashed == 0
+    assert passes(["model.dropout=0.1", "model.attention.dropout=0"]).hashed > 0
+
+
+def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Size] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (pinned.append(self.shape), self)[1])
+    moved: list[bool] = []
+    real = Tensor.to
+    monkeypatch.setattr(
+        Tensor,
+        "to",
+        lambda self, *a, non_blocking=False, **k: (moved.append(non_blocking), real(self, *a, **k))[1],
+    )
+    batch = {"tokens": np.zeros((2, 3), np.int64), "keys": np.zeros(2, np.int64)}
+    assert to_device(batch, torch.device("meta"))["tokens"].device.type == "meta"
+    assert pinned == [(2, 3), (2,)]
+    assert moved == [True, True]
+    assert to_device(batch, torch.device("cpu"))["tokens"].device.type == "cpu"
+    assert len(pinned) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rotary_tables_are_made_once_in_the_type_that_turns(dtype: torch.dtype) -> None:
+    model = build(load_config("quickstart", SMALL).model).to(dtype)
+    rope = next(module for module in model.modules() if isinstance(module, Rope))
+    sequence = SequenceMetadata(torch.arange(T).expand(B, T))
+    heads = torch.ones(B, 2, T, 16, dtype=dtype)
+    rope(heads, heads, sequence)
+    (tables,) = [made for made in sequence._made.values() if isinstance(made, tuple)]
+    assert {table.dtype for table in tables} == {torch.promote_types(dtype, torch.float32)}

@@ -1,0 +1,65 @@
+"""`python -m tests.unit.ops.interpreted`, with TRITON_INTERPRET=1: our Triton kernels on a CPU, against the references.
+
+A process of its own, since Triton decides when it is imported whether it interprets.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatfm.ops import cross_entropy as module
+from megatfm.ops import softmax_kernel
+from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
+
+M, D, V = 13, 6, 45
+VARIANTS = LogitVariant(), LogitVariant(2.5), LogitVariant(None, 0.1), LogitVariant(2.5, 0.1)
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def inputs(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Hidden vectors, weights and biases; targets, some of which don't count."""
+    generator = torch.Generator().manual_seed(1)
+    trained = [torch.randn(shape, generator=generator).to(dtype) for shape in ((M, D), (V, D), (V,))]
+    targets = torch.randint(0, V, (M,), generator=generator)
+    targets[[0, 5, 12]] = IGNORE
+    return [x.requires_grad_() for x in trained], targets
+
+
+def check(dtype: torch.dtype, variant: LogitVariant) -> None:
+    """Loss and gradients, through chunks whose rows are longer than the vocabulary; in bfloat16 logits and their
+    gradients are rounded to it."""
+    strides = []
+
+    def in_place(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        strides.append(logits.stride())
+        return softmax_kernel.to_gradients(logits, *args, **options)
+
+    module._kernel = lambda logits: in_place
+    trained, targets = inputs(dtype)
+    exact = [x.detach().double().requires_grad_() for x in trained]
+    ours = cross_entropy(trained[0], trained[1], targets, trained[2], variant, chunk=5)
+    wanted = cross_entropy_reference(exact[0], exact[1], targets, exact[2], variant)
+    assert abs(ours.item() / wanted.item() - 1) < CLOSE[dtype], (dtype, variant, ours, wanted)
+    found = torch.autograd.grad(ours * 0.5, trained)
+    for a, b in zip(found, torch.autograd.grad(wanted * 0.5, exact), strict=True):
+        assert (a.double() - b).norm() < CLOSE[dtype] * b.norm(), (dtype, variant)
+    assert strides == [(module.PADDED, 1)] * 3
+
+
+def check_no_number() -> None:
+    """Of a target beyond the vocabulary."""
+    logits, targets = torch.zeros(3, V), torch.tensor([V, -1, IGNORE])
+    losses = softmax_kernel.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
+    assert losses[:2].isnan().all()
+    assert losses[2] == 0
+    assert torch.equal(logits[2], torch.zeros(V))
+
+
+if __name__ == "__main__":
+    softmax_kernel.BLOCK = 16  # several blocks a row
+    for dtype, variant in itertools.product(CLOSE, VARIANTS):
+        check(dtype, variant)
+    check_no_number()
+    print("all alike")

@@ -1,0 +1,279 @@
+"""Rows laid end to end, and what reaches GPUs' kernels: torch's operators stood in for by what their pages say."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megatfm.config import load_config
+from megatfm.engines.losses import with_starts
+from megatfm.layers.attention.patterns import BigBird, Full, Pattern, Seen, Window
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models import build
+from megatfm.ops.attention import Case, Variant, attention_reference, choose, fused, sequence_starts, varlen
+from megatfm.ops.attention.flex import flex
+
+B, T, N, K, H = 2, 24, 4, 2, 8
+DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
+
+
+def by_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` as its page has it, one document after the other."""
+    assert query.dim() == 3
+    assert query.shape[1] == key.shape[1] or enable_gqa
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert cu_seq_q[0] == 0
+    assert cu_seq_q[-1] == len(query)
+    made = []
+    for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
+        assert 0 <= end - begin <= max_q == max_k
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
+        left, right = window_size
+        mask = (ahead >= -left if left >= 0 else ahead == ahead) & (ahead <= right if right >= 0 else True)
+        made.append(
+            F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
+        )
+    return torch.cat(made)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "operator", lambda: by_documents)
+
+
+def heads() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, N, T, H), (B, K, T, H), (B, K, T, H)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
+    starts = None if documents is None else torch.from_numpy(sequence_starts(documents.numpy()))
+    return SequenceMetadata(torch.arange(T).expand(B, T), documents, starts=starts, **options)
+
+
+def case(seen: Seen, dtype: torch.dtype = torch.bfloat16, **asked: Any) -> Case:
+    """Of long rows on a GPU."""
+    rows = Case.of(*heads()[:2], seen, Variant(), drops=asked.pop("drops", False), **asked)
+    return Case(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
+)
+def test_documents_end_to_end_are_the_reference(pattern: Pattern, documents: Tensor | None) -> None:
+    seen, inputs, variant = Seen(pattern, sequence(documents)), heads(), Variant(scale=0.3)
+    made = varlen.varlen(*inputs, seen, None, variant, None)
+    wanted = attention_reference(*inputs, Seen(pattern, sequence(documents)), None, variant)
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_there_is_room_for_a_fixed_number_of_documents() -> None:
+    """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
+    few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
+    assert len(sequence_starts(few)) == len(sequence_starts(many)) == 2 + 2048 // varlen.ROOM + 1
+    assert sequence_starts(few)[:3].tolist() == [0, 1024, 2048]
+    assert sequence_starts(many)[-1] == 2048
+    single = sequence_starts(np.arange(2 * 1024).reshape(2, 1024))
+    assert single[: 2048 + 1].tolist() == [*range(2048), 2048]
+    assert sequence_starts(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
+
+
+def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, packed, plain = Full(causal=True), sequence(), sequence(None)
+    opened = sequence(prefix=torch.arange(T).expand(B, T) < 3)
+    unknown = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
+    big_bird = BigBird(4, 1, 0, N)
+    found = {
+        "packed": case(Seen(causal, packed)),
+        "window": case(Seen(Window(5), plain)),
+        "one document": case(Seen(causal, plain)),
+        "prefix": case(Seen(causal, opened)),
+        "starts unknown": case(Seen(causal, unknown)),
+        "pattern": case(Seen(big_bird, packed)),
+        "float32": case(Seen(causal, packed), torch.float32),
+        "drops": case(Seen(causal, packed), drops=True),
+        "drops, one document": case(Seen(causal, plain), drops=True),
+        "sinks": case(Seen(causal, packed), sinks=True),
+        "values of another width": case(Seen(causal, packed), of_values=16),
+    }
+    assert {name: choose(asked).name for name, asked in found.items()} == {
+        "packed": "varlen",
+        "window": "varlen",
+        "one document": "fused",
+        "prefix": "flex",
+        "starts unknown": "flex",
+        "pattern": "flex",
+        "float32": "flex",
+        "drops": "flex",
+        "drops, one document": "flex",
+        "sinks": "flex",
+        "values of another width": "flex",
+    }
+    varlen.parameters.cache_clear()
+    for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
+        monkeypatch.setattr(
+            varlen, "parameters", lambda gone=missing: {*varlen.NEEDED, "enable_gqa"} - {gone}
+        )
+        assert choose(case(Seen(causal, packed))).name == "flex"
+
+
+def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    varlen.parameters.cache_clear()
+    assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.parameters()
+
+
+def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the host's arrays to the operator, through a decoder that computes as on a GPU."""
+    given, real = [], varlen.varlen
+
+    def serve(case: Case) -> Any:
+        assert case.in_runs
+        return type("Varlen", (), {"name": "varlen", "run": staticmethod(noted)})
+
+    def noted(*args: Any) -> Tensor:
+        given.append(args[3].starts())
+        return real(*args)
+
+    small = [
+        "model.d_model=32",
+        "model.n_layers=2",
+        "model.attention.n_heads=4",
+        "model.vocab_size=64",
+        "model.ffn.d_ff=32",
+    ]
+    model = build(load_config("quickstart", small).model).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
+    batch = {name: torch.as_tensor(values) for name, values in with_starts(arrays).items()}
+    wanted = model(batch["tokens"], documents=batch["documents"]).logits
+    monkeypatch.setattr("megatfm.layers.attention.core.choose", serve)
+    torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-10, atol=1e-12)
+    assert len(given) == 2
+    assert all(starts is batch["cu_seqlens"] for starts in given)
+
+
+def test_it_is_one_operator_of_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own, which a CPU can trace but not run."""
+    monkeypatch.undo()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *given: (torch.zeros(B, N, T, H, dtype=torch.bfloat16),)
+
+    sequences = sequence()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = Seen(Full(causal=True), sequences)
+        assert Case.of(q, k, seen, Variant(), drops=False).in_runs
+        return varlen.varlen(q, k, v, seen, None, Variant(), None)
+
+    inputs = (x.detach().bfloat16() for x in heads())
+    torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
+    found = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum(target.startswith("torch_attn._varlen_attn") for target in found) == 1, found
+    torch._dynamo.reset()
+
+
+def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_gpu: Any = type(
+        "On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)}
+    )
+    assert fused.backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
+    assert SDPBackend.MATH not in fused.backends(on_gpu, 64, masked=False)
+    on_gpu.shape = (B, N, T, 20)
+    with caplog.at_level(logging.WARNING, "megatfm"):
+        assert fused.backends(on_gpu, 20, masked=False) == fused.backends(on_gpu, 20, masked=False) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "all scores are held at once" in caplog.text
+
+    allowed: list[list[SDPBackend]] = []
+
+    @contextmanager
+    def only(backends: list[SDPBackend]) -> Iterator[None]:
+        allowed.append(backends)
+        yield
+
+    monkeypatch.setattr(fused, "_only", only)
+    monkeypatch.setattr(fused, "backends", lambda q, width, masked: fused.MASKED if masked else fused.PLAIN)
+    seen, inputs = Seen(Full(causal=True), sequence()), heads()
+    taken: list[bool] = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
+    )
+    made = fused.fused(*inputs, seen, None, Variant(), None)
+    torch.testing.assert_close(made, attention_reference(*inputs, seen))
+    assert allowed == [fused.MASKED]
+    assert taken == [False]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_dropped_probabilities_in_two_passes(
+    rate: float, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_by_products)
+    monkeypatch.setattr("megatfm.ops.attention.flex.NARROW", 2)
+    inputs, variant = heads(), Variant(softcap=2.0, dropout=rate)
+    keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
+    score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
+    wanted_of = [*inputs, *([score] if score is not None else [])]
+    seen = Seen(Full(causal=True), sequence())
+    made = flex(*inputs, seen, None, variant, keys, score)
+    wanted = attention_reference(*inputs, Seen(Full(causal=True), sequence()), None, variant, keys, score)
+    torch.testing.assert_close(made, wanted, rtol=1e-11, atol=1e-12)
+    y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (made, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def flex_by_products(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
+    enable_gqa: bool, return_aux: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """As its page has it: where nothing is left, 0 and a logarithm of −∞."""
+    assert not enable_gqa or query.shape[1] > key.shape[1]
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    at = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    scores = scores if score_mod is None else score_mod(scores, *at)
+    scores = scores.masked_fill(~block_mask.mask_mod(*at), -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    lse = scores.masked_fill(blind, 0).logsumexp(-1)
+    shares = (scores - lse[..., None]).exp().masked_fill(blind, 0)
+    return shares @ value, type("Aux", (), {"lse": lse.masked_fill(blind[..., 0], -torch.inf)})
