@@ -224,7 +224,10 @@ def partitions(
     engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], stage: int
 ) -> Partitions:
     """What an engine of DeepSpeed keeps, read as its stage and precision lay it."""
-    kind: type[Partitions] = {0: WholePartitions, 3: ShardedPartitions}.get(stage, FlatPartitions)
     if hasattr(engine.optimizer, AddedUpPartitions.OWNERS):
-        kind = AddedUpPartitions
-    return kind(engine, parameters, groups)
+        return AddedUpPartitions(engine, parameters, groups)
+    if stage == 0:
+        return WholePartitions(engine, parameters, groups)
+    if stage == 3:
+        return ShardedPartitions(engine, parameters, groups)
+    return FlatPartitions(engine, parameters, groups)
