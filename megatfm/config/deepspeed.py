@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
 from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, SoapConfig
@@ -31,6 +31,9 @@ class DeepSpeedConfig(Section):
     """Where the weights that are not in use are kept, with zero = 3: "none" is the device."""
     nvme_path: PathStr | None = None
     """Folder on a local disk for what is offloaded to "nvme"."""
+    hpz: int = Field(default=1, ge=1)
+    """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
+    the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
     json_file: PathStr | None = None
     """A DeepSpeed config of your own, whose tuning is taken over; what it says about our keys must agree with them."""
 
@@ -99,25 +102,29 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
-    if offload.offload_optimizer != "none" and parallel.pp > 1:
-        yield (
-            f"deepspeed.offload_optimizer and parallel.pp = {parallel.pp}, whose micro-batches it would copy one by "
-            "one: set parallel.pp = 1, or leave deepspeed.offload_optimizer out"
+    if offload.hpz > 1 and (problem := _hpz_problem(parallel, offload)):
+        yield f"deepspeed.hpz = {offload.hpz} and {problem}"
+
+
+def _hpz_problem(parallel: ParallelConfig, offload: DeepSpeedConfig) -> str:
+    if parallel.zero != 3:
+        return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
+    for axis in ("tp", "pp", "ep"):
+        if (size := getattr(parallel, axis)) > 1:
+            return f"parallel.{axis} = {size}, for it takes all ranks for data ranks: set parallel.{axis} = 1"
+    if offload.offload_parameters != "none":
+        return (
+            f"deepspeed.offload_parameters = {offload.offload_parameters!r}, which would keep the copy on the host, "
+            "too: leave one of them out"
         )
+    return ""
 
 
 def precision_problem(parallel: ParallelConfig, precision: str) -> str:
     """Why a stage can't be had in a precision, and what can; empty where it can."""
-    least = {"bf16": 2, "fp16": 1}.get(precision, 0)
-    if parallel.zero >= least:
+    if parallel.zero or precision not in ("bf16", "fp16"):
         return ""
-    way_out = f"parallel.zero = {least}"
-    if least == 2 and parallel.pp > 1:
-        way_out = "train.precision = 'fp32', or 'fp16' with parallel.zero = 1"
-    return (
-        f"train.precision = {precision!r} and parallel.zero = {parallel.zero}, which adds gradients up in that: set "
-        f"{way_out}"
-    )
+    return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"
 
 
 def derive(config: "Config", precision: str) -> Json:
@@ -141,7 +148,9 @@ def _ours(config: "Config", precision: str) -> Json:
     if parallel.zero == 3:
         # Small parameters that stay gathered would be a second kind of weights to keep up to date.
         zero["stage3_param_persistence_threshold"] = 0
-    elif parallel.zero and offload.offload_optimizer == "none":
+        if offload.hpz > 1:
+            zero["zero_hpz_partition_size"] = offload.hpz
+    elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
     for key, place in (
         ("offload_optimizer", offload.offload_optimizer),
@@ -164,6 +173,10 @@ def _ours(config: "Config", precision: str) -> Json:
         derived[precision] = {"enabled": True}
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
         derived["communication_data_type"] = "fp32"
+    if precision == "bf16" and parallel.zero == 1:
+        derived["bf16"]["immediate_grad_update"] = (
+            True  # after each of the passes that pipelines take in turn
+        )
     if precision == "fp16":
         derived["fp16"]["loss_scale"] = 1.0  # the engine scales, so that the scale is in every checkpoint
     return derived
@@ -190,6 +203,7 @@ def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
             offload.offload_parameters,
         ),
         "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
+        "zero_optimization.zero_hpz_partition_size": ("deepspeed.hpz", offload.hpz),
         "zero_optimization.cpu_offload": ("deepspeed.offload_optimizer", offload.offload_optimizer == "cpu"),
         "bf16.enabled": ("train.precision", precision == "bf16" if known else None),
         "fp16.enabled": ("train.precision", precision == "fp16" if known else None),
@@ -220,8 +234,12 @@ TUNES = {
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
-    "offload_optimizer",
-    "offload_param",
+    "offload_optimizer.buffer_count",
+    "offload_optimizer.pin_memory",
+    "offload_param.buffer_count",
+    "offload_param.buffer_size",
+    "offload_param.max_in_cpu",
+    "offload_param.pin_memory",
     "overlap_comm",
     "reduce_bucket_size",
     "reduce_scatter",
@@ -247,14 +265,20 @@ REFUSED = {
     "tensorboard": "set log.sinks",
     "tensor_parallel": "set parallel.tp",
     "wandb": "set log.sinks",
-    "zero_optimization.zenflow": "its updates come late, so they are not those of one device",
-    "zero_optimization.super_offload": "it needs a GPU with a Grace CPU, on which it was never tried here",
-    "zero_optimization.zero_hpz_partition_size": "its second copies of weights were never compared here",
-    "zero_optimization.zero_quantized_weights": "it is inexact",
-    "zero_optimization.zero_quantized_gradients": "it is inexact",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it is inexact",
-    "zero_optimization.mics_shard_size": "it was never tried here",
-    "compile.deepcompile": "it needs compiled blocks, which this engine refuses",
+    "zero_optimization.zenflow": (
+        "its updates come late, and Adam's state stays in a process of its own, where no checkpoint reaches it"
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        "Adam's state stays in a process of its own, where no checkpoint reaches it"
+    ),
+    "zero_optimization.offload_optimizer.ratio": "a second optimizer would move what isn't offloaded",
+    "zero_optimization.zero_quantized_weights": "it is inexact, and its operator is compiled for CUDA alone",
+    "zero_optimization.zero_quantized_gradients": "it is inexact, and its operator is compiled for CUDA alone",
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "it is inexact, and its operator is compiled for CUDA alone"
+    ),
+    "zero_optimization.mics_shard_size": "it wants the model built inside of it: deepspeed.hpz keeps copies near, too",
+    "compile.deepcompile": "its operator is compiled for CUDA alone, and its reductions replace those that are proven",
 }
 """Keys that are not carried, and why, or what to set instead."""
 
@@ -273,7 +297,7 @@ def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
             (why for known, why in REFUSED.items() if key == known or key.startswith(f"{known}.")), None
         )
         first, _, rest = key.partition(".")
-        tunes = first in FREE and (first != "zero_optimization" or rest.partition(".")[0] in TUNES)
+        tunes = first in FREE and (first != "zero_optimization" or rest in TUNES)
         if reason or not tunes:
             wrong.append(f"{key}: {reason or 'not carried'}")
         elif value != "auto":

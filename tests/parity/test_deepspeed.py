@@ -157,6 +157,7 @@ GRID: dict[str, tuple[int, list[Config]]] = {
         4,
         [
             one("decoder", 4, 2),
+            one("decoder", 4, 3, "deepspeed.hpz=2"),
             one("bert", 2, 1, tp=2),
             one("t5", 2, 3, "train.recompute=selective", tp=2),
             one("decoder", 2, 1, pp=2, schedule="zbv"),
@@ -229,7 +230,9 @@ CHECKPOINTS = {
         small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2),
     ],
     "4": [small("decoder", zero=2, dp_shard=2, tp=2)],
-    "4, stages": [small("decoder", zero=1, dp_shard=2, pp=2)],
+    "4, stages": [in_precision(small("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
+    "2, stages": [small("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2)],
+    "4, second copies": [small("decoder", "deepspeed.hpz=2", dp_shard=4)],
     "4, experts": [small("moe", zero=3, dp_shard=2, ep=2, cp=2)],
 }
 
@@ -238,6 +241,49 @@ CHECKPOINTS = {
 def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_path: Path, ranks: str) -> None:
     workers.run(save_first, 1, tmp_path, CHECKPOINTS[ranks][0])
     for found in workers.run(hand_on, int(ranks[0]), tmp_path, CHECKPOINTS[ranks], timeout=250):
+        assert found == []
+
+
+def pairs(cases: list[Config], steps: int) -> list[str]:
+    """What differs, by a bit, between a run that offloads and one that does not."""
+    wrong = []
+    for number, config in enumerate(cases):
+        places = {"offload_optimizer": "none", "offload_parameters": "none"}
+        plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
+        engine, other = engine_of(config), engine_of(plain)
+        for step in range(steps):
+            if take(config, engine, step) != take(plain, other, step):
+                wrong.append(f"{number}: loss {step}")
+            if step in (0, steps - 1):
+                wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
+        engine.device = torch.device("cuda")  # what would be free there
+        if engine.memory_needed(1, 1).moments:
+            wrong.append(f"{number}: a device would be asked for moments that are not to be there")
+    return wrong
+
+
+OFFLOADED = [
+    *(small("decoder", "deepspeed.offload_optimizer=cpu", zero=stage, dp_shard=2) for stage in (1, 2, 3)),
+    small(
+        "moe",
+        "deepspeed.offload_optimizer=cpu",
+        "deepspeed.offload_parameters=cpu",
+        dp_shard=2,
+        ep=2,
+    ),
+    small(
+        "t5",
+        "deepspeed.offload_optimizer=cpu",
+        "deepspeed.offload_parameters=cpu",
+        "train.freeze=['*.attn.wq.*']",
+        dp_shard=2,
+    ),
+    in_precision(small("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2), "fp16"),
+]
+
+
+def test_what_is_offloaded_gives_the_same_run(workers: Workers) -> None:
+    for found in workers.run(pairs, 2, OFFLOADED, 10, timeout=250):
         assert found == []
 
 

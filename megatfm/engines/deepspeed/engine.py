@@ -7,6 +7,8 @@ element once), clipping, the choice to leave a step out, float16's loss scale, a
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from megatfm.engines.deepspeed.library import (
     release,
 )
 from megatfm.engines.deepspeed.optimizer import FlatOptimizer
-from megatfm.engines.deepspeed.partitions import Partitions
+from megatfm.engines.deepspeed.partitions import partitions
 from megatfm.engines.deepspeed.passes import Boundaries, Pass, WrappedModel
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.interface import (
@@ -69,23 +71,31 @@ class DeepSpeedEngine:
         package = load(setup.device)
         if config.deepspeed.offload_parameters == "nvme":
             check_nvme(package)
+        if (ranks := mesh.gradient_ranks) % config.deepspeed.hpz:
+            raise UsageError(
+                f"deepspeed.hpz = {config.deepspeed.hpz} doesn't divide the {ranks} ranks of parallel.dp_shard and "
+                "parallel.cp: set a number that does"
+            )
         recompute(self.model, blocks(self.model), config.train.recompute)
         materialise(self.model, self.precision, self.device, gradients=self.precision.computed)
         if self.precision.is_mixed:
             cast_inputs(self.model, self.precision.computed)
         self.parameters = dict(self.model.named_parameters())
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        for parameter in trained.values():
+            # Or DeepSpeed's own norm, by which it only tells what is finite, leaves them out on some ranks.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.ties = Ties(setup.pipeline, mesh)
         names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
         sign = hand_over_experts(self.parameters, self.layout, mesh, self.zero)
-        with quiet():
+        with quiet(), redirect_stdout(StringIO()):  # of bf16 it prints how much memory there is
             self.engine, *_ = package.initialize(
                 model=Pass(self.model, sign),
                 optimizer=group.make(options),
                 config=derive(config, setup.precision),
                 mpu=ModelParallelUnit(mesh),
             )
-        self.partitions = Partitions(self.engine, self.parameters, names, self.zero)
+        self.partitions = partitions(self.engine, self.parameters, names, self.zero)
         weakref.finalize(self, release, self.engine).atexit = False
         self._watch_gradients(trained)
         weights = self._weights()
@@ -110,7 +120,9 @@ class DeepSpeedEngine:
             self.passes = StagePasses(
                 self.model, setup.pipeline, *self.between, dtype=dtype, device=self.device
             )
-        self.boundaries = Boundaries(self.engine)
+        self.offload = config.deepspeed.offload_optimizer
+        waits = self.zero == 3 and self.offload != "none"
+        self.boundaries = Boundaries(self.engine, waits=waits)
         self.passed: list[Sums] = []
         self.weights_changed()
 
@@ -121,8 +133,7 @@ class DeepSpeedEngine:
             placement = self.layout[name]
             offsets, sizes = placement.region
             if part := self.partitions.parts.get(name):
-                block = part.of(part.owner)
-                weights[name] = FlatBox(block, placement.shape, offsets, sizes, part.first)
+                weights[name] = FlatBox(part.of(part.owner), placement.shape, offsets, sizes, part.first)
             else:
                 stored = torch.empty(sizes, dtype=self.precision.stored, device=self.device)
                 weights[name] = Box(stored, placement.shape, offsets)
@@ -180,6 +191,7 @@ class DeepSpeedEngine:
         if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             self.optimizer.set_rate(lr)
+            self.partitions.hand_over()
             with quiet():
                 self.engine.step()
             if not self.engine.was_step_applied():  # its own norm, in float32, overflowed
@@ -244,13 +256,15 @@ class DeepSpeedEngine:
         self.weights_changed()
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time."""
+        """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time. What is offloaded is elsewhere,
+        unless the device is the host."""
+        on_host = self.offload != "none" and self.device.type != "cpu"
         whole = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
         own = sum(part.size for part in self.partitions.parts.values()) * self.precision.stored.itemsize
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(self.model)]
         return MemoryNeeds(
-            gradients=own if self.zero >= 2 else whole * self.precision.computed.itemsize,
-            moments=MOMENTS * own,
+            gradients=own * (not on_host) if self.zero >= 2 else whole * self.precision.computed.itemsize,
+            moments=0 if on_host else MOMENTS * own,
             gathered=whole // max(1, len(sizes)) * self.precision.computed.itemsize if self.zero == 3 else 0,
             inputs=inputs_held(self.pipeline, self.mesh.rank(PIPELINE), microbatches, len(sizes))
             * block_input,

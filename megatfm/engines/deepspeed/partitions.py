@@ -5,6 +5,7 @@ rank an equal part of that; stage 3 does so with each parameter by itself. So wh
 elements that follow each other, and `FlatBox` says which.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.engines.deepspeed.library import quiet
+
+BY_PARAMETER = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Stage 3's gradients, by the numbers that DeepSpeed gives to parameters."""
 
 
 @dataclass(frozen=True)
@@ -31,116 +35,199 @@ class Part:
         return flat.detach().view(-1)[self.start : self.start + self.size]
 
 
-class Partitions:
+class Partitions(ABC):
     """What one of DeepSpeed's engines holds of named parameters, frozen ones left out.
 
     groups: the names in each group of the torch optimizer.
     """
 
     def __init__(
-        self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], stage: int
+        self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
     ) -> None:
-        self._engine, self._optimizer, self._stage = engine, engine.optimizer, stage
+        self._engine, self._optimizer = engine, engine.optimizer
         self._parameters: Mapping[str, Any] = parameters  # which DeepSpeed has hung its own attributes on
-        self.offloaded = stage in (1, 2) and self._optimizer.cpu_offload
         self.parts = {
             name: self._part(parameters[name], number)
             for number, names in enumerate(groups)
             for name in names
         }
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Flattened views of what `backward` has left for these parts; none where nothing was computed."""
+        if not self._complete():
+            return {}
+        return {name: self._gradient(self._parameters[name], part) for name, part in self.parts.items()}
+
+    def hand_over(self) -> None:
+        """Before a step: DeepSpeed's optimizer is to take the gradients as they are now."""
+        self._engine.set_gradient_accumulation_boundary(True)
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop the gradients as DeepSpeed itself does where a step overflows."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """What the model computes with follows the parts."""
+
+    @torch.no_grad()
+    def set_frozen(self, parameter: Any, whole: Tensor) -> None:
+        """Let the model compute with a frozen weight, of which this is all that tensor parallelism leaves here."""
+        parameter.copy_(whole)
+
+    @abstractmethod
+    def _part(self, parameter: Any, group: int) -> Part: ...
+
+    @abstractmethod
+    def _complete(self) -> bool: ...
+
+    @abstractmethod
+    def _gradient(self, parameter: Any, part: Part) -> Tensor: ...
+
+
+class WholePartitions(Partitions):
+    """Of stage 0."""
+
     def _part(self, parameter: Any, group: int) -> Part:
-        if self._stage == 0:
-            return Part(parameter, 0, parameter.numel(), 0, group)
-        if self._stage == 3:
-            return self._shard(parameter, group)
-        owner, mapping = self._optimizer.single_partition_of_fp32_groups[group], parameter._hp_mapping
+        return Part(parameter, 0, parameter.numel(), 0, group)
+
+    def _complete(self) -> bool:
+        return any(self._parameters[name].grad is not None for name in self.parts)
+
+    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+        gradient: Tensor = parameter.grad.view(-1)
+        return gradient
+
+    @quiet()
+    def forget(self) -> None:
+        self._engine.zero_grad()
+
+    def weights_changed(self) -> None:
+        """Nothing to do: they are what the model computes with."""
+
+
+class FlatPartitions(Partitions):
+    """Of stages 1 and 2."""
+
+    OWNERS = "single_partition_of_fp32_groups"
+
+    def _part(self, parameter: Any, group: int) -> Part:
+        owner, mapping = getattr(self._optimizer, self.OWNERS)[group], parameter._hp_mapping
         if mapping is None:  # all of it is other ranks'
             return Part(owner, 0, 0, 0, group)
         there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Part(owner, int(here.start), int(here.numel), int(there.start), group)
 
-    def _shard(self, parameter: Any, group: int) -> Part:
-        number, start, padded = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        rank = torch.distributed.get_rank(parameter.ds_process_group)
-        first = min(rank * padded, parameter.ds_numel)
-        size = min(padded, parameter.ds_numel - first)
-        return Part(self._optimizer.fp32_partitioned_groups_flat[number], int(start), size, first, group)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Flattened views of what `backward` has left for these parts; none where nothing was computed."""
-        return (
-            {name: self._gradient(name, part) for name, part in self.parts.items()}
-            if self._complete()
-            else {}
+    def _complete(self) -> bool:
+        gradients = self._optimizer.averaged_gradients
+        return self._optimizer.cpu_offload or (
+            bool(gradients) and all(each is not None for each in gradients.values())
         )
 
-    def _complete(self) -> bool:
-        if self._stage == 0:
-            return any(self._parameters[name].grad is not None for name in self.parts)
-        gradients = self._optimizer.averaged_gradients
-        return self._offloads or (bool(gradients) and all(each is not None for each in gradients.values()))
-
-    @property
-    def _offloads(self) -> bool:
-        return self.offloaded or (self._stage == 3 and bool(self._optimizer.offload_optimizer))
-
-    def _gradient(self, name: str, part: Part) -> Tensor:
-        parameter = self._parameters[name]
-        if self._stage == 0:
-            assert parameter.grad is not None
-            return parameter.grad.view(-1)
-        if self._offloads:
+    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+        if self._optimizer.cpu_offload:
             return (
                 part.of(part.owner.grad) if part.owner.grad is not None else part.owner.new_zeros(part.size)
             )
         if not part.size:
             return part.owner.detach().new_zeros(0)
-        if self._stage == 3:
-            number = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)][0]
-            index = next(i for i, each in enumerate(self._optimizer.fp16_groups[number]) if each is parameter)
-            return self._optimizer.averaged_gradients[number][index].view(-1)[: part.size]
-        return parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+        gradient: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        return gradient.view(-1)
 
     @quiet()
     def forget(self) -> None:
-        """Drop the gradients as DeepSpeed itself does where a step overflows."""
         optimizer = self._optimizer
-        if self._stage == 0:
-            self._engine.zero_grad()
-        elif self._stage == 3:
-            optimizer._pre_step()
-            optimizer._overflow_clean_up(1.0)
-        else:
-            optimizer.micro_step_id = -1
-            optimizer.zero_grad(set_to_none=True)
-            optimizer._release_preflattened_grad_buffers()
-            if self.offloaded:
-                optimizer.reset_cpu_buffers()
-                return
-            for number in list(optimizer.averaged_gradients):
-                optimizer.averaged_gradients[number] = optimizer.all_grad_tensors[number] = None
+        optimizer.micro_step_id = -1
+        optimizer.zero_grad(set_to_none=True)
+        optimizer._release_preflattened_grad_buffers()
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+            return
+        for number in list(optimizer.averaged_gradients):
+            optimizer.averaged_gradients[number] = optimizer.all_grad_tensors[number] = None
 
     @quiet()
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """What the model computes with follows the parts."""
+        self._optimizer.update_lp_params()
+
+
+class AddedUpPartitions(FlatPartitions):
+    """Of stage 1 in bf16, where DeepSpeed adds each micro-batch's gradients up in float32, over whole weights."""
+
+    OWNERS = "fp32_groups_flat_partition"
+
+    def _complete(self) -> bool:
+        return any(any(there) for there in self._optimizer.fp32_groups_has_gradients)
+
+    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+        return part.of(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
+
+    @quiet()
+    def forget(self) -> None:
+        self._optimizer.clear_hp_grads()
+        self._optimizer.clear_lp_grads(set_to_none=True)
+
+
+class ShardedPartitions(Partitions):
+    """Of stage 3."""
+
+    def _part(self, parameter: Any, group: int) -> Part:
+        number, start, padded = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        rank = torch.distributed.get_rank(parameter.ds_process_group)
+        first = min(rank * padded, parameter.ds_numel)
+        size = min(padded, parameter.ds_numel - first)
+        owner = self._optimizer.fp32_partitioned_groups_flat[number]
+        return Part(owner, int(start), size, first, group)
+
+    def _complete(self) -> bool:
+        if self._optimizer.offload_optimizer:
+            return bool(self._optimizer._offload_boundary_param_ids)
+        gradients = self._optimizer.averaged_gradients
+        return bool(gradients) and all(each is not None for each in gradients.values())
+
+    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+        gradient: Tensor = getattr(self._optimizer, BY_PARAMETER)[parameter.ds_id]
+        return gradient.view(-1)[: part.size]
+
+    @quiet()
+    def hand_over(self) -> None:
+        """DeepSpeed copies what it offloads as it is reduced; here it waits, so that clipping comes before."""
+        super().hand_over()
+        self._optimizer.finalize_gradient_accumulation_boundary()
+
+    @quiet()
+    def forget(self) -> None:
+        self._optimizer._pre_step()
+        self._optimizer._overflow_clean_up(1.0)
+
+    @quiet()
+    @torch.no_grad()
+    def weights_changed(self) -> None:
         optimizer = self._optimizer
-        if self._stage in (1, 2):
-            optimizer.update_lp_params()
-        elif self._stage == 3:
-            for number in range(len(optimizer.fp16_groups)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(number)
-            if optimizer.persistent_parameters:
-                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
 
     @torch.no_grad()
     def set_frozen(self, parameter: Any, whole: Tensor) -> None:
-        """Let the model compute with a frozen weight, of which this is all that tensor parallelism leaves here."""
-        if self._stage < 3:
-            parameter.copy_(whole)
-            return
         shard = parameter.ds_tensor
         first = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
         own = whole.reshape(-1)[first : first + shard.numel()]
         shard.view(-1)[: own.numel()].copy_(own)
+        parameter.ds_secondary_tensor = None
+
+
+def partitions(
+    engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], stage: int
+) -> Partitions:
+    """What an engine of DeepSpeed keeps, read as its stage and precision lay it."""
+    if hasattr(engine.optimizer, AddedUpPartitions.OWNERS):
+        return AddedUpPartitions(engine, parameters, groups)
+    if stage == 0:
+        return WholePartitions(engine, parameters, groups)
+    if stage == 3:
+        return ShardedPartitions(engine, parameters, groups)
+    return FlatPartitions(engine, parameters, groups)

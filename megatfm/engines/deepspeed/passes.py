@@ -55,13 +55,16 @@ class WrappedModel:
 
 
 class Boundaries:
-    """Tells DeepSpeed which pass is a step's last, in or after which it reduces gradients."""
+    """Tells DeepSpeed which pass is a step's last, in or after which it reduces gradients.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    waits: what it would do besides in the last pass, which is to copy gradients that it offloads, waits for the step.
+    """
+
+    def __init__(self, engine: Any, *, waits: bool) -> None:
+        self._engine, self._waits = engine, waits
 
     def begin(self, last: bool) -> None:
-        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.set_gradient_accumulation_boundary(last and not self._waits)
 
     def begin_pipeline(self, keep_whole: bool) -> None:
         """Gradients add up, whatever the order of the passes."""

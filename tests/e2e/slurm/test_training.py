@@ -1,6 +1,7 @@
 """Training on several nodes is training on one, and every way of starting the ranks starts the same run."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -35,3 +36,17 @@ def test_a_job_evaluates_as_one_process_does(whole, project):
     for name, result in alone["sets"].items():
         assert of_job["sets"][name]["loss"] == pytest.approx(result["loss"], rel=1e-6), name
         assert of_job["sets"][name]["bytes"] == result["bytes"] > 0
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed")
+def test_deepspeed_s_ranks_are_started_by_srun_like_any(project):
+    words = ["train.precision=fp32", "train.steps=4"]
+    job = project.launch(*words, "parallel.engine=deepspeed", "parallel.zero=2")
+    record = job.finish()
+    assert record["NumNodes"] == "2"
+    assert record["ExitCode"] == "0:0"
+    assert "dp_shard 2" in (job.run_dir / "plan.txt").read_text()
+    alone = project.folder / "alone"
+    project.megatfm("train", *project.small, *words, f"run_dir={alone}")
+    for two, one in zip(metrics(job.run_dir), metrics(alone), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)

@@ -68,6 +68,9 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
     assert str(lock) in found.found
     assert found.advice == f"rm {lock}"
     assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
+    (lock.parent.parent / "async_io").mkdir()
+    (lock.parent.parent / "async_io/async_io.so").touch()
+    assert findings("DeepSpeed")["async_io"].found == "compiled"
 
 
 def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,21 +35,24 @@ def test_what_is_derived() -> None:
     )
     assert offloaded["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    copies = derive(config("deepspeed.hpz=8"), "fp32")["zero_optimization"]
+    assert copies == {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 8}
+    added_up = derive(config("parallel.zero=1"), "bf16")
+    assert added_up["bf16"] == {"enabled": True, "immediate_grad_update": True}
+    assert "compute_grad_norm" not in added_up["zero_optimization"], "which DeepSpeed would refuse"
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["parallel.pp=2"], "set parallel.zero = 1, or parallel.pp = 1"),
-        (
-            ["parallel.pp=2", "parallel.zero=1", "train.precision=bf16"],
-            "set train.precision = 'fp32', or 'fp16'",
-        ),
-        (["parallel.pp=2", "parallel.zero=1", "deepspeed.offload_optimizer=cpu"], "set parallel.pp = 1"),
         (["parallel.dp_replicate=2"], "set parallel.dp_replicate = 1"),
         (["train.precision=fp64"], "set 'fp32'"),
-        (["train.precision=bf16", "parallel.zero=1"], "set parallel.zero = 2"),
+        (["train.precision=bf16", "parallel.zero=0", "parallel.pp=2"], "set parallel.zero = 1"),
         (["train.precision=fp16", "parallel.zero=0"], "set parallel.zero = 1"),
+        (["deepspeed.hpz=2", "parallel.zero=2"], "set parallel.zero = 3"),
+        (["deepspeed.hpz=2", "parallel.tp=2"], "set parallel.tp = 1"),
+        (["deepspeed.hpz=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
         (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
@@ -99,7 +102,13 @@ def test_a_json_of_one_s_own_tunes(tmp_path: Path) -> None:
 def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
     theirs = {
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "unheard_of": 1},
+        "zero_optimization": {
+            "stage": 3,
+            "zero_quantized_weights": True,
+            "unheard_of": 1,
+            "zero_hpz_partition_size": 8,
+            "offload_optimizer": {"super_offload": True, "ratio": 0.5},
+        },
         "optimizer": {"type": "Lion", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupLR"},
     }
@@ -109,6 +118,9 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
         "gradient_clipping = 1.0, but optimizer.clip = 0.5",
         "zero_optimization.stage = 3, but parallel.zero = 2",
         "zero_optimization.zero_quantized_weights: it is inexact",
+        "zero_optimization.zero_hpz_partition_size = 8, but deepspeed.hpz = 1",
+        "zero_optimization.offload_optimizer.super_offload: Adam's state stays in a process of its own",
+        "zero_optimization.offload_optimizer.ratio: a second optimizer",
         "zero_optimization.unheard_of: not carried",
         'optimizer.type = "Lion", but optimizer.name = "AdamW"',
         "scheduler.type: set [schedule]",
