@@ -150,7 +150,7 @@ class TrainConfig(Section):
                 f"recompute = {self.recompute!r}: how much blocks keep is measured while they run, and compile = true "
                 "leaves nothing to measure: choose recompute = 'full' or 'selective', or compile = false"
             )
-        if not self.compile and self.recompute.endswith("%"):
+        if self.compile is not True and self.compile != "autotune" and self.recompute.endswith("%"):
             raise ValueError(
                 f"recompute = {self.recompute!r}: the compiler chooses what a share of a block's activations is: set "
                 "compile = true, or recompute = 'full', 'selective' or a size such as '2 GB'"

@@ -166,7 +166,7 @@ def test_the_reference_spells_types_and_defaults() -> None:
     for row in (
         "| `d_model` | integer > 0 ≤ 16,777,216 | required, e.g. `256` | Width of the residual stream. |",
         '| `tokenizer` | path | not set, e.g. `"corpora/quickstart/tokenizer.model"` |',
-        "| `compile` | `true` or `false` | `false` |",
+        "| `compile` | `true` or `false` or ",
         "| `final_ratio` | number ≥ 0 ≤ 1 | `0.1` |",
         '| `precision` | `"auto"` or `"fp32"` or `"bf16"` or `"fp16"` or `"fp64"` or `"fp8"` or ',
         '| `sinks` | list of text | `["tensorboard"]` |',
