@@ -52,7 +52,8 @@ def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]
         core_: Any = core
         needs, n = needs_of(core_, contexts, sequence), q.shape[1]
         if needs is None and goes_by_heads(contexts, q, n, len(of_values) // n, latent.shape[-1]):
-            return by_heads(core_, q, *core_.heads(latent, of_keys, of_values), sequence, contexts)
+            k, v = core_.heads(latent, of_keys, of_values)
+            return by_heads(core_, q, k, v, sequence, contexts)
         return travelling(
             core_, q, latent, Made(core_.heads, (of_keys, of_values)), sequence, contexts, needs
         )
@@ -182,7 +183,8 @@ class _Ring(torch.autograd.Function):
         hows, contexts, made = ctx.rest
 
         def of(here: Tensor, how: How) -> tuple[Tensor, ...]:
-            dq, dk, dv = part_backward(g, q, *made.heads(here), out, lse, drawn, how)
+            k, v = made.heads(here)
+            dq, dk, dv = part_backward(g, q, k, v, out, lse, drawn, how)
             return dq, *made.back(here, weights, dk, dv)
 
         here, travelled = sent, None

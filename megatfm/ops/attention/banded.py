@@ -29,10 +29,10 @@ def forward(band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tenso
     k, v = (_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
     bias = _bias(band, q.shape[1], q.dtype)
     for first, start, count in _parts(band, HELD, q):
-        keys = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+        keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
-            keys = (x.expand(-1, q.shape[1], -1, -1) for x in keys)
-        found = attend(_queries(q, first, count, band), *keys, bias, None, how, band.causal)
+            keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
+        found = attend(_queries(q, first, count, band), keys, values, bias, None, how, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         made = [_of_heads(x, q.shape[1], band) for x in found]
         if band.more:
@@ -114,6 +114,6 @@ def _products(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     """Products in three dims, of keys that no longer overlap: others would be copied for each of them."""
-    flat = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
-    found = products_backward(*flat, None if bias is None else bias[0], scale)
+    g_, q_, k_, v_, out_, lse_ = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
+    found = products_backward(g_, q_, k_, v_, out_, lse_, None if bias is None else bias[0], scale)
     return tuple(x.unflatten(0, q.shape[:2]) for x in found)
