@@ -34,8 +34,9 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import OWNERS, PIPELINE, Mesh, in_order
+from megatfm.parallel.mesh import PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
@@ -71,7 +72,7 @@ class NativeEngine:
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         for block in blocks(model) if compile_blocks else ():
-            block.compile(fullgraph=True)
+            compile_around(block)
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
@@ -211,7 +212,7 @@ class NativeEngine:
         """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
         ties = {str(group.group_name): PIPELINE for group in self.ties.groups}
         data = {placement.data.all for placement in self.layout.values()}
-        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
+        return ties | self.mesh.group_names(self.mesh.owners, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
         trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
@@ -220,6 +221,14 @@ class NativeEngine:
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it"
             )
+
+
+def compile_around(block: nn.Module) -> None:
+    """Compile a block in one piece, or what lies around the modules in it that say `is_compiled = False`."""
+    eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
+    for part in eager:
+        replace_forward(part, torch.compiler.disable(part.forward))
+    block.compile(fullgraph=not eager)
 
 
 def share(
