@@ -35,7 +35,7 @@ def named(parallel: ParallelConfig) -> str:
         words.append("replicas")
     if parallel.ep > 1:
         words.append(
-            f"ep{parallel.ep}" + (f" of {parallel.dp_shard}" if parallel.dp_shard > parallel.ep else "")
+            f"ep{parallel.ep}" + (f" of {parallel.ep_within}" if parallel.ep_within > parallel.ep else "")
         )
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
@@ -43,8 +43,9 @@ def named(parallel: ParallelConfig) -> str:
         way = {"auto": "", "ring": " by a ring", "heads": " by heads"}[parallel.context]
         words.append(f"cp{parallel.cp}{way}")
     if parallel.tp > 1:
+        way = {"whole": "", "channels": " by channels", "folded": " folded"}[parallel.expert_tp]
         words.append(
-            f"tp{parallel.tp}" + ("" if parallel.sequence_parallel else " without sequence parallel")
+            f"tp{parallel.tp}{way}" + ("" if parallel.sequence_parallel else " without sequence parallel")
         )
     return " × ".join(words)
 
@@ -61,6 +62,9 @@ def proven() -> Proven:
         for parallel in test_experts.layouts_of(ranks).values():
             if parallel.accumulate == "whole" and max(parallel.dp_shard, ranks) > 1:
                 found[named(parallel)].add(f"experts, {model}")
+    for model, ranks in test_experts.OTHER_WAYS:
+        for parallel in test_experts.TP_OTHERWISE[ranks].values():
+            found[named(parallel)].add(f"experts, {model}")
     for parallel in (*test_experts.OTHER_SCHEDULES.values(), *test_experts.CONTEXTS.values()):
         found[named(parallel)].add("experts, top-k")
     return found

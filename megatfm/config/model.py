@@ -222,6 +222,17 @@ class ModelConfig(Section):
                 }
         return found
 
+    def divided_as(self, expert_tp: str) -> dict[str, int]:
+        """The same, where these take experts in that way (see `parallel.expert_tp`)."""
+        if expert_tp == "whole":
+            return self.divided
+        found = {key: n for key, n in self.divided.items() if not key.endswith("n_experts")}
+        kinds = {"": self, **{f"block.{kind}.": self.of_kind(kind) for kind in self.block}}
+        for place, one in kinds.items() if expert_tp == "channels" else ():
+            if "n_experts" in one.ffn.divided:
+                found[f"{place}ffn.d_ff"] = one.ffn.d_ff
+        return found
+
     @property
     def head_width(self) -> int:
         """Width of a head."""

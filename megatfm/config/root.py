@@ -110,7 +110,7 @@ class Config(Section):
                 f"train.global_batch = {self.train.global_batch} does not divide into micro-batches of "
                 f"train.micro_batch = {self.train.micro_batch}: the nearest that does is {nearest}"
             )
-        divided = self.model.divided
+        divided = self.model.divided_as(self.parallel.expert_tp)
 
         def divides(tp: int, key: str) -> bool:
             return divided[key] % tp == 0 or (key.endswith("n_kv_heads") and tp % divided[key] == 0)
@@ -153,7 +153,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _experts_are_divided(self) -> Self:
-        ep, tp = self.parallel.ep, self.parallel.tp
+        ep, tp = self.parallel.ep, self.parallel.tp if self.parallel.expert_tp == "whole" else 1
         experts = {key: n // tp for key, n in self.model.divided.items() if key.endswith("n_experts")}
         if ep > 1 and not experts:
             raise ValueError(
@@ -171,12 +171,6 @@ class Config(Section):
             raise ValueError(
                 f"parallel.ep = {ep}: parallel.engine = {self.parallel.engine!r} does not divide experts: choose "
                 "engine = 'native', or ep = 1"
-            )
-        if ep > 1 and self.train.recompute == "selective" and self.parallel.zero > 1:
-            raise ValueError(
-                f"train.recompute = 'selective': under parallel.ep = {ep} and parallel.zero = {self.parallel.zero} "
-                "experts are gathered inside their block, which this can't repeat: set train.recompute = 'full', or "
-                "parallel.zero = 1"
             )
         if ep > 1 and self.train.recompute.endswith("B"):
             raise ValueError(
@@ -220,10 +214,10 @@ class Config(Section):
                 "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
                 "which can't be compiled: leave train.compile out, or set model.attention.pattern.random = 0"
             )
-        if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
+        if self.train.recompute != "none" and any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
             return (
-                "train.compile = true does not go with ffn.name = 'moe' yet, whose grouped products torch compiles in "
-                "bfloat16 alone: set train.compile = false"
+                f"train.recompute = {self.train.recompute!r}: blocks with ffn.name = 'moe' are compiled around their "
+                "experts, and can't be computed again: set train.recompute = 'none', or train.compile = false"
             )
         if parallel.pp > 1 and parallel.splits_backward:
             return _repeats(parallel.schedule, "train.compile", self.train.compile, False)

@@ -43,7 +43,11 @@ class ParallelConfig(Section):
     """How full attention looks across parts: "ring": keys and values go round; "heads": ranks exchange tokens for
     heads, each has all tokens of some (Ulysses); auto: heads where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
-    """Ranks of dp_shard among which experts are divided, and which send each other tokens; divides dp_shard."""
+    """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
+    """
+    expert_tp: Literal["whole", "channels", "folded"] = "whole"
+    """What tensor-parallel ranks do with experts: "whole": each has some of them; "channels": each has a part of every
+    one's inner channels; "folded": they are among the ranks that `ep` divides, each with its own tokens."""
 
     @model_validator(mode="after")
     def _pipeline(self) -> Self:
@@ -83,12 +87,39 @@ class ParallelConfig(Section):
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
-        if self.dp_shard > 0 and self.dp_shard % self.ep:
-            raise ValueError(
-                f"ep = {self.ep} does not divide dp_shard = {self.dp_shard}, over which experts lie: the nearest that "
-                f"does is {nearest_divisor(self.dp_shard, self.ep)}"
-            )
+        self._folds_experts()
         return self
+
+    def _folds_experts(self) -> None:
+        if self.expert_tp != "whole" and self.tp == 1:
+            raise ValueError(
+                f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out"
+            )
+        if self.expert_tp == "folded" and not self.sequence_parallel:
+            raise ValueError(
+                "expert_tp = 'folded': without sequence_parallel, ranks of tp have no tokens of their own to send: set "
+                "sequence_parallel = true, or expert_tp = 'channels'"
+            )
+        if self.expert_tp == "folded" and self.ep == 1:
+            raise ValueError(
+                f"expert_tp = 'folded' divides experts among ranks of ep, and ep = 1: set ep = {self.tp}, or leave it "
+                "out"
+            )
+        if self.ep_within > 0 and self.ep_within % self.ep:
+            axes = [
+                "dp_shard",
+                *(["cp"] if self.cp > 1 else []),
+                *(["tp"] if self.expert_tp == "folded" else []),
+            ]
+            raise ValueError(
+                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.ep_within}, over which experts lie: the "
+                f"nearest that does is {nearest_divisor(self.ep_within, self.ep)}"
+            )
+
+    @property
+    def ep_within(self) -> int:
+        """How many ranks `ep` divides; negative where dp_shard is left open."""
+        return self.dp_shard * self.cp * (self.tp if self.expert_tp == "folded" else 1)
 
 
 class TrainConfig(Section):

@@ -17,7 +17,7 @@ from megatfm.layers.initialisation import initials
 from megatfm.ops.initial import draw
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import OWNERS, Mesh
+from megatfm.parallel.mesh import Mesh
 
 
 def materialise(
@@ -88,11 +88,11 @@ def make_optimizers(
             made.append(elementwise)
             continue
         places = {name: (box.offsets, tuple(box.tensor.shape)) for name, box in own.items()}
-        everyone = mesh.gather_objects(places, OWNERS)
+        everyone = mesh.gather_objects(places, mesh.owners)
         if not own:  # all of them are of other pipeline stages
             made.append(ElementwiseOptimizer(group, local))
             continue
         boxes = {name: [rank[name] for rank in everyone] for name in own}
         shapes = {name: box.global_shape for name, box in own.items()}
-        made.append(WholeTensorOptimizer(group, local, boxes, shapes, mesh.flat_group(OWNERS)))
+        made.append(WholeTensorOptimizer(group, local, boxes, shapes, mesh.flat_group(mesh.owners)))
     return made

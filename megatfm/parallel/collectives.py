@@ -9,7 +9,7 @@ torch.compile follows, and what selective recomputation can keep the results of;
 torch 2.4 to 2.13, while those of the Python wrappers change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -166,6 +166,75 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Proces
     """Rows sorted by the rank that they go to → rows sorted by the rank that they come from; how many go to and come
     from each. Adjoint: the same the other way round."""
     return _ExchangeRows.apply(x, sent, received, group)
+
+
+class _Journey:
+    """Rows on their way to other ranks, or their gradients on the way back."""
+
+    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
+        self._sent, self._received, self._group = sent, received, group
+        self._rows: tuple[
+            Tensor, ...
+        ] = ()  # those that leave, which must stay as they are, and those that come
+        self._work: dist.Work | None = None
+
+    def leave(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """What will have arrived once `arrive` has waited for it."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        first = x.contiguous()
+        if _functional():
+            coming, self._work = _ops.all_to_all_single(first, received, sent, self._group.group_name), None
+        else:
+            coming = first.new_empty((sum(received), *first.shape[1:]))
+            self._work = self._group.alltoall_base(coming, first, received, sent)
+        self._rows = first, coming
+        return coming
+
+    def arrive(self) -> Tensor:
+        """What has come, to be read."""
+        _, coming = self._rows
+        if self._work is None:
+            coming = _ops.wait_tensor(coming)
+        else:
+            self._work.wait()
+        self._rows, self._work = (), None
+        return coming
+
+
+class _Leave(torch.autograd.Function):
+    """Gives the rows themselves, as their gradient is what `_Arrive` gives on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, journey):  # type: ignore[no-untyped-def]
+        ctx.journey = journey
+        journey.leave(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        return ctx.journey.arrive(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, _, journey):  # type: ignore[no-untyped-def]
+        ctx.journey = journey
+        return journey.arrive()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return ctx.journey.leave(gradient, back=True), None
+
+
+def exchange_rows_while(
+    meanwhile: Callable[[], None], x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+) -> Tensor:
+    """The same as `exchange_rows`, with something else computed while rows are on their way. Autograd goes through what
+    was computed in between while their gradients are."""
+    journey = _Journey(sent, received, group)
+    left = _Leave.apply(x, journey)
+    meanwhile()
+    return _Arrive.apply(left, journey)
 
 
 class _GatherReplicated(torch.autograd.Function):

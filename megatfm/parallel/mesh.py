@@ -21,10 +21,11 @@ AXES = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
 them parts of rows; pipeline ranks, which talk least, are farthest apart."""
 EXPERT_SHARD, EXPERT = "edp", "ep"
 EXPERT_AXES = (EXPERT_SHARD, EXPERT)
-FOLDED = (SHARD,)
+FOLDED = (SHARD, CONTEXT)
 """The axes that experts see otherwise: as EXPERT_SHARD × EXPERT. Ranks along EXPERT hold different experts and send
-each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them."""
-ORDER = (PIPELINE, REPLICATE, *FOLDED, *EXPERT_AXES, CONTEXT, TENSOR)
+each other their tokens; ranks along EXPERT_SHARD hold the same ones, and ZeRO cuts these over them. TENSOR may be one
+of them as well (`parallel.expert_tp`)."""
+ORDER = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 """All axes, from the slowest to the fastest."""
 
 
@@ -53,22 +54,21 @@ class DataAxes:
 
 DENSE = DataAxes(SHARD, REPLICATE, CONTEXT)
 """Of whatever every data rank computes with."""
-EXPERTS = DataAxes(EXPERT_SHARD, REPLICATE, CONTEXT)
+EXPERTS = DataAxes(EXPERT_SHARD, REPLICATE)
 """Of experts that lie on different ranks."""
-OWNERS = (SHARD, TENSOR)
-"""Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """A torch DeviceMesh with `AXES`, and what the rooms above ask of it.
 
-    experts: the same ranks, with EXPERT_SHARD and EXPERT in the place of FOLDED; None where every rank holds all
-    experts.
+    experts: the same ranks, with EXPERT_SHARD and EXPERT in the place of the folded axes; None where every rank holds
+    all experts. expert_tp: see `parallel.expert_tp`.
     """
 
     device_mesh: DeviceMesh
     experts: DeviceMesh | None = None
+    expert_tp: str = "whole"
 
     def size(self, axis: str) -> int:
         """Ranks along an axis; 1 for one that divides nothing."""
@@ -83,8 +83,10 @@ class Mesh:
 
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one along that axis alone, itself included."""
-        if axis == EXPERT and self.size(EXPERT_SHARD) == 1:  # the same ranks, so the same group
-            return self.flat_group(FOLDED)
+        if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
+            long = [each for each in folded(self.expert_tp) if self.size(each) > 1]
+            if len(long) == 1:  # the same ranks, so the same group
+                return self.group(long[0])
         return self._having(axis).get_group(axis)
 
     @property
@@ -113,6 +115,11 @@ class Mesh:
         return (*DENSE.all, PIPELINE)
 
     @property
+    def owners(self) -> tuple[str, ...]:
+        """Axes over which the blocks of a tensor may lie: those who share out tensors that an optimizer needs whole."""
+        return (SHARD, TENSOR) if self.experts is None else (SHARD, CONTEXT, TENSOR)
+
+    @property
     def in_summing_order(self) -> tuple[str, ...]:
         """All axes, as what is summed over several goes through them one by one."""
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
@@ -135,12 +142,16 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """The ranks of several axes as one group, made once; the axis's own where only one has several. Of axes that
-        lie in others only these count."""
-        outer = [axis for axis in axes if axis not in EXPERT_AXES or not set(axes).issuperset(FOLDED)]
-        long = [axis for axis in outer if self.size(axis) > 1]
+        """The ranks of several axes as one group, made once; the axis's own where only one has several. Axes of experts
+        beside those that these fold are all of those."""
+        outer, of_experts = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
+        if of_experts and not outer.isdisjoint(folded(self.expert_tp)):
+            outer |= set(folded(self.expert_tp))
+        else:
+            outer |= of_experts
+        long = [axis for axis in in_order(outer) if self.size(axis) > 1]
         if len(long) <= 1:
-            return self.group(long[0] if long else outer[0])
+            return self.group(long[0] if long else in_order(outer)[0])
         ordered = in_order(long)
         return self._having(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
@@ -173,9 +184,8 @@ class Mesh:
 
     def describe(self) -> str:
         """The sizes of the axes in words, a pipeline's, contexts' and experts' only where they divide anything."""
-        experts = f", experts over {EXPERT} {self.size(EXPERT)} of it" if self.experts is not None else ""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
-        return sizes.replace(f"{SHARD} {self.size(SHARD)}", f"{SHARD} {self.size(SHARD)}{experts}")
+        return sizes if self.experts is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -201,6 +211,11 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
+def folded(expert_tp: str) -> tuple[str, ...]:
+    """The axes among whose ranks `ep` divides experts."""
+    return (*FOLDED, TENSOR) if expert_tp == "folded" else FOLDED
+
+
 def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Size of each axis, dp_shard = −1 filled in. Raises UsageError when the product is not the world size."""
     fixed = config.pp * config.dp_replicate * config.cp * config.tp
@@ -215,10 +230,13 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
             f"the layout {wanted} does not fit {world_size} process{'es' * (world_size > 1)}: start {nearest}, "
             "or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
-    if shard % config.ep:
+    ranks = math.prod(sizes[axis] for axis in folded(config.expert_tp))
+    if ranks % config.ep:
+        axes = [axis for axis in folded(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
         raise UsageError(
-            f"parallel.ep = {config.ep} does not divide the {shard} ranks of parallel.dp_shard, over which experts "
-            f"lie: the nearest that does is {nearest_divisor(shard, config.ep)}"
+            f"parallel.ep = {config.ep} does not divide the {ranks} ranks of "
+            f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: the nearest that does is "
+            f"{nearest_divisor(ranks, config.ep)}"
         )
     return sizes
 
@@ -228,8 +246,9 @@ def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mes
     sizes = axis_sizes(config, world_size)
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:
-        return Mesh(mesh)
-    folded = math.prod(sizes[axis] for axis in FOLDED)
-    sizes |= {EXPERT_SHARD: folded // config.ep, EXPERT: config.ep}
-    axes = tuple(axis for axis in ORDER if axis not in FOLDED)
-    return Mesh(mesh, init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes))
+        return Mesh(mesh, expert_tp=config.expert_tp)
+    without = folded(config.expert_tp)
+    sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in without) // config.ep, EXPERT: config.ep}
+    axes = tuple(axis for axis in ORDER if axis not in without)
+    experts = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    return Mesh(mesh, experts, config.expert_tp)

@@ -45,7 +45,7 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
     state: list[str] = []
     for path, planned in styles.items():
         module = model.get_submodule(path)
-        style = planned.fitted(module, parts)
+        style = styles[path] = planned.fitted(module, parts, mesh.expert_tp)
         own: dict[str, Placement] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             own[key] = placement = _place(f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel)
@@ -79,8 +79,9 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
     if parts == 1:
         return style.place(Placement(name, shape), mesh)
-    if style.dim is not None and -len(shape) <= style.dim < len(shape):
-        cut = Cut(TENSOR, style.dim % len(shape), mesh.rank(TENSOR), parts, style.uneven)
+    dim = style.cut_dim(name.rpartition(".")[2], len(shape))
+    if dim is not None:
+        cut = Cut(TENSOR, dim, mesh.rank(TENSOR), parts, style.uneven)
         return style.place(Placement(name, shape, (cut,)), mesh)
     partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
     return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)

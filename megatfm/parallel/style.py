@@ -5,7 +5,7 @@ along the sequence (dim 1); without, they are replicated.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch.distributed as dist
@@ -102,6 +102,8 @@ class Style:
     beside: adds what travels over these axes, before `install` does; called whatever their sizes are.
     shown: in the table also where it has no tensors. instead: the style for a module that this one does not fit.
     sends: in words of `Sends`, so that `megatfm verify` can say how much it should be; None: it can't.
+    dims: the dim by a tensor's name, where it isn't the same for all; tensors without one are whole.
+    by_expert_tp: other styles in its place under some values of `parallel.expert_tp`.
     """
 
     name: str
@@ -114,9 +116,19 @@ class Style:
     shown: bool = False
     instead: "Style | None" = None
     sends: tuple[Sends, ...] | None = None
+    dims: Mapping[str, int] | None = field(default=None, hash=False)
+    by_expert_tp: "Mapping[str, Style] | None" = field(default=None, hash=False)
 
-    def fitted(self, module: nn.Module, parts: int) -> "Style":
-        """This style, or the other where the module's heads are fewer than the parts and divide them."""
+    def cut_dim(self, key: str, dims: int) -> int | None:
+        """Of a tensor with so many dims; None where it is whole."""
+        dim = self.dim if self.dims is None else self.dims.get(key)
+        return None if dim is None or not -dims <= dim < dims else dim % dims
+
+    def fitted(self, module: nn.Module, parts: int, expert_tp: str = "whole") -> "Style":
+        """This style, or another: where the module's heads are fewer than the parts and divide them, or where experts
+        are taken otherwise."""
+        if self.by_expert_tp and parts > 1 and expert_tp in self.by_expert_tp:
+            return self.by_expert_tp[expert_tp]
         heads = getattr(module, "heads", None)
         if self.instead and heads and heads % parts and parts % heads == 0:
             return self.instead

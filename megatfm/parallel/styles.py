@@ -141,6 +141,12 @@ def _experts(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.first = first % (experts // module.groups)  # type: ignore[assignment, operator]
 
 
+def _experts_by_channels(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    """Every rank meets all rows, and adds the last bias, which is whole, once."""
+    _experts(module, ranks, own)
+    module.bias_share = float(ranks.rank == 0)  # type: ignore[assignment]
+
+
 def _partial_output(module: nn.Module, ranks: Ranks, own: Own) -> None:
     module.register_forward_hook(lambda _, __, output: ranks.leave(output))
 
@@ -200,13 +206,36 @@ SUMMED_OVER_PARTS = Style(
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
-STACKED_EXPERTS = Style(
-    "experts", dim=0, install=_experts, place=_place_experts, beside=_experts_elsewhere, sends=()
-)
-"""Matrices of experts, cut by experts, in a module that has seams for what travels."""
-
 PARTIAL_OUTPUT = Style("partial output", install=_partial_output, shown=True, sends=("output summed",))
 """A module whose output is partial and goes back to the residual stream."""
+
+EXPERTS_FOLDED = Style("experts", install=_experts, place=_place_experts, beside=_experts_elsewhere, sends=())
+EXPERTS_BY_CHANNELS = replace(
+    EXPERTS_FOLDED,
+    dims={"w_gate": 1, "w_up": 1, "b_gate": 1, "b_up": 1, "w_down": 2},
+    gradient="partial",
+    install=_experts_by_channels,
+)
+STACKED_EXPERTS = replace(
+    EXPERTS_FOLDED, dim=0, by_expert_tp={"channels": EXPERTS_BY_CHANNELS, "folded": EXPERTS_FOLDED}
+)
+"""Matrices of experts in a module that has seams for what travels: cut by experts, by the inner channels of each, or
+not at all by tensor-parallel ranks, which then keep their own tokens."""
+
+AT_HOME = Style("own tokens", sends=())
+ENTER_EXPERTS = replace(ENTER, name="enter experts", by_expert_tp={"folded": AT_HOME})
+"""As `enter`, where experts are cut."""
+
+LEAVE_EXPERTS = replace(PARTIAL_OUTPUT, name="leave experts", by_expert_tp={"folded": AT_HOME})
+"""As `partial output`, where experts are cut."""
+
+TAKEN = replace(OWN_OUTPUT, name="taken choices", by_expert_tp={"folded": AT_HOME})
+"""As `sequence output`, where experts are cut."""
+
+WHOLE_CHOICES = replace(AT_HOME, name="whole choices", by_expert_tp={"folded": WHOLE_OUTPUT})
+OWN_CHOICES = replace(AT_HOME, name="own choices", by_expert_tp={"folded": OWN_OUTPUT})
+"""A module that is given a row's choices and whose output every rank needs whole; and one whose output is whole, and
+every rank keeps its part. Where experts are cut, all ranks have the whole row anyway."""
 
 WHOLE = Style("whole", sends=())
 """Whole weights that every rank uses alike."""
@@ -259,6 +288,11 @@ for _style in (
     SUMMED_OVER_PARTS,
     TOKEN_SUM,
     STACKED_EXPERTS,
+    ENTER_EXPERTS,
+    LEAVE_EXPERTS,
+    TAKEN,
+    WHOLE_CHOICES,
+    OWN_CHOICES,
     PARTIAL_OUTPUT,
 ):
     STYLES.register(_style.name)(_style)

@@ -24,8 +24,8 @@ class Call:
     stage: of the pipeline (0 where there is none). given, made: elements of its first input and its output (0: no
     tensor). rows: of the input. in_block: it lies in a block, is_block: it is one. keeps_more: the block keeps
     something for the backward pass after this call, so that recomputing the block goes through all of it.
-    given_has_gradient: of its first input. inputs: the shapes of those that are tensors. routed: of experts, how many
-    rows each takes; tokens: of their input.
+    given_has_gradient: of its first input. inputs: the shapes of those that are tensors. taken: of experts, the choices
+    [B, T, K] that are taken, `n_experts` for others; tokens: of their input.
     """
 
     path: str
@@ -39,7 +39,8 @@ class Call:
     keeps_more: bool = False
     is_block: bool = False
     given_has_gradient: bool = False
-    routed: tuple[int, ...] = ()
+    taken: Tensor | None = None
+    n_experts: int = 0
     tokens: int = 0
     inputs: tuple[tuple[int, ...] | None, ...] = ()
 
@@ -93,13 +94,10 @@ class Watcher:
         given = tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in inputs)
         call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad, inputs=given)
         if isinstance(module, Experts):
-            routed = _rows_by_expert(module.n_experts, inputs[2], output[1])
-            call = replace(call, routed=routed, tokens=first.shape[:-1].numel())
+            taken_BTK = inputs[2].where(output[1], module.n_experts)
+            tokens = first.shape[:-1].numel()
+            call = replace(call, taken=taken_BTK, n_experts=module.n_experts, tokens=tokens)
         self._calls.append((call, self._kept))
-
-
-def _rows_by_expert(n_experts: int, choices_BTK: Tensor, taken_BTK: Tensor) -> tuple[int, ...]:
-    return tuple(torch.bincount(choices_BTK[taken_BTK], minlength=n_experts).tolist())
 
 
 def _tensor(value: Any) -> Tensor:

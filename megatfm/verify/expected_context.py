@@ -46,6 +46,11 @@ class RowsCut:
             name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()
         }
 
+    def here(self, path: str, rank: int) -> Tensor:
+        """The places in rows of the tokens that a module of a rank sees."""
+        is_encoder = path.startswith("encoder.") and "encoder_" in self._dealt
+        return self._dealt["encoder_" if is_encoder else ""][rank]
+
     def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
         """Add what a rank sends for one micro-batch."""
         for call in calls:

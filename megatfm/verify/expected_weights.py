@@ -17,9 +17,6 @@ from megatfm.verify.calls import Call
 from megatfm.verify.ledger import Ledger
 from megatfm.verify.rank_parameters import RankParameters
 
-WHOLE_TENSORS = f"{SHARD} × {TENSOR}"
-"""Axes that are one group for some collectives."""
-
 
 def joined(ledger: Ledger, *axes: str) -> str:
     """The name of the group of several axes: of those that have more than one rank."""
@@ -30,11 +27,10 @@ def weights_and_gradients(
     ledger: Ledger, config: Config, held: RankParameters, microbatches: Sequence[Sequence[Call]]
 ) -> None:
     """Of one rank in one step. microbatches: the calls of its stages."""
-    parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
-    zero = parallel.zero if parallel.dp_shard * parallel.dp_replicate > 1 else 0  # nobody to share with
-    if zero == 0:
+    size = PRECISIONS[config.train.precision].stored.itemsize
+    if held.zero == 0:
         _replicated(ledger, config, held)
-    elif zero == 1:
+    elif held.zero == 1:
         _sharded_optimizer(ledger, config, held)
     else:
         _fully_sharded(ledger, config, held, microbatches)
@@ -50,7 +46,7 @@ def weights_and_gradients(
 def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].stored.itemsize
     for shard, names in _by_shard_axis(held, held.trained).items():
-        axis = joined(ledger, REPLICATE, shard, CONTEXT)
+        axis = joined(ledger, REPLICATE, shard, *_copies(shard)[1:])
         ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in names) * size)
 
 
@@ -59,9 +55,14 @@ def _sharded_optimizer(ledger: Ledger, config: Config, held: RankParameters) -> 
     for axis, names in _by_shard_axis(held, held.trained).items():
         everything, ranks = sum(map(held.padded, names)), ledger.sizes[axis]
         ledger.reduce_scatter(axis, everything * precision.stored.itemsize)
-        for copies in (REPLICATE, CONTEXT):
+        for copies in _copies(axis):
             ledger.all_reduce(copies, everything // ranks * precision.stored.itemsize)
         ledger.all_gather(axis, everything // ranks * precision.computed.itemsize)
+
+
+def _copies(shard: str) -> tuple[str, ...]:
+    """The axes of copies of what ZeRO cuts over that one."""
+    return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
 
 
 def _by_shard_axis(held: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
@@ -96,7 +97,7 @@ def _fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.stored.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.stored.itemsize
-        ledger.all_reduce(joined(ledger, REPLICATE, CONTEXT), shard, times=reductions)
+        ledger.all_reduce(joined(ledger, *_copies(axis)), shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -163,12 +164,12 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
     """
     parallel, size = config.parallel, PRECISIONS[config.train.precision].stored.itemsize
     ranks = [
-        replace(held.place, shard=shard, tp=tp)
+        replace(held.place, shard=shard, cp=cp, tp=tp)
         for shard in range(parallel.dp_shard)
+        for cp in (range(parallel.cp) if parallel.ep > 1 else (held.place.cp,))
         for tp in range(parallel.tp)
     ]
-    both = parallel.dp_shard > 1 and parallel.tp > 1
-    axis = WHOLE_TENSORS if both else TENSOR if parallel.tp > 1 else SHARD
+    axis = joined(ledger, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
     me = ranks.index(held.place)
     for group in optimizer_groups(config.optimizer, held.model):
         names = [name for name in group.names if name in held.shapes]
@@ -181,17 +182,13 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
             load[owner] += sizes[name]
             if owner == me:
                 from_owner += sum(held.own(name, other) for i, other in enumerate(ranks) if i != me)
-            elif _sends(held, name):
+            elif (
+                next(rank for rank in ranks if held.block(name, rank) == held.block(name, held.place))
+                == held.place
+            ):
                 to_owners += held.own(name)
         ledger.all_to_all(axis, to_owners * size)
         ledger.all_to_all(axis, from_owner * size)
-
-
-def _sends(held: RankParameters, name: str) -> bool:
-    """Whether this is the first of the ranks that hold the same block."""
-    first_of_tp = held.is_cut(name) or held.place.tp == 0
-    copy = held.place.edp if held.is_expert(name) else held.place.shard
-    return first_of_tp and (held.parallel.zero > 0 or copy == 0)
 
 
 def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
@@ -204,7 +201,7 @@ def _scalars(ledger: Ledger, config: Config, held: RankParameters) -> None:
     names = [name for name, _ in held.model.named_parameters()]
     kinds = {(held.is_expert(name), held.is_cut(name)) for name in names}
     experts, cut = (sum(kind[i] for kind in kinds) * 8 for i in range(2))
-    if config.parallel.zero:
+    if held.zero:
         ledger.all_reduce(SHARD, len(kinds) * 8 - experts)
         ledger.all_reduce(EXPERT_SHARD, experts, times=experts > 0)
     ledger.all_reduce(PIPELINE, len(kinds) * 8)

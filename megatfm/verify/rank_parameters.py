@@ -1,7 +1,7 @@
 """What a rank holds of a model's parameters under a layout, worked out without a process group."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -21,18 +21,39 @@ class MeshPosition:
 
     pp: int
     shard: int
+    cp: int
     tp: int
-    experts_over: int = 1
+    parallel: ParallelConfig
 
     @property
     def ep(self) -> int:
         """Which of the ranks that divide experts among them."""
-        return self.shard % self.experts_over
+        return self._folded % self.parallel.ep
 
     @property
     def edp(self) -> int:
         """Which of those that hold the same experts."""
-        return self.shard // self.experts_over
+        return self._folded // self.parallel.ep
+
+    @property
+    def peers(self) -> list["MeshPosition"]:
+        """Those that divide experts among them."""
+        first, parallel = self._folded - self.ep, self.parallel
+        found = []
+        for place in range(first, first + parallel.ep):
+            rest, tp = divmod(place, parallel.tp) if self._folds_tp else (place, self.tp)
+            shard, cp = divmod(rest, parallel.cp)
+            found.append(replace(self, shard=shard, cp=cp, tp=tp))
+        return found
+
+    @property
+    def _folded(self) -> int:
+        place = self.shard * self.parallel.cp + self.cp
+        return place * self.parallel.tp + self.tp if self._folds_tp else place
+
+    @property
+    def _folds_tp(self) -> bool:
+        return self.parallel.expert_tp == "folded"
 
 
 @dataclass(frozen=True)
@@ -64,9 +85,8 @@ class RankParameters:
         shape = list(self.model.get_parameter(name).shape)
         if self.is_expert(name):
             shape[0] //= self.parallel.ep
-        if self.is_cut(name):
-            dim, parts = self._style(name).dim, self.parallel.tp
-            assert dim is not None
+        dim, parts = self._cut_dim(name), self.parallel.tp
+        if dim is not None and parts > 1:
             each = -(-shape[dim] // parts)
             shape[dim] = max(0, min(each, shape[dim] - each * place.tp))
         return tuple(shape)
@@ -81,12 +101,25 @@ class RankParameters:
 
     def shards(self, name: str) -> int:
         """Ranks along that axis."""
-        return self.parallel.dp_shard // (self.parallel.ep if self.is_expert(name) else 1)
+        return self.parallel.ep_within // self.parallel.ep if self.is_expert(name) else self.parallel.dp_shard
+
+    @property
+    def zero(self) -> int:
+        """The stage; 0 where there is nobody to share with."""
+        return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
+
+    def block(self, name: str, place: MeshPosition) -> tuple[int, ...]:
+        """Which of a parameter's blocks a rank holds: the same for all that hold the same one."""
+        part = place.edp if self.is_expert(name) else place.shard
+        return (
+            place.ep if self.is_expert(name) else 0,
+            place.tp if self.is_cut(name) else 0,
+            part if self.zero else 0,
+        )
 
     def is_cut(self, name: str) -> bool:
         """Whether tensor parallelism lays blocks of the parameter on different ranks, rather than copies."""
-        dim, dims = self._style(name).dim, self.model.get_parameter(name).dim()
-        return self.parallel.tp > 1 and dim is not None and -dims <= dim < dims
+        return self.parallel.tp > 1 and self._cut_dim(name) is not None
 
     def is_partial(self, name: str) -> bool:
         """Whether each tensor-parallel rank has only its share of the gradient."""
@@ -102,7 +135,7 @@ class RankParameters:
     def own(self, name: str, place: MeshPosition | None = None) -> int:
         """Elements of the block that is a rank's, by default this one's, after the data axes cut it."""
         place = place or self.place
-        shape, parts = self.shape_at(name, place), self.shards(name) if self.parallel.zero else 1
+        shape, parts = self.shape_at(name, place), self.shards(name) if self.zero else 1
         size = shape[self._data_dim(name)]
         each, part = -(-size // parts), place.edp if self.is_expert(name) else place.shard
         return max(0, min(each, size - each * (part if parts > 1 else 0))) * (prod(shape) // size)
@@ -115,10 +148,13 @@ class RankParameters:
 
     def _data_dim(self, name: str) -> int:
         """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
-        if self._style(name).name != "experts" or self.parallel.zero < 2:
+        if self._style(name).name != "experts" or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
+
+    def _cut_dim(self, name: str) -> int | None:
+        return self._style(name).cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
 
     def _style(self, name: str) -> Style:
         return self.fitted[name.rpartition(".")[0]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
 
     Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
     feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
-    beside other axes, or `ep`. There are as many layers as pipeline stages, and a block of every kind; the cuts are
-    where they are by themselves.
+    beside other axes, or what `ep` needs. There are as many layers as pipeline stages, and a block of every kind; the
+    cuts are where they are by themselves.
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
         few = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
-        parallel = parallel.model_copy(update={"dp_shard": max(few, parallel.ep)})
+        each = parallel.ep // gcd(parallel.ep, -parallel.ep_within)
+        parallel = parallel.model_copy(update={"dp_shard": -(-few // each) * each})
     parallel = parallel.model_copy(update={"cuts": []})
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
     if world_size > MAX_RANKS:

@@ -3,6 +3,7 @@
 State follows from the counts of a whole global batch, so the second step's choices and balance depend on the first's.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,11 +233,54 @@ OTHER_SCHEDULES = {
     f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, schedule=schedule)
     for schedule in ("gpipe", "interleaved", "interleaved-zero-bubble", "dualpipev")
 }
-CONTEXTS = {f"ep2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)}
+CONTEXTS = {
+    **{f"ep2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)},
+    **{f"ep4 of 2 × cp2, zero{zero}": ParallelConfig(dp_shard=2, ep=4, cp=2, zero=zero) for zero in (1, 3)},
+    "ep4 of tp2 × cp2": ParallelConfig(dp_shard=1, ep=4, cp=2, tp=2, expert_tp="folded"),
+    "ep2 × cp2 × tp2, by channels": ParallelConfig(dp_shard=1, ep=2, cp=2, tp=2, expert_tp="channels"),
+}
+
+
+def with_tp(zero: int, **more: Any) -> ParallelConfig:
+    return ParallelConfig(**{"dp_shard": 2, "tp": 2, "zero": zero, **more})
+
+
+TP_OTHERWISE = {
+    2: {
+        "tp2 by channels": with_tp(0, dp_shard=1, expert_tp="channels"),
+        "ep2 of tp2": with_tp(0, dp_shard=1, ep=2, expert_tp="folded"),
+    },
+    4: {
+        **{f"ep2 × tp2 by channels, zero{z}": with_tp(z, ep=2, expert_tp="channels") for z in (0, 1, 2, 3)},
+        "ep2 × tp2 by channels without sequence parallel": with_tp(
+            3, ep=2, expert_tp="channels", sequence_parallel=False
+        ),
+        "tp2 by channels × zero3": with_tp(3, expert_tp="channels"),
+        **{f"ep4 of 2 × tp2, zero{z}": with_tp(z, ep=4, expert_tp="folded") for z in (0, 1, 2, 3)},
+        **{f"ep2 of 2 × tp2, zero{z}": with_tp(z, ep=2, expert_tp="folded") for z in (0, 1, 3)},
+        "ep2 of tp4": with_tp(3, dp_shard=1, tp=4, ep=2, expert_tp="folded"),
+        "ep4 of tp4": with_tp(3, dp_shard=1, tp=4, ep=4, expert_tp="folded"),
+        "ep2 of tp2 × replicas": with_tp(3, dp_shard=1, dp_replicate=2, ep=2, expert_tp="folded"),
+        **{
+            f"ep2 of tp2 × pp2, {s}": with_tp(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", schedule=s)
+            for s in ("1f1b", "zbv")
+        },
+        "tp2 by channels × pp2": with_tp(3, dp_shard=1, pp=2, expert_tp="channels"),
+    },
+}
 
 
 def test_stages_go_in_any_order(workers: Workers) -> None:
     assert workers.run(compare, 4, "top-k", OTHER_SCHEDULES, timeout=300.0)[0] == list(OTHER_SCHEDULES)
+
+
+OTHER_WAYS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), OTHER_WAYS)
+def test_tensor_parallel_ranks_take_experts_in_other_ways(workers: Workers, name: str, ranks: int) -> None:
+    layouts = TP_OTHERWISE[ranks]
+    assert workers.run(compare, ranks, name, layouts, timeout=300.0)[0] == list(layouts)
 
 
 def test_rows_are_cut_beside_experts(workers: Workers) -> None:
@@ -282,6 +326,7 @@ RESUMED = {
     "zero3": (ParallelConfig(dp_shard=2), TP2),
     "ep2": (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=2, zero=1)),
     "ep2 between": (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, ep=2, zero=1)),
+    "ep2 of tp2, channels between": (TP_OTHERWISE[2]["ep2 of tp2"], TP_OTHERWISE[2]["tp2 by channels"]),
 }
 
 
@@ -378,14 +423,14 @@ OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
 }
 
 
-def wrong(fault: str | None, parallel: ParallelConfig) -> set[str]:
+def wrong(fault: str | None, parallel: ParallelConfig, name: str = "top-k") -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault == count_one_rank_s_choices.__name__:
             patch.setattr(native.ModuleState, "update", of_one_rank(native.ModuleState.update))
         elif fault:
             globals()[fault](patch)
-        model, objective, _ = one_device(MODELS["top-k"], batch_for(MODELS["top-k"]))
-        engine, _ = second_step("top-k", parallel, objective)
+        model, objective, _ = one_device(MODELS[name], batch_for(MODELS[name]))
+        engine, _ = second_step(name, parallel, objective)
         return set(test_pipelines.errors(engine, model))
 
 
@@ -420,6 +465,28 @@ def send_gradients_as_many_as_tokens(patch: Patch) -> None:
 def test_swapped_numbers_of_rows_are_loud(workers: Workers) -> None:
     with pytest.raises(Exception, match="Split sizes doesn't match total dim 0 size"):
         workers.run(wrong, 2, send_gradients_as_many_as_tokens.__name__, EP2, timeout=120.0)
+
+
+def add_the_last_bias_everywhere(patch: Patch) -> None:
+    patch.setattr(Experts, "bias_share", property(lambda self: 1.0, lambda self, share: None), raising=False)
+
+
+def limit_each_part_of_a_row(patch: Patch) -> None:
+    """A capacity is filled by a rank's own tokens alone."""
+    patch.setattr(Ranks, "whole", lambda self, x: torch.cat([x, x], 1))
+
+
+OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
+    add_the_last_bias_everywhere: ("deepseek-v3", "tp2 by channels", "experts.b_down"),
+    limit_each_part_of_a_row: ("switch", "ep2 of tp2", "experts.w_up"),
+}
+
+
+@pytest.mark.parametrize("fault", OF_OTHER_WAYS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_of_other_ways_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    name, layout, wanted = OF_OTHER_WAYS[fault]
+    found = workers.run(wrong, 2, fault.__name__, TP_OTHERWISE[2][layout], name, timeout=120.0)
+    assert any(one.endswith(wanted) for one in set[str]().union(*found))
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
@@ -460,6 +527,28 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int) -> None:
     configs["muon"] = traffic_of("top-k", muon, optimizer=test_layouts.MUON)
     if ranks < 8:
         configs |= {name: traffic_of(name, list(layouts.values())[-1]) for name in ("deepseek-v3", "switch")}
+    if ranks == 2:
+        selective = {"recompute": "selective"}
+        configs |= {
+            f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)
+        }
+    assert test_traffic.missed(workers, ranks, configs) == {}
+
+
+@pytest.mark.parametrize("ranks", TP_OTHERWISE)
+def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(workers: Workers, ranks: int) -> None:
+    configs = {layout: traffic_of("top-k", parallel) for layout, parallel in TP_OTHERWISE[ranks].items()}
+    if ranks == 4:
+        configs |= {layout: traffic_of("by batch", parallel) for layout, parallel in CONTEXTS.items()}
+        limited = {"folded": "ep4 of 2 × tp2, zero3", "channels": "ep2 × tp2 by channels, zero1"}
+        for way, layout in limited.items():
+            configs[f"switch, {way}"] = traffic_of("switch", TP_OTHERWISE[4][layout], recompute="full")
+            configs[f"muon, {way}"] = traffic_of(
+                "deepseek-v3", TP_OTHERWISE[4][layout], optimizer=test_layouts.MUON
+            )
+        configs["muon × cp"] = traffic_of(
+            "by batch", CONTEXTS["ep4 of 2 × cp2, zero1"], optimizer=test_layouts.MUON
+        )
     assert test_traffic.missed(workers, ranks, configs) == {}
 
 
@@ -467,7 +556,8 @@ def one_choice_for_all(name: str, ranks: int) -> None:
     """All scores tie: every token goes through the first experts, on one rank, and no other rank has a row."""
     config = MODELS[name]
     batch = batch_for(config)
-    for layout, parallel in EXPERTS_OVER_RANKS[ranks].items():
+    others = TP_OTHERWISE[2] if ranks == 2 else {}
+    for layout, parallel in (EXPERTS_OVER_RANKS[ranks] | others).items():
         if parallel.pp > 1:
             continue
         model, objective = initial_model(config), objective_for(config, batch)
@@ -514,5 +604,73 @@ def moved(parallel: ParallelConfig) -> None:
         torch.testing.assert_close(cut.local[name], wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_muon_moves_experts_wherever_they_are(workers: Workers) -> None:
-    workers.run(moved, 2, EP2, timeout=120.0)
+@pytest.mark.parametrize("layout", [EP2, *TP_OTHERWISE[2].values()], ids=["ep2", *TP_OTHERWISE[2]])
+def test_muon_moves_experts_wherever_they_are(workers: Workers, layout: ParallelConfig) -> None:
+    workers.run(moved, 2, layout, timeout=120.0)
+
+
+def compiled(name: str, layouts: dict[str, ParallelConfig]) -> int:
+    """Blocks are compiled around their experts, without a backend that makes machine code."""
+    blocks = []
+
+    def compile_block(block: nn.Module, *, fullgraph: bool) -> None:
+        blocks.append(fullgraph)
+        block._compiled_call_impl = torch.compile(block._call_impl, fullgraph=fullgraph, backend="aot_eager")
+
+    config = MODELS[name]
+    batch = batch_for(config)
+    model, objective = initial_model(config).train(), objective_for(config, batch)
+    loss = loss_of(objective, model, batch)
+    loss.backward()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        for layout, parallel in layouts.items():
+            engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW, compile_blocks=True)
+            found = engine.forward_backward(test_layouts.microbatches(engine, batch), objective)
+            assert found.loss == pytest.approx(loss.item(), rel=1e-12), layout
+            assert test_pipelines.errors(engine, model) == {}, layout
+            torch._dynamo.reset()
+    assert blocks == [True, False] * (config.n_layers // 2) * len(layouts), "dense ones in one piece"
+    return len(blocks)
+
+
+def test_blocks_are_compiled_around_their_experts(workers: Workers) -> None:
+    layouts = {"zero3": ParallelConfig(dp_shard=2), "tp2": TP2, "ep2": EP2}
+    assert workers.run(compiled, 2, "top-k", layouts, timeout=280.0)[0] == 4 * len(layouts)
+
+
+def order_of_events() -> list[str]:
+    """Of what is sent with dropped-in work, and of that work: the shared experts' forward and backward passes."""
+    config, events = MODELS["deepseek-v3"], list[str]()
+    batch = batch_for(config)
+    objective = objective_for(config, batch)
+    engine = test_layouts.make_engine(config, ParallelConfig(dp_shard=2, ep=2, zero=0), test_layouts.ADAMW)
+
+    def noted(word: str, genuine: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(word)
+            return genuine(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for word in ("leave", "arrive"):
+            patch.setattr(collectives._Journey, word, noted(word, getattr(collectives._Journey, word)))
+        for module in mixtures(engine.model).values():
+            assert module.shared is not None
+            module.shared.register_forward_hook(lambda *_: events.append("shared"))
+            for weight in module.shared.parameters():
+                weight.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+        engine.forward_backward(test_layouts.microbatches(engine, batch)[:1], objective)
+    return events
+
+
+def test_shared_experts_are_computed_while_rows_travel(workers: Workers) -> None:
+    """In the backward pass, while gradients of rows travel, so are those of the weights of shared experts."""
+    found = list(mixtures(build(MODELS["deepseek-v3"])).values())
+    assert found[0].shared is not None
+    weights = len(list(found[0].shared.parameters()))
+    forward, backward = ["leave", "shared", "arrive"], ["leave", *["gradient"] * weights, "arrive"]
+    events = workers.run(order_of_events, 2, timeout=120.0)[0]
+    assert events == forward * len(found) + backward * len(found)

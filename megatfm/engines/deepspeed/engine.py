@@ -53,7 +53,7 @@ from megatfm.engines.state import TrainedState
 from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import OWNERS, PIPELINE, in_order
+from megatfm.parallel.mesh import PIPELINE, in_order
 
 
 class DeepSpeedEngine:
@@ -274,7 +274,7 @@ class DeepSpeedEngine:
         """DeepSpeed is handed ours."""
         ties = {str(group.group_name): PIPELINE for group in (*self.between, *self.ties.groups)}
         data = {placement.data.all for placement in self.layout.values()}
-        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
+        return ties | self.mesh.group_names(self.mesh.owners, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
         if missing := sorted(self.partitions.parts.keys() - self._reached):

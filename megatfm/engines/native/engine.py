@@ -36,8 +36,9 @@ from megatfm.engines.ties import Ties
 from megatfm.errors import MegatfmError
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.context import leave_uncompiled
+from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.layout import ParameterLayout
-from megatfm.parallel.mesh import CONTEXT, OWNERS, PIPELINE, Mesh, in_order
+from megatfm.parallel.mesh import CONTEXT, PIPELINE, Mesh, in_order
 from megatfm.parallel.pipeline_cut import Pipeline
 
 SHARDED = Sharing()
@@ -219,7 +220,7 @@ class NativeEngine:
         """Groups of the axes, of what reduces or gathers over several, and of ties between pipeline ranks."""
         ties = {str(group.group_name): PIPELINE for group in (*self.between, *self.ties.groups)}
         data = {placement.data.all for placement in self.layout.values()}
-        return ties | self.mesh.group_names(OWNERS, self.mesh.data_axes, *sorted(data))
+        return ties | self.mesh.group_names(self.mesh.owners, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
         trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
@@ -232,15 +233,19 @@ class NativeEngine:
 
 def compile_all(found: Iterable[nn.Module], *, autotune: bool, whole: bool = True) -> None:
     """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
-    ones that change, and the rest of the run would go by slower kernels. whole: what lets keys travel, too."""
+    ones that change, and the rest of the run would go by slower kernels. whole: what lets keys travel, too;
+    what says `is_compiled = False`, as experts do, never is."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, SHAPES)
     for block in found:
+        eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
+        for part in eager:
+            replace_forward(part, torch.compiler.disable(part.forward))
         options = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
         if not whole:
             leave_uncompiled(block)
-        block.compile(fullgraph=whole, dynamic=False, **options)
+        block.compile(fullgraph=whole and not eager, dynamic=False, **options)
 
 
 def share(

@@ -1,10 +1,14 @@
 """ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
 from megatfm.engines.precision import Precision
@@ -109,6 +113,7 @@ def _shard(
             reshard_after_forward=reshard,
             shard_placement_fn=dim,
         )
+        _hide_hooks(module)
     for module in (*blocks(stage), stage):
         fully_shard(
             module,
@@ -123,6 +128,24 @@ def _shard(
             # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _hide_hooks(module: nn.Module) -> None:
+    """A block that is computed again must repeat its operations, and what gathers weights inside it may have less to do
+    the second time: selective recomputation is not to see it."""
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return hook(*args, **kwargs)
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return call
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
 
 
 def _alone(stage: nn.Module, layout: ParameterLayout) -> list[tuple[nn.Module, DataAxes]]:

@@ -58,7 +58,9 @@ class Replicated:
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
         self._without: set[str] = set()  # parameters that no pass of the step has reached
-        if mesh.gradient_ranks > 1:
+        data = {axis for placement in layout.values() for axis in placement.data.all}
+        self._sums = any(mesh.size(axis) > 1 for axis in data)
+        if self._sums:
             self._watch()
         self._arriving: dict[int, tuple[Tensor, Work]] = {}
         if self.sharded:
@@ -103,7 +105,7 @@ class Replicated:
 
     def reduce(self) -> None:
         self._missing = []
-        if self._mesh.gradient_ranks == 1:  # nothing to sum, so nothing to pack
+        if not self._sums:  # nothing to sum, so nothing to pack
             own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             self._gradients = all_aligned(own)
             return

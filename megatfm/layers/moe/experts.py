@@ -1,6 +1,7 @@
 """Experts: feed-forward networks side by side, their matrices stacked."""
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -30,10 +31,16 @@ class Experts(nn.Module):
 
     plan = (
         ("", "experts"),
-        ("gathered", "enter"),
-        ("taken", "sequence output"),
-        ("summed", "partial output"),
+        ("gathered", "enter experts"),
+        ("whole", "whole choices"),
+        ("own", "own choices"),
+        ("taken", "taken choices"),
+        ("summed", "leave experts"),
     )
+
+    is_compiled = False
+    """Not with the block around it: torch compiles grouped products in bfloat16 only, and numbers of rows that follow
+    from what tokens are would have it compile again and again."""
 
     b_gate: Tensor | None
     b_up: Tensor | None
@@ -65,8 +72,11 @@ class Experts(nn.Module):
             if made:
                 self.initial[name] = Constant(0.0)
         self.roles = {name: "vector" if name in biases else "matrices" for name in self.initial}
+        self.bias_share = 1.0  # of the last bias, where others add the rest
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
+        # Where ranks that have a part of each row get its other choices, and their part of what follows from all.
+        self.whole, self.own = nn.Identity(), nn.Identity()
 
     def cost(self, tokens: Tokens) -> Cost:
         """A token meets those experts that it chooses."""
@@ -78,18 +88,34 @@ class Experts(nn.Module):
             idle=(self.n_experts - self.top_k) * one,
         )
 
-    def forward(self, x_BTD: Tensor, weights_BTK: Tensor, choices_BTK: Tensor) -> tuple[Tensor, Tensor]:
-        """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none."""
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether rows travel to other ranks."""
+        return self.groups > 1
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        weights_BTK: Tensor,
+        choices_BTK: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
+
+        meanwhile: what is done while rows travel; only where they do.
+        """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
         if self.capacity is not None or self.places is not None:
-            places = self.places or even_share(choices_BTK, self.n_experts, self.capacity or 1.0)
-            taken_BTK = taken_BTK & within_capacity(choices_BTK, self.n_experts, places)
+            of_row_BSK = self.whole(choices_BTK)
+            places = self.places or even_share(of_row_BSK, self.n_experts, self.capacity or 1.0)
+            taken_BTK = taken_BTK & self.own(within_capacity(of_row_BSK, self.n_experts, places))
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
         order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
         rows = Rows(order_M, ends_E, choices_BTK.shape[-1])
         x_ND = x_BTD.flatten(0, 1)
-        made_RD = rows.defined(self.each(rows.of(x_ND), ends_E))
+        given = () if meanwhile is None else (meanwhile,)
+        made_RD = rows.defined(self.each(rows.of(x_ND), ends_E, *given))
         made_RD = made_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
         return self.summed(rows.summed(made_RD, len(x_ND)).view_as(x_BTD)), self.taken(taken_BTK)
 
@@ -108,7 +134,8 @@ class Experts(nn.Module):
             inner_MF = self.activation.function(inner_MF)
         else:
             inner_MF = self.activation(self._product(rows_MD, self.w_gate, self.b_gate, ends_E), inner_MF)
-        return self._product(inner_MF, self.w_down, self.b_down, ends_E)
+        b_down = self.b_down if self.b_down is None or self.bias_share == 1 else self.b_down * self.bias_share
+        return self._product(inner_MF, self.w_down, b_down, ends_E)
 
     def _product(self, rows_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
         made_MO = grouped_linear(rows_MI, weight_EOI, ends_E)

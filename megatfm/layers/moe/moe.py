@@ -1,6 +1,7 @@
 """A mixture of experts in the place of a feed-forward network."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +82,25 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Extra:
         routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)
         choices_BTK = routing.choices.where(real_BT[..., None], len(self.shares))
-        y_BTD, taken_BTK = self.experts(x_BTD, routing.weights, choices_BTK)
-        if self.shared is not None:
+        shared: list[Tensor] = []
+        inputs = [x_BTD, routing.weights, choices_BTK]
+        if self.shared is None:
+            y_BTD, taken_BTK = self.experts(*inputs)
+        elif self.experts.are_elsewhere:
+            of_all = partial(self._share, shared, x_BTD, sequence)
+            y_BTD, taken_BTK = self.experts(*inputs, of_all)
+            y_BTD = y_BTD + shared[0]
+        else:
+            y_BTD, taken_BTK = self.experts(*inputs)
             y_BTD = y_BTD + self.shared(x_BTD, sequence)
         return Extra(
             y_BTD, self._losses(routing, real_BT), self._counts(routing, real_BT, choices_BTK, taken_BTK)
         )
+
+    def _share(self, made: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
+        """Add what the shared experts make to a list."""
+        assert self.shared is not None
+        made.append(self.shared(x_BTD, sequence))
 
     def _losses(self, routing: Routing, real_BT: Tensor) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}

@@ -49,7 +49,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     changes = {
         "dp_replicate": replicas,
         "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "ep": gcd(config.parallel.ep, data_ranks // replicas),
+        "ep": gcd(config.parallel.ep, data_ranks // replicas * _folded_ranks(config)),
     }
     before, parallel = config.parallel.model_dump(), config.parallel.model_copy(update=changes)
     said = [
@@ -64,6 +64,11 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
 def _model_ranks(config: Config) -> int:
     """Ranks over which one copy of the model's work is cut."""
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
+
+
+def _folded_ranks(config: Config) -> int:
+    """Those besides dp_shard's that `ep` divides."""
+    return abs(config.parallel.ep_within // config.parallel.dp_shard)
 
 
 def _choices(config: Config) -> str:

@@ -9,18 +9,26 @@ from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
 from megatfm.train.optimizers.groups import lr_scales, split, stacks, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
+from megatfm.train.optimizers.stacked_muon import StackedMuon
 
 
 @OPTIMIZERS.register("muon")
 def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Muon for matrices inside `layers`, AdamW for embedding, head and vectors."""
+    """Muon for matrices inside `layers`, those of experts in stacks; AdamW for embedding, head and vectors."""
 
-    def make(groups: list[dict[str, Any]]) -> Muon:
+    def alone(groups: list[dict[str, Any]]) -> Muon:
         return Muon(groups, lr=config.matrix_lr, momentum=config.momentum)
+
+    def together(groups: list[dict[str, Any]]) -> StackedMuon:
+        return StackedMuon(groups, lr=config.matrix_lr, momentum=config.momentum)
 
     matrices, rest = split(parameters)
     options = weight_decays(matrices, config.weight_decay)
     rates = lr_scales(matrices, config.matrix_lr / config.lr)
-    names, stacked = list(matrices), stacks(matrices)
-    group = OptimizerGroup(names, "whole_tensor", make, options, rates, stacked=stacked)
-    return [group, *adamw(config, rest)]
+    stacked = stacks(matrices)
+    single = [name for name in matrices if name not in stacked]
+    groups = [OptimizerGroup(single, "whole_tensor", alone, options, rates)]
+    if stacked:
+        several = [name for name in matrices if name in stacked]
+        groups.append(OptimizerGroup(several, "whole_tensor", together, options, rates))
+    return [*groups, *adamw(config, rest)]

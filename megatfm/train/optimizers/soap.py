@@ -11,10 +11,11 @@ from torch import Tensor
 from megatfm.config import SoapConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.train.optimizers.adamw import adamw
-from megatfm.train.optimizers.groups import lr_scales, split, stacks, weight_decays
+from megatfm.train.optimizers.groups import lr_scales, split, weight_decays
 from megatfm.train.optimizers.registry import OPTIMIZERS, Parameters
 
-SIDES = ("left", "right")
+SIDES = {"left": -2, "right": -1}
+"""The dims of a matrix, or of those in a stack."""
 
 
 @OPTIMIZERS.register("soap")
@@ -30,13 +31,14 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
         name: {**decays[name], "rotated": tuple(size <= config.max_dim for size in p.shape[-2:])}
         for name, p in matrices.items()
     }
-    names, rates, stacked = list(matrices), lr_scales(matrices), stacks(matrices)
-    group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked=stacked)
+    names, rates = list(matrices), lr_scales(matrices)
+    group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",))
     return [group, *adamw(config, rest)]
 
 
 class Soap(torch.optim.Optimizer):
-    """For each matrix W [m, n]: Adam on QₗᵀGQᵣ, where Qₗ and Qᵣ follow the eigenvectors of E[GGᵀ] and E[GᵀG].
+    """For each matrix W [m, n], or all of a stack [E, m, n] at once: Adam on QₗᵀGQᵣ, where Qₗ and Qᵣ follow the
+    eigenvectors of E[GGᵀ] and E[GᵀG].
 
     rotated: for each side whether it is; a side that isn't has the identity for its basis. The first step only
     measures, as the authors' code does it; every so many steps the bases are brought up to date by one step of
@@ -65,11 +67,11 @@ class Soap(torch.optim.Optimizer):
         state = self.state[weight]
         state.update(exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
         for side in sides:
-            size = weight.shape[SIDES.index(side)]
-            state[side] = weight.new_zeros(size, size)
+            size = weight.shape[SIDES[side]]
+            state[side] = weight.new_zeros(*weight.shape[:-2], size, size)
         self._measure(weight, group, sides)
         for side in sides:
-            state[f"{side}_basis"] = torch.linalg.eigh(state[side])[1].flip(1)
+            state[f"{side}_basis"] = torch.linalg.eigh(state[side])[1].flip(-1)
 
     def _move(self, weight: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2), step = self.state[weight], group["betas"], group["step"] - 1
@@ -85,23 +87,26 @@ class Soap(torch.optim.Optimizer):
         gradient, state = weight.grad, self.state[weight]
         assert gradient is not None
         for side in sides:
-            product = gradient @ gradient.T if side == "left" else gradient.T @ gradient
+            product = gradient @ gradient.mT if side == "left" else gradient.mT @ gradient
             state[side].lerp_(product, 1 - group["betas"][1])
 
     def _turn(self, state: dict[str, Tensor], sides: list[str]) -> None:
         """One step of orthogonal iteration; the second moments move along when eigenvalues change their order."""
         for side in sides:
             basis, product = state[f"{side}_basis"], state[side] @ state[f"{side}_basis"]
-            order = (basis * product).sum(0).argsort(descending=True, stable=True)
-            state["exp_avg_sq"] = state["exp_avg_sq"].index_select(SIDES.index(side), order)
-            state[f"{side}_basis"] = torch.linalg.qr(product.index_select(1, order))[0]
+            order = (basis * product).sum(-2).argsort(dim=-1, descending=True, stable=True)
+            rows_or_columns = order[..., :, None] if side == "left" else order[..., None, :]
+            moments = state["exp_avg_sq"]
+            state["exp_avg_sq"] = moments.gather(SIDES[side], rows_or_columns.expand_as(moments))
+            ordered = product.gather(-1, order[..., None, :].expand_as(product))
+            state[f"{side}_basis"] = torch.linalg.qr(ordered)[0]
 
 
 def _rotate(matrix: Tensor, state: dict[str, Tensor], *, back: bool = False) -> Tensor:
     """QₗᵀMQᵣ, or back: QₗMQᵣᵀ."""
     left, right = state.get("left_basis"), state.get("right_basis")
     if left is not None:
-        matrix = (left if back else left.T) @ matrix
+        matrix = (left if back else left.mT) @ matrix
     if right is not None:
-        matrix = matrix @ (right.T if back else right)
+        matrix = matrix @ (right.mT if back else right)
     return matrix.clone() if left is None and right is None else matrix

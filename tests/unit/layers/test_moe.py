@@ -466,10 +466,12 @@ def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
     assert cost.idle == (E - 3) * one
 
 
-def test_compilation_is_refused() -> None:
+def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
     values = load_config("mixtral-8x7b").model_dump()
-    values["train"]["compile"] = True
-    with pytest.raises(ValidationError, match=r"train\.compile = true does not go with ffn\.name = 'moe'"):
+    values["train"] |= {"compile": True, "recompute": "full"}
+    with pytest.raises(
+        ValidationError, match=r"train\.recompute = 'full': blocks with .* compiled around their"
+    ):
         Config.model_validate(values)
 
 

@@ -51,11 +51,11 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
         model = build(config.model)
     for path, planned in match(model, complete=parallel.tp > 1).items():
         module = model.get_submodule(path)
-        style = planned.fitted(module, parallel.tp)
+        style = planned.fitted(module, parallel.tp, parallel.expert_tp)
         for key, tensor in module.named_parameters(recurse=False):
             for part in range(parallel.tp) if parallel.tp > 1 else ():
                 mesh: Any = SimpleNamespace(
-                    size=lambda axis: getattr(parallel, axis), rank=lambda axis, part=part: part
+                    size=lambda axis: getattr(parallel, axis, 1), rank=lambda axis, part=part: part
                 )
                 _place(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
@@ -335,9 +335,44 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         MOE,
-        ["parallel.ep=2", "parallel.dp_shard=2", "train.recompute=selective"],
+        ["parallel.ep=3", "parallel.dp_shard=2", "parallel.tp=2", "parallel.expert_tp=folded"],
         None,
-        r"train\.recompute = 'selective': .* can't repeat: set (train\.recompute = 'full'), or parallel\.zero = 1$",
+        r"ep = 3 does not divide dp_shard × tp = 4, over which experts lie: the nearest that does is (2)$",
+        ["parallel.ep={0}"],
+    ),
+    (
+        MOE,
+        ["parallel.dp_shard=1", "parallel.tp=2", "parallel.expert_tp=folded"],
+        None,
+        r"expert_tp = 'folded' divides experts among ranks of ep, and ep = 1: set (ep = 2), or leave it out$",
+        ["parallel.{0}"],
+    ),
+    (
+        MOE,
+        ["parallel.ep=2", "parallel.tp=2", "parallel.expert_tp=folded", "parallel.sequence_parallel=false"],
+        None,
+        r"no tokens of their own to send: set sequence_parallel = true, or (expert_tp = 'channels')$",
+        ["parallel.{0}", "parallel.ep=1"],
+    ),
+    (
+        MOE,
+        ["parallel.expert_tp=channels"],
+        None,
+        r"expert_tp = 'channels' is for tensor-parallel ranks, and tp = 1: leave it out$",
+        ["parallel.expert_tp=whole"],
+    ),
+    (
+        MOE,
+        ["parallel.tp=4", "parallel.expert_tp=channels", "model.ffn.d_ff=50"],
+        None,
+        r"parallel\.tp = 4 does not divide model\.ffn\.d_ff = 50: the nearest tp that fits is (2)$",
+        ["parallel.tp={0}"],
+    ),
+    (
+        MOE,
+        ["train.compile=true", "train.recompute=full"],
+        None,
+        r"compiled around their experts, .*: set (train\.recompute = 'none'), or train\.compile = false$",
         ["{0}"],
     ),
     (

@@ -297,24 +297,33 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("name", ["muon", "soap", "lamb", "adafactor"])
 def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
-    """To the bit, also after its state was stored and put in place again."""
+    """Also after its state was stored and put in place again. Muon and SOAP move all in the same products, which may
+    round otherwise than one alone: Muon's are in bfloat16. SOAP's matrices are square here: the first covariance of
+    others has eigenvalues of 0, whose eigenvectors may be any."""
+    m, n = (5, 5) if name == "soap" else (6, 4)
+    close = {"muon": {"rtol": 0, "atol": 2e-4}, "soap": {"rtol": 1e-9, "atol": 0}}.get(name)
     config = SECTION.validate_python({"name": name, "lr": RATE})
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+    weights = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
 
     def group_of(names: list[str], shape: tuple[int, ...], role: Role) -> OptimizerGroup:
         infos = {each: ParameterInfo(shape, role, True, True) for each in names}
         return next(group for group in OPTIMIZERS.get(name)(config, infos) if group.names)
 
+    def bare(group: OptimizerGroup) -> int:
+        return len(TorchOptimizer(group, {"stack": weights.clone()})._parts["stack"])
+
     alone = {str(i): weights[i].clone() for i in range(3)}
-    one_by_one = TorchOptimizer(group_of(list(alone), (6, 4), "matrix"), alone)
-    stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, 6, 4), "matrices")
+    one_by_one = TorchOptimizer(group_of(list(alone), (m, n), "matrix"), alone)
+    stack, group = {"stack": weights.clone()}, group_of(["stack"], (3, m, n), "matrices")
     assert group.needs == "whole_tensor"
+    assert bare(group) == (1 if close else 3), "of these two, all matrices are moved at once"
     together = TorchOptimizer(group, stack)
-    for step in range(6):
-        gradient = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+    for _ in range(6):
+        gradient = torch.randn(3, m, n, generator=generator, dtype=torch.float64)
         one_by_one.step(dict(zip(alone, gradient, strict=True)), RATE)
         together.step({"stack": gradient}, RATE)
-        assert torch.equal(stack["stack"], torch.stack(list(alone.values()))), step
+        one_each = torch.stack(list(alone.values()))
+        torch.testing.assert_close(stack["stack"], one_each, **(close or {"rtol": 0, "atol": 0}))
         kept, together = together.state(), TorchOptimizer(group, stack)
         together.load(kept)
