@@ -58,8 +58,8 @@ class Replicated:
         self._flying: dict[int, tuple[Tensor, Work]] = {}
         self._missing: list[set[nn.Parameter]] = []  # of each bucket, in the last backward pass
         self._without: set[str] = set()  # parameters that no pass of the step has reached
-        data = {axis for placement in layout.values() for axis in placement.data.all}
-        self._sums = any(mesh.size(axis) > 1 for axis in data)
+        axes = {axis for placement in layout.values() for axis in placement.data.all}
+        self._sums = any(mesh.size(axis) > 1 for axis in axes)
         if self._sums:
             self._watch()
         self._arriving: dict[int, tuple[Tensor, Work]] = {}

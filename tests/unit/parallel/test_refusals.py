@@ -257,13 +257,6 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
     ),
     (
         GPT,
-        ["parallel.cp=2", "train.compile=true"],
-        None,
-        r"cp = 2: what a rank sends depends on the batch, .*: leave train.compile out, or choose (cp = 1)$",
-        ["parallel.{0}"],
-    ),
-    (
-        GPT,
         ["parallel.cp=2", "train.recompute=2 GB"],
         2,
         r"cp = 2: train\.recompute = '2 GB' .*: choose (recompute = 'full') or",
