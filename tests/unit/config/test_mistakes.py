@@ -69,7 +69,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("optimizer.lr=inf", "optimizer.lr = inf: input should be a finite number; for example 0.0003"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: input should be less than 1; the default"),
         ("schedule.final_ratio=1.1", "schedule.final_ratio = 1.1: input should be less than or equal to 1"),
-        ("train.precision=fp6", "train.precision = 'fp6': input should be 'auto', 'fp32', 'bf16', 'fp16', 'fp64', 'fp8' or"),
+        ("train.precision=fp6", "train.precision = 'fp6': input should be 'auto', 'fp32', 'bf16', 'fp16', 'fp64'"),
         ("name=a/b", "name = 'a/b': string should match pattern"),
         ("log.profile=5", "log.profile = 5: input should be a valid string; for example '10:13'"),
         ('run_dir=""', "run_dir: an empty path: give a path, or leave the key out"),
