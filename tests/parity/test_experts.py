@@ -613,9 +613,11 @@ def compiled(name: str, layouts: dict[str, ParallelConfig]) -> int:
     """Blocks are compiled around their experts, without a backend that makes machine code."""
     blocks = []
 
-    def compile_block(block: nn.Module, *, fullgraph: bool) -> None:
+    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool) -> None:
         blocks.append(fullgraph)
-        block._compiled_call_impl = torch.compile(block._call_impl, fullgraph=fullgraph, backend="aot_eager")
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager"
+        )
 
     config = MODELS[name]
     batch = batch_for(config)

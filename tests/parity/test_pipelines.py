@@ -298,7 +298,7 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
     """Bytes sent between pipeline ranks in a step."""
     engine = make_engine(MODEL, parallel)
     batch = test_layouts.global_batch(seed=3)
-    with Traffic({str(engine.mesh.group("pp").group_name): "pp"}) as traffic:
+    with Traffic(engine.process_groups()) as traffic:
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
     return {flow.collective: flow.sent_bytes for flow in traffic.flows() if flow.axis == "pp"}
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from megatfm.engines.native.data_parallel import Sharing, Stages, named_parameters
 from megatfm.engines.precision import Precision
@@ -17,6 +18,9 @@ from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout, Region
 from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
 from megatfm.parallel.torch_stage import reduce_gradients
+
+OF_RECOMPUTATION = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""What torch's selective recomputation watches operations by, in the forward pass and in the second one."""
 
 
 class FullySharded:
@@ -132,14 +136,21 @@ def _shard(
 
 def _hide_hooks(module: nn.Module) -> None:
     """A block that is computed again must repeat its operations, and what gathers weights inside it may have less to do
-    the second time: selective recomputation is not to see it."""
+    the second time: selective recomputation is not to see it; whoever counts what is sent is."""
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return hook(*args, **kwargs)
-            with _disable_current_modes():
-                return hook(*args, **kwargs)
+            with _disable_current_modes() as modes:
+                others = [mode for mode in modes if not isinstance(mode, OF_RECOMPUTATION)]
+                for mode in others:
+                    _push_mode(mode)
+                try:
+                    return hook(*args, **kwargs)
+                finally:
+                    for _ in others:
+                        _pop_mode()
 
         return call
 
