@@ -37,7 +37,7 @@ class MeshPosition:
 
     @property
     def peers(self) -> list["MeshPosition"]:
-        """Those that divide experts among them."""
+        """The ranks that divide experts among them."""
         first, parallel = self._folded - self.ep, self.parallel
         found = []
         for place in range(first, first + parallel.ep):

@@ -84,7 +84,8 @@ def one_device(config: ModelConfig) -> torch.nn.Module:
 def one_device_gradients(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Plain autograd through all logits at once."""
     model.zero_grad()
-    hidden = model(batch["tokens"], positions=batch["positions"], documents=batch["documents"]).hidden
+    inputs = {name: batch[name] for name in ("positions", "documents", "keys") if name in batch}
+    hidden = model(batch["tokens"], **inputs).hidden
     loss = cross_entropy_reference(hidden.flatten(0, 1), model.head.weight, batch["targets"].flatten())
     loss = loss / (batch["targets"] != -100).sum()
     loss.backward()
