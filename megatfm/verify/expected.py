@@ -79,7 +79,7 @@ def expected_flows(config: Config, batch: Arrays) -> list[Flows]:
         mine = range(data_rank * each, (data_rank + 1) * each)
         stages = {stage.index for stage in pipeline.mine(pp)} if pipeline else {0}
         microbatches = [[call for call in calls[i] if call.stage in stages] for i in mine]
-        ledger = Ledger(_sizes(config), {EXPERT: _name_of_experts(config)})
+        ledger = Ledger(_sizes(config), {EXPERT: _name_of_experts(config)}, _exchanged(config))
         for each_calls in microbatches if parallel.tp > 1 else ():
             _activations(ledger, config, model, fitted, each_calls)
         for i in range(each) if parallel.ep > 1 else ():
@@ -103,6 +103,14 @@ def _name_of_experts(config: Config) -> str:
     sizes = _single(config)
     long = [axis for axis in folded(config.parallel.expert_tp) if sizes[axis] > 1]
     return long[0] if len(long) == 1 and sizes[EXPERT_SHARD] == 1 else EXPERT
+
+
+def _exchanged(config: Config) -> dict[str, str]:
+    """Exchanges over several axes go by the experts' group where that has the same ranks."""
+    sizes = _single(config)
+    long = [axis for axis in folded(config.parallel.expert_tp) if sizes[axis] > 1]
+    is_theirs = config.parallel.ep > 1 and len(long) > 1 and sizes[EXPERT_SHARD] == 1
+    return {" × ".join(long): EXPERT} if is_theirs else {}
 
 
 def _single(config: Config) -> dict[str, int]:
