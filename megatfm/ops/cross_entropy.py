@@ -103,6 +103,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
+        # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
+        buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
         hidden_gradient = torch.empty_like(hidden_MD)
         weight_gradient = None
