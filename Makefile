@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-cpus gpu soak lint docs wheel-test system-deps deepspeed moe clean
+.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,9 +25,17 @@ help: ## this list
 quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume, samples, a report
 	@$(RUN) -m megatfm quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
 
-test: $(VENV)/.installed-test $(VENV)/.installed-deepspeed ## the whole suite on the CPU
+PYTEST := $(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder
+
+test: test-setup ## the suite on the CPU, less what is marked slow
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: test-setup ## the whole suite on the CPU: the further cases of each grid, too
+	$(PYTEST) $(ARGS)
+
+.PHONY: test-setup
+test-setup: $(VENV)/.installed-test $(VENV)/.installed-deepspeed
 	@$(MAKE) --no-print-directory system-deps || echo "system-deps failed: tests that need them are skipped"
-	$(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
 # What a CPU of another kind would round otherwise, as far as this one can act as such: instruction sets of torch's kernels,
 # oneDNN and MKL, and two threads. Whether models learn, and whether another rate shows, depends on none of it.
