@@ -72,7 +72,7 @@ def test_gradients_are_summed_in_float32(workers: Workers) -> None:
 
 def reduced_in_bfloat16() -> set[torch.dtype]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fully_sharded, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy(torch.bfloat16))
+        patch.setattr(fully_sharded, "MixedPrecisionPolicy", lambda *_: MixedPrecisionPolicy(torch.bfloat16))
         return set(summed("zero 3"))
 
 
