@@ -19,6 +19,11 @@ def of_pairs(bias: Tensor, keys: int) -> Tensor:
     return bias.unfold(-1, keys, 1).flip(-2) if by_distance(bias) else bias
 
 
+def of_last(bias: Tensor, queries: int, keys: int) -> Tensor:
+    """Those of the last keys, in the form in which they are."""
+    return bias[..., -(queries + keys - 1) :] if by_distance(bias) else bias[..., -keys:]
+
+
 def of_tile(bias_NL: Tensor, total: int, first: int, queries: int, start: int, keys: int) -> Tensor:
     """Those of neighbouring queries, from `first` of `total` on, and of keys from `start` on, [N, b, M]."""
     at = start - first - queries + total
