@@ -75,7 +75,7 @@ class Core(nn.Module):
         sequence: SequenceMetadata,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """[B, N, T, H]; bias broadcasts to [B, N, T, S]."""
+        """[B, N, T, H]; bias: as of `attention_reference`."""
         return self.of_heads(self.dropout.part, q_BNTH, k_BKSH, v_BKSH, sequence, bias)
 
     def of_heads(
@@ -103,7 +103,7 @@ class Core(nn.Module):
             seen,
             self.variant,
             drops=rng_keys is not None,
-            biased=bias is not None,
+            bias=bias,
             sinks=sinks is not None,
             of_values=v_BKSH.shape[-1],
         )

@@ -13,6 +13,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm, SplitRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.distances import of_last
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
@@ -77,7 +78,7 @@ class HeadsAttention(nn.Module):
             if cache is not None:
                 k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH, keeps=self.keeps)
                 sequence = sequence.with_keys(k_BKSH.shape[2])
-                bias = None if bias is None else bias[..., -k_BKSH.shape[2] :]
+                bias = None if bias is None else of_last(bias, q_BNTH.shape[2], k_BKSH.shape[2])
         else:
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)

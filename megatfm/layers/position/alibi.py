@@ -32,8 +32,9 @@ class Alibi(nn.Module):
         self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[1, N, T, S]."""
-        return -self.slopes[:, None, None] * sequence.distances().abs()[None, None]
+        """For each distance, [N, T + S − 1], or for all pairs, [N, T, S] (`SequenceMetadata.distances_once`)."""
+        distances = sequence.distances_once().abs()
+        return -self.slopes.view(-1, *[1] * distances.dim()) * distances
 
 
 ALIBI = POSITIONS.register("alibi")(Position(bias=Alibi))

@@ -48,9 +48,9 @@ class RelativeBias(nn.Module):
         self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[1, N, T, S]."""
-        bucket_TS = buckets(sequence.distances(), self.n_buckets, self.farthest, causal=causal)
-        return F.embedding(bucket_TS, self.weight).permute(2, 0, 1)[None]
+        """For each distance, [N, T + S − 1], or for all pairs, [N, T, S] (`SequenceMetadata.distances_once`)."""
+        bucket = buckets(sequence.distances_once(), self.n_buckets, self.farthest, causal=causal)
+        return F.embedding(bucket, self.weight).movedim(-1, 0)
 
 
 T5 = POSITIONS.register("t5")(Position(bias=RelativeBias))

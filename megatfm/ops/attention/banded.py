@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.bands import Band, add_tiles, tiles
+from megatfm.ops.attention.distances import add_tile, of_tile
 from megatfm.ops.attention.tiles import (
     ROOM,
     How,
@@ -23,16 +24,20 @@ HELD = 2**21
 """Scores of the tiles whose keys' gradients, which overlap, are held at once."""
 
 
-def forward(band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: How) -> None:
-    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there."""
+def forward(
+    band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, how: How
+) -> None:
+    """Puts output and logarithms of the sums into `out` and `lse` [B, N, T, ·], or merges them with what is there.
+
+    bias: by distance."""
+    added = _added(band, bias, q, k.shape[1])
     q, out, lse = (_by_keys(x, band, k.shape[1]) for x in (q, out, lse))
     k, v = (_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
-    bias = _bias(band, q.shape[1], q.dtype)
     for first, start, count in _parts(band, HELD, q):
         keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        found = attend(_queries(q, first, count, band), keys, values, bias, None, how, band.causal)
+        found = attend(_queries(q, first, count, band), keys, values, added, None, how, band.causal)
         places = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         made = [_of_heads(x, q.shape[1], band) for x in found]
         if band.more:
@@ -43,13 +48,13 @@ def forward(band: Band, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tenso
 
 def backward(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, how: How,
+    dv: Tensor, bias: Tensor | None, of_bias: Tensor | None, how: How,
 ) -> None:  # fmt: skip
-    """Adds to the gradients of q, k and v; the latter are [B, K, S, ·] in the type of `lse`."""
-    heads, width = k.shape[1], q.shape[-1]
+    """Adds to the gradients of q, k and v, and of a bias that learns; all but that of q in the type of `lse`."""
+    heads, length, width = k.shape[1], *q.shape[2:]
+    added = _added(band, bias, q, heads)
     g, q, out, lse, dq = (_by_keys(x, band, heads) for x in (g, q, out, lse, dq))
     k, v, dk, dv = (_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
-    bias = _bias(band, q.shape[1], q.dtype)
     folded = k.shape[-1] != width
     if folded and (band.causal or q.shape[1] * band.queries * band.keys > FOLDED):
         folded, k, v = False, k[..., :-ROOM], v[..., :-ROOM]
@@ -59,9 +64,13 @@ def backward(
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            found = _products(gc, qc, kc, vc, oc, lc, bias, how.scale)
+            found = _products(gc, qc, kc, vc, oc, lc, added, how.scale)
         else:
-            found = attend_backward(gc, qc, kc, vc, oc, lc, bias, None, how, band.causal)
+            learns = of_bias is not None
+            *found, part = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
+            if of_bias is not None:
+                of_head = part.sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
+                add_tile(of_bias, of_head, length, band.first, band.start)
         of_q = _of_heads(found[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
         place.copy_(place + of_q if band.more else of_q)
@@ -100,14 +109,24 @@ def _parts(band: Band, held: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
         yield band.part(at, count)
 
 
-def _bias(band: Band, groups: int, dtype: torch.dtype) -> Tensor | None:
-    """−∞ where a query does not look, [1, 1, g·b, M]; None where all is seen."""
-    if not band.edges:
+def _added(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
+    """What is added to scores, [X or 1, 1, g·b, M]: the bias, and −∞ where a query does not look; None: nothing.
+
+    All tiles of a band are equally far from their keys, so that it is one for all of them.
+    """
+    rows, n_heads, total = q.shape[:3]
+    if bias is not None:
+        added = of_tile(bias.to(q.dtype), total, band.first, band.queries, band.start, band.keys).contiguous()
+    elif band.edges:
+        added = q.new_zeros(n_heads // heads, band.queries, band.keys)
+    else:
         return None
-    bias = torch.zeros(groups, band.queries, band.keys, dtype=dtype, device=band.edges[0][1].device)
     for at, seen in band.edges:
-        bias[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
-    return bias.view(1, 1, -1, band.keys)
+        added[..., at : at + seen.shape[-1]].masked_fill_(~seen, -torch.inf)
+    if bias is None:
+        return added.view(1, 1, -1, band.keys)
+    by_keys = added.view(heads, 1, -1, band.keys)
+    return by_keys.repeat(rows if band.row is None else 1, 1, 1, 1)
 
 
 def _products(

@@ -5,7 +5,7 @@ scores again from the logarithm of their sum (Dao et al. 2022), and adds up what
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatfm.ops.attention import banded
 from megatfm.ops.attention.bands import Band
+from megatfm.ops.attention.distances import of_blocks
 from megatfm.ops.attention.pieces import Grid, Piece, pieces
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.tiles import (
@@ -41,20 +42,20 @@ def blocked(
     k_BKSH: Tensor,
     v_BKSV: Tensor,
     seen: Visible,
-    bias_BNTS: Tensor | None,
+    bias: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without biases; a query that sees nothing gets 0."""
+    """As `attention_reference`, with biases by distance only; a query that sees nothing gets 0."""
     queries = q_BNTH.shape[2]
-    same = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap
+    same = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap and bias is None
     visits, size = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=same)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    how = How.of(visits, size, q.shape[-1], variant)
-    made: Tensor = _Blocked.apply(q, k, v, drawn, sinks_N, how)
+    how = How.of(visits, size, q.shape[-1], variant, queries=queries)
+    made: Tensor = _Blocked.apply(q, k, v, bias, drawn, sinks_N, how)
     return made if made.shape[2] == queries else made[:, :, :queries]
 
 
@@ -80,71 +81,89 @@ def block_size(seen: Visible) -> int:
 class Chunk:
     """Some rows that are computed together. flat: numbers of the gathered key blocks in all of the batch and heads.
 
-    bias: −∞ where a query does not look, [R or 1, K' or 1, g·b, M·b]. table: as of a piece.
+    added: to the scores, [R or 1, K' or 1, g·b, M·b]: a bias, and −∞ where a query does not look. table: as of a piece.
+    distances: which numbers of the bias, [R, n, b, M·b].
     """
 
     rows: Tensor
     flat: Tensor
     heads: int
     size: int
-    bias: Tensor | None
+    added: Tensor | None
     table: Tensor
+    distances: Tensor | None
 
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None, how: How
-    ) -> Tensor:
-        out, lse = with_sinks(*forward(q, k, v, drawn, how), sinks)
-        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None,
+        sinks: Tensor | None, how: How,
+    ) -> Tensor:  # fmt: skip
+        out, lse = with_sinks(*forward(q, k, v, drawn, how, bias), sinks)
+        ctx.save_for_backward(q, k, v, bias, drawn, sinks, out, lse)
         ctx.how = how
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
-        dq, dk, dv = backward(g, q, k, v, out, lse, drawn, ctx.how)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, gradient_of_sinks(g, out, lse, sinks), None
+        q, k, v, bias, drawn, sinks, out, lse = ctx.saved_tensors
+        of_bias = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        dq, dk, dv = backward(g, q, k, v, out, lse, drawn, ctx.how, bias, of_bias)
+        of_sinks = gradient_of_sinks(g, out, lse, sinks)
+        return (
+            dq, dk.to(k.dtype), dv.to(v.dtype), None if of_bias is None else of_bias.to(bias.dtype), None,
+            of_sinks, None,
+        )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and logarithms of the sums [B, N, T, 1] over these keys, −∞ where none is seen; T and S divide into
-    blocks."""
+    blocks. bias: by distance."""
     filled = torch.empty if how.is_banded else torch.zeros
     out = filled(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for band in how.visits:
         if isinstance(band, Band):
-            banded.forward(band, q, k, v, out, lse, how)
-    for chunk in _chunks(how, q, k):
+            banded.forward(band, q, k, v, out, lse, bias, how)
+    for chunk in _chunks(how, q, k, bias):
         (qc,), (kc, vc) = _queries(chunk, q), _keys(chunk, k, v)
         keep = _kept(chunk, drawn, how)
-        part, total = attend(qc, kc, vc, chunk.bias, keep, how)
+        part, total = attend(qc, kc, vc, chunk.added, keep, how)
         _put(out, part, chunk)
         _put(lse, total, chunk)
     return out, lse
 
 
 def backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too."""
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How,
+    bias: Tensor | None = None, of_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys, others too.
+
+    That of a bias that learns is added to `of_bias`.
+    """
     dq = torch.empty_like(q) if how.is_banded else torch.zeros_like(q)
-    folded = is_folded(q, v, drawn, how)
+    folded = is_folded(q, v, drawn, how) and bias is None
     dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
     if folded:
         k, v = with_room(k), with_room(v)
     lse = lse.masked_fill(lse == -torch.inf, 0)
     for band in how.visits:
         if isinstance(band, Band):
-            banded.backward(band, g, q, k, v, out, lse, dq, dk, dv, how)
-    for chunk in _chunks(how, q, k):
+            banded.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, of_bias, how)
+    for chunk in _chunks(how, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            found = products_backward(gc, qc, kc, vc, oc, lc, chunk.bias, how.scale)
+            found = products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale)
         else:
-            found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.bias, _kept(chunk, drawn, how), how)
+            keep, learns = _kept(chunk, drawn, how), of_bias is not None
+            *found, part = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)
+            if of_bias is not None and part is not None:
+                part = part.unflatten(2, (-1, chunk.size)).flatten(1, 2)
+                of_bias.index_put_(_of_heads(chunk, q.shape[1]), part, accumulate=True)
         _put(dq, found[0], chunk)
         for total, part in ((dk, found[1]), (dv, found[2])):
             part = part.reshape(len(chunk.flat), -1).to(total.dtype)
@@ -168,7 +187,7 @@ def gradient_of_sinks(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None)
     return -(share * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
+def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
     size = how.size
     N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
     for piece in how.visits:
@@ -181,21 +200,37 @@ def _chunks(how: How, q: Tensor, k: Tensor) -> Iterator[Chunk]:
         # One mask for all rows is made into a bias once.
         shared = None
         if piece.mask is not None and len(piece.mask) == 1:
-            shared = _bias(piece.mask, count * size, N // heads, q.dtype)
+            shared = _hidden(piece.mask, count * size, N // heads, q.dtype)
         for at in range(0, len(piece.rows), step):
             rows, table = piece.rows[at : at + step], piece.table[at : at + step]
             flat = (((rows // Q)[:, None] * K + of_head)[..., None] * J + table).flatten()
-            bias = shared
+            added = shared
             if piece.mask is not None and shared is None:
-                bias = _bias(piece.mask[at : at + step], count * size, N // heads, q.dtype)
-            yield Chunk(rows, flat, heads, size, bias, table)
+                added = _hidden(piece.mask[at : at + step], count * size, N // heads, q.dtype)
+            if bias is None:
+                yield Chunk(rows, flat, heads, size, added, table, None)
+                continue
+            distances = of_blocks(bias.shape[1], how.queries, size, rows % Q, table)
+            chunk = Chunk(rows, flat, heads, size, added, table, distances)
+            found = bias.to(q.dtype)[_of_heads(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
+            yield replace(chunk, added=found if added is None else found + added)
 
 
-def _bias(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
+def _of_heads(chunk: Chunk, n_heads: int) -> tuple[Tensor, Tensor]:
+    """Heads and distances [R, N, b, M·b] of the numbers of a bias."""
+    assert chunk.distances is not None
+    heads = torch.arange(n_heads, device=chunk.rows.device)[:, None, None]
+    distances = chunk.distances
+    if distances.shape[1] > 1:
+        distances = distances.repeat_interleave(n_heads // distances.shape[1], 1)
+    return heads, distances
+
+
+def _hidden(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
     """−∞ where masked, [R, n, g·b, M·b], of which the mask says the last columns."""
-    bias = torch.zeros(*mask.shape[:3], keys, dtype=dtype, device=mask.device)
-    bias[..., keys - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
-    return bias.repeat(1, 1, groups, 1)
+    hidden = torch.zeros(*mask.shape[:3], keys, dtype=dtype, device=mask.device)
+    hidden[..., keys - mask.shape[-1] :].masked_fill_(~mask, -torch.inf)
+    return hidden.repeat(1, 1, groups, 1)
 
 
 def _queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:

@@ -32,12 +32,12 @@ def flex(
     k_BKSH: Tensor,
     v_BKSV: Tensor,
     seen: Visible,
-    bias_BNTS: Tensor | None,
+    bias: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """As `attention_reference`, without biases.
+    """As `attention_reference`, with biases by distance only.
 
     Probabilities are dropped inside the kernel, by the keys: with scores of −∞ at what is dropped it gives the mean of
     the values that are left, and the logarithm of the sum over these. A second pass gives that over all of them.
@@ -54,6 +54,8 @@ def flex(
         "return_aux": AuxRequest(lse=sinks_N is not None or rng_keys_BNT is not None),
     }
     capped = _capped(variant.softcap) if variant.softcap else None
+    if bias is not None:
+        capped = _biased(bias.to(q_BNTH.dtype), q_BNTH.shape[2], capped)
     if rng_keys_BNT is None:
         made, beside = run(q_BNTH, k_BKSH, v_BKSV, score_mod=capped, **options)
         if sinks_N is None:
@@ -99,6 +101,14 @@ def _capped(most: float) -> Callable[..., Tensor]:
         return most * torch.tanh(score / most)
 
     return cap
+
+
+def _biased(bias_NL: Tensor, total: int, capped: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    def add(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        score = score if capped is None else capped(score, b, n, q, k)
+        return score + bias_NL[n, k - q + (total - 1)]
+
+    return add
 
 
 def _dropped(keys_BNT: Tensor, threshold: int, capped: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatfm.ops.attention.distances import of_pairs
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.visible import Visible
 from megatfm.ops.compiled import constant_when_compiled
@@ -26,15 +27,15 @@ def fused(
     k_BKSH: Tensor,
     v_BKSV: Tensor,
     seen: Visible,
-    bias_BNTS: Tensor | None,
+    bias: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
     causal, mask = seen.plain == "causal", seen.mask()
-    if bias_BNTS is not None:
-        mask = _masked_bias(bias_BNTS.to(q_BNTH.dtype), mask, causal)
+    if bias is not None:
+        mask = _masked_bias(of_pairs(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask is not None)
     if allowed and groups > 1 and (mask is not None or q_BNTH.dtype == torch.float32):
@@ -46,7 +47,7 @@ def fused(
             k_BKSH,
             v_BKSV,
             attn_mask=mask,
-            is_causal=causal and bias_BNTS is None,
+            is_causal=causal and bias is None,
             scale=variant.scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )

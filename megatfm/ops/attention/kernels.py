@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.blocks import blocked
+from megatfm.ops.attention.distances import by_distance
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.fused import fused
 from megatfm.ops.attention.products import Variant, attention_reference
@@ -29,8 +30,9 @@ LONG_ON_GPU = 256
 class Case:
     """What is asked of a kernel. scores: B · N · T · S. plain: see `Visible`. drops: probabilities are dropped.
 
-    biased: numbers for all pairs are added to the scores. sinks: scores without keys take part. compiled: a block is
-    being compiled. in_runs: FlashAttention takes its heads, and a window of whole documents says what is seen.
+    biased: numbers for all pairs are added to the scores. by_distance: one for each distance. sinks: scores without
+    keys take part. compiled: a block is being compiled. in_runs: FlashAttention takes its heads, and a window of whole
+    documents says what is seen.
     """
 
     device: str
@@ -45,6 +47,7 @@ class Case:
     sinks: bool = False
     compiled: bool = False
     in_runs: bool = False
+    by_distance: bool = False
 
     @classmethod
     def of(
@@ -55,7 +58,7 @@ class Case:
         variant: Variant,
         *,
         drops: bool,
-        biased: bool = False,
+        bias: Tensor | None = None,
         sinks: bool = False,
         of_values: int | None = None,
     ) -> Self:
@@ -75,17 +78,18 @@ class Case:
             seen.plain,
             softcap,
             drops,
-            biased,
+            bias is not None and not by_distance(bias),
             sinks,
             compiled,
             in_runs,
+            by_distance(bias),
         )
 
     @property
     def masked(self) -> bool:
         """Whether torch's fused kernels would need all scores, or a mask of all pairs, and those are many."""
         long = LONG_ON_GPU if self.device == "cuda" else LONG
-        changed = self.softcap or self.drops or self.sinks
+        changed = self.softcap or self.drops or self.sinks or self.by_distance
         return self.queries >= long and (self.plain is None or changed)
 
 
@@ -110,7 +114,7 @@ def _on_cpu_by_blocks(case: Case) -> bool:
 
 def _on_gpu_by_runs(case: Case) -> bool:
     """FlashAttention computes in half precision, and with nothing between scores and probabilities."""
-    changed = case.softcap or case.drops or case.biased or case.sinks
+    changed = case.softcap or case.drops or case.biased or case.by_distance or case.sinks
     half = case.dtype in (torch.bfloat16, torch.float16)
     return case.device == "cuda" and half and case.in_runs and not changed
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatfm.ops.attention.distances import of_pairs
 from megatfm.ops.attention.visible import ALL, Visible
 from megatfm.ops.dropout import dropout
 
@@ -29,14 +30,15 @@ def attention_reference(
     k_BKSH: Tensor,
     v_BKSV: Tensor,
     seen: Visible = ALL,
-    bias_BNTS: Tensor | None = None,
+    bias: Tensor | None = None,
     variant: Variant = Variant(),
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale + bias) v over what is seen, written out; [B, N, T, V].
 
-    bias broadcasts to [B, N, T, S]; it is added after the soft cap. sinks: a score for each head that takes part in the
+    bias broadcasts to [B, N, T, S], or says it by distance (`megatfm.ops.attention.distances`); it is added after the
+    soft cap. sinks: a score for each head that takes part in the
     softmax, but has no key (Agarwal et al. 2025, gpt-oss). A query that sees no key gets the mean of v.
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
@@ -46,8 +48,8 @@ def attention_reference(
     scores_BNTS = (q_BNTH * scale) @ k_BKSH.transpose(-1, -2)
     if variant.softcap:
         scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
-    if bias_BNTS is not None:
-        scores_BNTS = scores_BNTS + bias_BNTS.to(scores_BNTS.dtype)
+    if bias is not None:
+        scores_BNTS = scores_BNTS + of_pairs(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
     mask = seen.mask()
     if seen.plain == "causal":
         queries, keys = scores_BNTS.shape[-2:]

@@ -33,6 +33,7 @@ class How:
     """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
 
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
+    queries: how many there are, without those that fill up the last block.
     """
 
     visits: Sequence[Piece | Band]
@@ -41,6 +42,7 @@ class How:
     softcap: float
     threshold: int
     places: Tensor | None = None
+    queries: int = 0
 
     @property
     def is_banded(self) -> bool:
@@ -55,10 +57,13 @@ class How:
         width: int,
         variant: Variant,
         places: Tensor | None = None,
+        queries: int = 0,
     ) -> Self:
         """width: of a head."""
         scale = width**-0.5 if variant.scale is None else variant.scale
-        return cls(visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places)
+        return cls(
+            visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places, queries
+        )
 
 
 def attend(
@@ -92,13 +97,14 @@ def attend_backward(
     keep: Tensor | None,
     how: How,
     causal: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` over all keys."""
-    if is_plain(q, v, keep, how):
-        found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+    learns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k and v, and where the bias learns, of that; `out` and `lse` over all keys."""
+    if is_plain(q, v, keep, how) and not learns:
+        dq, dk, dv = _flash_backward(
             g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=how.scale
         )
-        return found
+        return dq, dk, dv, None
     scores, slope = _scores(q, k, bias, how)
     shares = scores.to(lse.dtype).sub_(lse).exp_()
     of_shares, used = g @ v.transpose(-1, -2), shares
@@ -106,9 +112,10 @@ def attend_backward(
         factor = keep.to(shares.dtype) * (LEVELS / (LEVELS - how.threshold))
         of_shares, used = of_shares * factor, shares * factor
     of_scores = (of_shares - (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).mul_(shares)
+    of_bias = of_scores if learns else None
     of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
     of_q, of_k = (of_scores @ k) * how.scale, of_scores.transpose(-1, -2) @ (q * how.scale)
-    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g
+    return of_q, of_k, used.to(q.dtype).transpose(-1, -2) @ g, of_bias
 
 
 def with_room(x: Tensor) -> Tensor:

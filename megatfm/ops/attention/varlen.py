@@ -34,7 +34,7 @@ def varlen(
     k_BKTH: Tensor,
     v_BKTH: Tensor,
     seen: Visible,
-    bias_BNTS: Tensor | None,
+    bias: Tensor | None,
     variant: Variant,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,

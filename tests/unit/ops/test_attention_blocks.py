@@ -1,6 +1,6 @@
 """Attention by blocks against the written-out reference: output and every gradient, in float64 to the last digits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from megatfm.ops.attention import (
     banded,
     bands,
     blocks,
+    distances,
     flex,
     pieces,
 )
@@ -90,13 +91,20 @@ PLAIN = Variant()
 
 
 def compare(
-    tensors: list[Tensor], seen: Visible, variant: Variant = PLAIN, keys: Tensor | None = None
+    tensors: list[Tensor],
+    seen: Visible,
+    variant: Variant = PLAIN,
+    keys: Tensor | None = None,
+    bias: Tensor | None = None,
+    function: Callable[..., Tensor] = blocks.blocked,
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
     ours, wanted = (
-        function(*tensors[:3], seen, None, variant, keys, *tensors[3:])
-        for function in (blocks.blocked, attention_reference)
+        function(*tensors[:3], seen, bias, variant, keys, *tensors[3:])
+        for function in (function, attention_reference)
     )
+    if bias is not None and bias.requires_grad:
+        tensors = [*tensors, bias]
     y = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
         wanted.dtype
     )
@@ -111,6 +119,42 @@ def compare(
 def test_gradients_against_the_reference(pattern: Pattern, kv_heads: int) -> None:
     for layout in layouts():
         assert compare(inputs(kv_heads), Seen(pattern, layout, 0, N)) < 1e-13
+
+
+def biases(heads: int = N) -> Tensor:
+    """A number for each head and distance, as large as scores."""
+    generator = torch.Generator().manual_seed(heads)
+    return 3 * torch.randn(heads, 2 * T - 1, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_biases_by_distance(pattern: Pattern) -> None:
+    """They have a gradient (T5), or none (ALiBi)."""
+    for kv_heads, layout in zip((N, 2, 1, N), layouts(), strict=True):
+        seen = Seen(pattern, layout, 0, N)
+        assert compare(inputs(kv_heads), seen, bias=biases()) < 1e-13
+        assert compare(inputs(kv_heads), seen, bias=biases().requires_grad_()) < 1e-13
+
+
+@pytest.mark.parametrize("pattern", [Window(10), Full(causal=True), BigBird(4, 1, 0, N)], ids=repr)
+def test_biases_by_distance_with_all_else(pattern: Pattern) -> None:
+    variant, sinks = (
+        Variant(softcap=2.0, dropout=0.3),
+        torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
+    )
+    tensors = [*inputs(2, width=6), sinks.requires_grad_()]
+    for layout in layouts():
+        assert compare(tensors, Seen(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_()) < 1e-13
+
+
+def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
+    """Written out, for queries that end at the last key as those after a cache do."""
+    queries, keys, bias = 5, 9, torch.randn(2, 13)
+    wanted = torch.stack(
+        [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
+    )
+    assert torch.equal(distances.of_pairs(bias, keys), wanted)
+    assert torch.equal(distances.of_tile(bias, queries, 1, 3, 4, 5), wanted[:, 1:4, 4:9])
 
 
 KEYS = dropout.mix(torch.arange(B * N * T).view(B, N, T), 5)
@@ -271,8 +315,9 @@ def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.Mo
         seen = Seen(pattern, layout, 0, N)
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
         for given in (None, sinks):
-            made = flex.flex(q, k, v, seen, None, variant, None, given)
-            wanted = attention_reference(q, k, v, seen, None, variant, None, given)
-            torch.testing.assert_close(made, wanted)
+            for bias in (None, biases()):
+                made = flex.flex(q, k, v, seen, bias, variant, None, given)
+                wanted = attention_reference(q, k, v, seen, bias, variant, None, given)
+                torch.testing.assert_close(made, wanted)
         visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
         assert torch.equal(visited, seen.blocks(SIZE).expand(B, N, -1, -1))
