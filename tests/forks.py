@@ -61,8 +61,13 @@ class Command:
         assert self.process.pid
         return self.process.pid
 
-    def is_running(self) -> bool:
-        return self.process.is_alive()
+    def until_lines(self, path: Path, count: int, seconds: float = 120) -> None:
+        """Wait until a file has so many lines; it is a failure to end before."""
+        deadline = time.monotonic() + seconds
+        while not path.exists() or path.read_bytes().count(b"\n") < count:
+            assert self.process.is_alive(), self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
 
     def wait(self, seconds: float = 240) -> int:
         """Its exit code, as a shell's `$?` without 128 for signals."""
@@ -180,12 +185,3 @@ def _become(program: str, words: list[str], folder: str, environment: dict[str, 
         with contextlib.suppress(io.UnsupportedOperation, BrokenPipeError):
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def wait_for_lines(path: Path, count: int, command: Command, seconds: float = 120) -> None:
-    """Wait until a file has so many lines; a command that ends before is a failure."""
-    deadline = time.monotonic() + seconds
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert command.is_running(), command.said
-        assert time.monotonic() < deadline, command.said
-        time.sleep(0.02)

@@ -16,7 +16,7 @@ from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import DONE
 from tests.e2e.test_training import curve, run_training
-from tests.forks import Command, megatfm, wait_for_lines
+from tests.forks import Command, megatfm
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
     launch = Command([*words, "train.steps=300"], folder / "said", folder)
-    wait_for_lines(folder / "run/metrics.jsonl", 3, launch)
+    launch.until_lines(folder / "run/metrics.jsonl", 3)
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.wait(60) == 75, launch.said
     stopped_at = len(curve(folder / "run"))
