@@ -10,7 +10,7 @@ import torch
 
 from megatfm import checkpoint
 from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import STEPS
+from tests.e2e.slurm.conftest import STEPS, Project
 from tests.e2e.test_training import curve
 
 
@@ -89,12 +89,20 @@ def test_preempted(alone, project):
     assert_same_run(job.run_dir, alone)
 
 
+def again_words(project: Project) -> list[object]:
+    """For `launch`: the small run as a job, once more."""
+    return [*project.small, "--slurm", "--nodes", 1, "--nproc", 1]
+
+
 def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     slow = project.trouble("slow", "0.3")
     job = project.launch()
     job.until_step(7)
     assert re.search(
         rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
+    )
+    assert f"job {job.number} is of this run, and runs" in project.megatfm(
+        "launch", *again_words(project), code=2
     )
     project.cluster.slurm("scancel", job.number)
     job.finish("CANCELLED", timeout=60)
@@ -124,12 +132,14 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
     assert "none of its jobs is in the queue" in project.megatfm("cancel", job.run_dir, code=2)
 
 
+@pytest.mark.slow  # what `launch` says is above, and the lock in tests/e2e/test_resilience.py
 def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
     slow = project.trouble("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)
-    again = [*project.small, "--slurm", "--nodes", 1, "--nproc", 1]
-    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again, code=2)
+    assert f"job {first.number} is of this run, and runs" in project.megatfm(
+        "launch", *again_words(project), code=2
+    )
     script = project.run_dir / "slurm" / "pretrain.sbatch"
     said = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(said.strip(), project.run_dir)  # past us
