@@ -95,7 +95,7 @@ def again_words(project: Project) -> list[object]:
 
 
 def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
-    slow = project.trouble("slow", "0.3")
+    slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
     assert re.search(
