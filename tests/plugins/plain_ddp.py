@@ -17,7 +17,6 @@ from megatfm.engines.registry import ENGINES
 from megatfm.engines.state import TrainedState
 from megatfm.errors import UsageError
 from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import OWNERS
 
 
 @ENGINES.register("ddp")
@@ -109,4 +108,4 @@ class DdpEngine:
         return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(blocks(self.model))) * block_input)
 
     def process_groups(self):
-        return self.mesh.group_names(self.mesh.data_axes, OWNERS)
+        return self.mesh.group_names(self.mesh.data_axes, self.mesh.owners)

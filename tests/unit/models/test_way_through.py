@@ -20,8 +20,7 @@ HERE = Path(megatfm.__file__).parent
 
 def way() -> list[str]:
     """The functions of the package between the loop and the first product, the outermost first."""
-    engine, found = make_engine(MODEL, ParallelConfig(), ADAMW), list[str]()
-    real = linear.F.linear
+    found, real = list[str](), linear.F.linear
 
     def noted(*args: Any) -> Tensor:
         if not found:
@@ -31,6 +30,7 @@ def way() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear.F, "linear", noted)
+        engine = make_engine(MODEL, ParallelConfig(), ADAMW)
         forward_backward(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
     return found
 
