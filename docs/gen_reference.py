@@ -1,7 +1,7 @@
 """MkDocs hook: the configuration reference, made from the config classes whenever the docs are built."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatfm.config import Config
-from megatfm.config.base import PathStr
+from megatfm.config.base import PathStr, Section
 from megatfm.config.prep import PrepConfig
 
 INTRODUCTION = (
@@ -33,21 +33,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def page(title: str, kind: type[BaseModel]) -> str:
+def page(title: str, kind: type[Section]) -> str:
     """One config class as Markdown: a table for the keys outside a section, then one for each section."""
     parts = [f"# {title}", str(kind.__doc__), INTRODUCTION]
-    alone = {name: field for name, field in kind.model_fields.items() if not sections(field)}
-    parts.append(table(alone.items()))
+    parts.append(table(kind, [name for name, field in kind.model_fields.items() if not sections(field)]))
     for name, field in kind.model_fields.items():
         title = f"[[{name}]]" if get_origin(field.annotation) is tuple else f"[{name}]"
         for section in sections(field):
             # Every key each time: a key that one section has and another has not would else look alike.
             parts.append(f"## `{title}`{variant(section) if len(sections(field)) > 1 else ''}")
-            parts += [str(section.__doc__), table(section.model_fields.items()), *inside(name, section)]
+            parts += [str(section.__doc__), table(section, section.model_fields), *inside(name, section)]
     return "\n\n".join(parts) + "\n"
 
 
-def inside(place: str, section: type[BaseModel]) -> Iterator[str]:
+def inside(place: str, section: type[Section]) -> Iterator[str]:
     """The sections in a section, however deep."""
     for key, field in section.model_fields.items():
         kinds = sections(field)
@@ -57,11 +56,11 @@ def inside(place: str, section: type[BaseModel]) -> Iterator[str]:
         for kind in kinds:
             yield f"### `{name}`{variant(kind) if len(kinds) > 1 else ''}"
             yield str(kind.__doc__)
-            yield table(kind.model_fields.items())
+            yield table(kind, kind.model_fields)
             yield from inside(name, kind)
 
 
-def variant(section: type[BaseModel]) -> str:
+def variant(section: type[Section]) -> str:
     """Which of a key's sections this is."""
     field = section.model_fields["name"]
     named = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
@@ -69,7 +68,7 @@ def variant(section: type[BaseModel]) -> str:
     return " of a plugin" if name is PydanticUndefined else f" with `name = {json.dumps(name)}`"
 
 
-def sections(field: FieldInfo) -> list[type[BaseModel]]:
+def sections(field: FieldInfo) -> list[type[Section]]:
     """The section classes that a field may hold."""
     return list(dict.fromkeys(_classes(field.annotation)))
 
@@ -79,22 +78,24 @@ def only_sections(field: FieldInfo) -> bool:
     return bool(sections(field)) and get_origin(field.annotation) not in (list, dict, tuple)
 
 
-def _classes(kind: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+def _classes(kind: Any) -> Iterator[type[Section]]:
+    if isinstance(kind, type) and issubclass(kind, Section):
         yield kind
     elif get_origin(kind) is not Literal:
         for part in get_args(kind):
             yield from _classes(part)
 
 
-def table(fields: Any) -> str:
-    rows = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
-    for name, field in fields:
+def table(section: type[Section], names: Iterable[str]) -> str:
+    """Of these keys of a section."""
+    rows, meanings = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"], section.meanings()
+    for name in names:
+        field = section.model_fields[name]
         cells = (
             f"`{name}`",
             "section" if only_sections(field) else spelled(field.annotation, field.metadata),
             default(field),
-            str(field.description or ""),
+            meanings.get(name, ""),
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(rows)

@@ -1,12 +1,25 @@
 """What every config section shares: frozen, typed, no unknown keys; and paths that know where they came from."""
 
+import ast
+import inspect
 import os
+import textwrap
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticUndefined
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticUndefined
 
 from megatfm.errors import UsageError
 
@@ -30,7 +43,33 @@ class LacksOptionError(UsageError, AttributeError):
 class Section(BaseModel):
     """One section of a config file: immutable, and every key is known."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """What each key means: the string below it. Read from the source when it is asked for, and not, as pydantic
+        would, whenever a command starts."""
+        found: dict[str, str] = {}
+        for section in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
+            try:
+                (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+            except (OSError, TypeError):  # of a plugin that is no file
+                continue
+            for key, text in pairwise(getattr(body, "body", ())):
+                match key, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(says))
+                    ):
+                        found[name] = inspect.cleandoc(says)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.meanings()
+        for key in keys.keys() & meanings.keys():
+            keys[key].setdefault("description", meanings[key])
+        return schema
 
     @model_validator(mode="before")
     @classmethod

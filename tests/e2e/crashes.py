@@ -1,8 +1,8 @@
 """Kills at seeded moments: a run that is killed again and again ends as if it never had been.
 
-`python -m tests.e2e.crashes CORPUS FOLDER --kills 20 --seed 0` forks every rank from one process that has imported all
-there is to import, kills one of them in the middle of a step or of a part of a save, starts again from what is there,
-and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON object.
+`python -m tests.e2e.crashes CORPUS FOLDER '{"alone": 6}' --seed 0` forks every rank from one process that has imported
+all there is to import, kills one of them in the middle of a step or of a part of a save, starts again from what is
+there, and at the end compares the curve and every stored bit with runs that nobody killed. It prints one JSON object.
 """
 
 import argparse
@@ -239,20 +239,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("kills", type=json.loads, help="how many by layout, as a JSON object")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    for slow in {*ENGINES} - {"native"}:
+    asked = "".join(word for layout in given.kills for word in LAYOUTS[layout][1])
+    for slow in (engine for engine in ENGINES if f"engine={engine}" in asked):
         importlib.import_module(slow)  # once, and not in every rank
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with contextlib.redirect_stdout(sys.stderr):
         report = run_series(
             given.corpus,
             given.folder,
-            shares(given.kills),
+            given.kills,
             given.seed,
             given.overrides,
         )

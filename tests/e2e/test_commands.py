@@ -1,13 +1,13 @@
-"""The commands as a user types them, on real processes."""
+"""The commands as a user types them, in processes that are forked (tests/forks.py)."""
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,9 @@ from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import DONE
 from tests.e2e.test_training import curve, run_training
+from tests.forks import Command, megatfm
 
 ROOT = Path(__file__).parents[2]
-
-
-def megatfm(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatfm", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +30,25 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.toml").write_text(SMALL.format(corpus=corpus))
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
-    process = subprocess.Popen([sys.executable, "-m", "megatfm", *words, "train.steps=300"], cwd=folder)
-    metrics = folder / "run/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
+    launch = Command([*words, "train.steps=300"], folder / "said", folder)
+    launch.until_lines(folder / "run/metrics.jsonl", 3)
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.wait(60) == 75, launch.said
     stopped_at = len(curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
-    resumed = megatfm(*words, *more, cwd=folder)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "Traceback" not in resumed.stdout + resumed.stderr
-    assert "Warning" not in resumed.stdout + resumed.stderr
+    said = megatfm(*words, *more, said=folder / "said again", cwd=folder)
+    assert "Traceback" not in said
+    assert "Warning" not in said
     assert [line["step"] for line in curve(folder / "run")] == list(range(1, stopped_at + 4))
     return folder / "run"
 
 
-def test_what_a_user_does_with_a_run(trained):
-    sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1)
-    assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.startswith("def ")
-    evaluated = megatfm("evaluate", trained, "--compressors")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert "bits per byte" in evaluated.stdout
+def test_what_a_user_does_with_a_run(trained, tmp_path):
+    said = tmp_path / "said"
+    sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, said=said)
+    assert sampled.startswith("def ")
+    assert "bits per byte" in megatfm("evaluate", trained, "--compressors", said=said)
     results = json.loads((trained / "evaluation.json").read_text())["sets"]
     in_training = curve(trained)[-1]["evaluation"]
     for name, result in results.items():
@@ -70,8 +58,7 @@ def test_what_a_user_does_with_a_run(trained):
         f"{tool} -9, {way}" for tool in ("gzip", "xz") for way in ("per document", "joined")
     }
     assert baselines["xz -9, joined"] < baselines["gzip -9, joined"] < baselines["gzip -9, per document"]
-    reported = megatfm("report", trained)
-    assert reported.returncode == 0, reported.stderr
+    megatfm("report", trained, said=said)
     page = (trained / "report.html").read_text()
     assert "held-out" in page
     assert "def " in page
@@ -86,11 +73,10 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         "train.steps=40",
         "evaluate.every=1000",
     ]
-    result = megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stdout + result.stderr
-    assert "Warning" not in result.stdout + result.stderr
-    stages = [line for line in result.stdout.splitlines() if line.startswith("$ megatfm ")]
+    told = megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, said=tmp_path / "said", cwd=tmp_path)
+    assert "Traceback" not in told
+    assert "Warning" not in told
+    stages = [line for line in told.splitlines() if line.startswith("$ megatfm ")]
     assert [stage.split()[2] for stage in stages] == [
         *("prep", "launch", "launch", "generate", "generate", "evaluate", "report"),
     ]
@@ -102,7 +88,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
         "report.html",
         "Next",
     ):
-        assert said in result.stdout[result.stdout.index("What came out") :]
+        assert said in told[told.index("What came out") :]
     run = tmp_path / "runs/quickstart-my-texts"
     assert [line["step"] for line in curve(run)] == list(range(1, 41))
     assert (run / "report.html").is_file()
@@ -117,13 +103,10 @@ def test_the_commands_of_the_readme_run_as_they_stand(texts, tmp_path):
     lines = [line for line in block.splitlines() if line.startswith("megatfm ")]
     assert [line.split()[1] for line in lines] == ["prep", "launch", "generate", "evaluate", "report"]
     tiny = "model.d_model=32 model.ffn.d_ff=64 model.n_layers=1 train.steps=4 schedule.warmup_steps=1"
-    less = f'case $1 in prep) set -- "$@" read.folder=\'{texts}\';; launch) set -- "$@" {tiny};; esac'
-    shell = f'megatfm() {{ {less}; "{sys.executable}" -m megatfm "$@"; }}; set -e\n' + "\n".join(lines)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    less = {"prep": [f"read.folder={texts}"], "launch": tiny.split()}
+    for line in lines:
+        words = shlex.split(line)[1:]
+        megatfm(*words, *less.get(words[0], []), said=tmp_path / "said", cwd=tmp_path)
     assert (tmp_path / "runs/quickstart/report.html").is_file()
 
 
@@ -143,6 +126,7 @@ def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
         assert ours[f"{tool} -9, joined"] == pytest.approx(8 * len(theirs) / len(text), rel=tolerance)
 
 
+@pytest.mark.slow  # tests/unit/engines/native/test_compile.py has the same numbers without the command
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: apt-get install g++")
 def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_path):
     words = [
@@ -151,7 +135,8 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     ]
     assert workers.run(run_training, 2, make_config(*words, run="eager")) == [DONE, DONE]
     more = [f"run_dir={tmp_path / 'compiled'}", "train.compile=true"]
-    compiled = megatfm("launch", config_file, "--nproc", 2, *words, *more)
+    command = [sys.executable, "-m", "megatfm", "launch", config_file, "--nproc", "2", *words, *more]
+    compiled = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert compiled.returncode == 0, compiled.stderr
     for line, other in zip(curve(tmp_path / "eager"), curve(tmp_path / "compiled"), strict=True):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-9)

@@ -135,22 +135,25 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", said[0]), said[0]
 
 
-def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
-    words = deepspeed("parallel.zero=3")
-    faults = {"is_killed": "ended without a word", "sleeps": r"has not moved for \d+ s"}
-    patience = {"is_killed": 600, "sleeps": 20}
-    runs = {
-        how: start(*words, f"train.hang_seconds={patience[how]}", run=how, fault=Fault(1, "step", how))
-        for how in faults
-    }
-    for how, run in runs.items():
-        codes = run.wait(120)
-        assert codes[0] == FAILED, (how, codes, run.said(0))
-        assert re.search(rf"error: rank 1 on \S+ at step \d, step: {faults[how]}", run.said(0)), run.said(0)
-        (failed,) = [event for event in run.events() if event["event"] == "failed"]
-        assert failed["ranks"] == [1]
+@pytest.mark.parametrize(
+    ("how", "what", "patience"),
+    [
+        ("is_killed", "ended without a word", 600),
+        pytest.param("sleeps", r"has not moved for \d+ s", 20, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, patience: int) -> None:
+    """What sees a hang knows no engine: tests/e2e/test_resilience.py."""
+    words = deepspeed("parallel.zero=3", f"train.hang_seconds={patience}")
+    run = start(*words, fault=Fault(1, "step", how))
+    codes = run.wait(120)
+    assert codes[0] == FAILED, (how, codes, run.said(0))
+    assert re.search(rf"error: rank 1 on \S+ at step \d, step: {what}", run.said(0)), run.said(0)
+    (failed,) = [event for event in run.events() if event["event"] == "failed"]
+    assert failed["ranks"] == [1]
 
 
+@pytest.mark.slow  # the variables of a rank are those of torchrun
 @pytest.mark.timeout(900)  # four processes import torch; on a busy machine
 def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=2"]

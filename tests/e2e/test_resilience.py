@@ -7,9 +7,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch
 from megatfm import checkpoint
 from megatfm.errors import DONE, FAILED, LOCKED, REQUEUE
 from tests.e2e.ranks import Fault, Ranks, Start
+from tests.forks import Command
 
 HANG = 6.0
 HOST = socket.gethostname()
@@ -27,10 +28,28 @@ STEPS = {"startup": 0, "step": 2, "evaluation": 2, "save": 6}
 SEEN_IN = {"startup": "start", "step": "step", "evaluation": "evaluation", "save": "(?:save|step|evaluation)"}
 
 
-@pytest.mark.parametrize("how", ["raises", "exits", "is_killed"])
-def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, how: str) -> None:
-    runs = {(r, p): start("train.hang_seconds=600", run=p, fault=Fault(r, p, how)) for r, p in FAULTS}
-    for (rank, phase), run in runs.items():
+Case = tuple[str, tuple[int, str]]
+
+
+def grid(first: list[Case], faults: dict[str, list[tuple[int, str]]]) -> Any:
+    """Cases side by side: the first, which have each way in some phase and each phase, and all others."""
+    others = [(how, fault) for how in faults for fault in faults[how] if (how, fault) not in first]
+    return pytest.mark.parametrize(
+        "cases",
+        [pytest.param(first, id="each"), pytest.param(others, id="others", marks=pytest.mark.slow)],
+    )
+
+
+@grid(
+    [("raises", FAULTS[1]), ("raises", FAULTS[3]), ("exits", FAULTS[0]), ("is_killed", FAULTS[2])],
+    dict.fromkeys(("raises", "exits", "is_killed"), FAULTS),
+)
+def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: list[Case]) -> None:
+    runs = {
+        (how, fault): start("train.hang_seconds=600", run=f"{how}-{fault[1]}", fault=Fault(*fault, how))
+        for how, fault in cases
+    }
+    for (how, (rank, phase)), run in runs.items():
         codes = run.wait(60)
         assert codes[1 - rank] == FAILED, (phase, codes, run.said(1 - rank))
         assert codes[rank] == {"raises": FAILED, "exits": 3, "is_killed": -9}[how], phase
@@ -50,37 +69,39 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, how: str) 
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST]), phase
 
 
-def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is_named(start: Start) -> None:
-    """While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for."""
-    layouts = {4: ("parallel.pp=4", "parallel.dp_shard=1"), 8: ("parallel.pp=4", "parallel.dp_shard=2")}
-    for ranks, layout in layouts.items():
-        rank = ranks // 2 + 1
-        run = start(*layout, run=f"on-{ranks}", ranks=ranks, fault=Fault(rank, "schedule", "raises"))
-        run.processes[rank].join(120)
-        ended = time.monotonic()
-        assert run.wait(30) == [FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
-        assert time.monotonic() - ended < 20
-        (failed,) = [event for event in run.events() if event["event"] == "failed"]
-        assert failed["ranks"] == [rank]
-        assert "ZeroDivisionError: a planted fault" in run.said(rank)
-        others = [run.said(each) for each in range(ranks) if each != rank]
-        assert all(f"error: rank {rank} on {HOST} at step " in said for said in others), others
-
-
-@pytest.mark.parametrize(
-    ("how", "faults"),
-    [
-        ("is_stopped", FAULTS),
-        ("sleeps", FAULTS),
-        ("sticks_in_c", FAULTS[1::2]),
-        ("sticks_and_holds_the_interpreter", FAULTS[2:3]),
-    ],
-)
-def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(
-    start: Start, how: str, faults: list[tuple[int, str]]
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_stage_that_raises_in_the_middle_of_a_schedule_ends_all_at_once_and_is_named(
+    start: Start, ranks: int
 ) -> None:
-    runs = {(r, p): start(f"train.hang_seconds={HANG}", run=p, fault=Fault(r, p, how)) for r, p in faults}
-    for (rank, phase), run in runs.items():
+    """While some ranks wait for its gradients, and others for hidden vectors that it has yet to ask for."""
+    layout, rank = ("parallel.pp=4", f"parallel.dp_shard={ranks // 4}"), ranks // 2 + 1
+    run = start(*layout, ranks=ranks, fault=Fault(rank, "schedule", "raises"))
+    run.processes[rank].join(120)
+    ended = time.monotonic()
+    assert run.wait(30) == [FAILED] * ranks, [run.said(each)[-300:] for each in range(ranks)]
+    assert time.monotonic() - ended < 20
+    (failed,) = [event for event in run.events() if event["event"] == "failed"]
+    assert failed["ranks"] == [rank]
+    assert "ZeroDivisionError: a planted fault" in run.said(rank)
+    others = [run.said(each) for each in range(ranks) if each != rank]
+    assert all(f"error: rank {rank} on {HOST} at step " in said for said in others), others
+
+
+@grid(
+    [
+        ("is_stopped", FAULTS[0]),
+        ("sleeps", FAULTS[1]),
+        ("sticks_and_holds_the_interpreter", FAULTS[2]),
+        ("sticks_in_c", FAULTS[3]),
+    ],
+    {"is_stopped": FAULTS, "sleeps": FAULTS, "sticks_in_c": FAULTS[1::2]},
+)
+def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, cases: list[Case]) -> None:
+    runs = {
+        (how, fault): start(f"train.hang_seconds={HANG}", run=f"{how}-{fault[1]}", fault=Fault(*fault, how))
+        for how, fault in cases
+    }
+    for (how, (rank, phase)), run in runs.items():
         codes = run.wait(HANG + 60, without=[rank] if how == "is_stopped" else [])
         assert codes[1 - rank] == FAILED, (phase, codes, run.said(1 - rank))
         said = run.said(1 - rank)
@@ -120,7 +141,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
 ) -> None:
     # Each rank stands for a node, with a disk of its own.
     often = (
-        "train.steps=40", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
+        "train.steps=16", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
         "checkpoint.local_every=2", f"checkpoint.local={tmp_path}/node-$RANK",
     )  # fmt: skip
     whole = start(*often, run="whole")
@@ -138,7 +159,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     assert again.wait(90) == [DONE, DONE], again.said(0)
     (resumed,) = [event["detail"] for event in again.events() if event["event"] == "resumed"]
     assert int(resumed.removeprefix("from step-")) >= 6
-    last = "checkpoints/step-00000040"
+    last = "checkpoints/step-00000016"
     first, second = (checkpoint.read_tensors(folder / last) for folder in (whole.folder, run.folder))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
@@ -147,7 +168,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
         for folder in (whole.folder, run.folder)
     ]
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 40
+    assert len(losses[0]) == 16
 
 
 def test_a_rank_that_never_comes_is_named(start: Start) -> None:
@@ -222,15 +243,15 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
         'plugins=["crashes"]',
         "resilience.max_failures=1",
     ]
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
-    done = subprocess.run(
-        [sys.executable, *agent, "--monitor-interval=0.1", "-m", "megatfm", "train", *words],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    agent = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1"]
+    torchrun = Command(
+        [*agent, "-m", "megatfm", "train", *words],
+        tmp_path / "said",
+        environment={**os.environ, "PYTHONPATH": str(tmp_path)},
+        program="torch.distributed.run",
     )
-    said = done.stdout + done.stderr
+    assert torchrun.wait(120) != 0
+    said = torchrun.said
     assert "never gets far" in said
     assert "1 restarts in a row gained no checkpoint beyond step 0 (resilience.max_failures)" in said
 

@@ -76,7 +76,7 @@ HALF = ["train.precision=fp16", "train.recompute=full", "log.norms_every=4"]
         (["parallel.dp_shard=2"], signal.SIGTERM),
         (["parallel.tp=2"], signal.SIGUSR1),
         (["parallel.dp_shard=2", "parallel.zero=1", *HALF], signal.SIGINT),
-        (["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1),
+        pytest.param(["parallel.dp_shard=2", "parallel.zero=0"], signal.SIGUSR1, marks=pytest.mark.slow),
     ],
     ids=["zero3 on 2", "tp2", "zero1 on 2, float16, recomputed", "zero0 on 2"],
 )

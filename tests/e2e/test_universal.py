@@ -88,7 +88,7 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
     workers: Workers, corpus: Path, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

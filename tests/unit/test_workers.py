@@ -168,11 +168,14 @@ def test_misuse_is_refused(workers: Workers) -> None:
 
 
 SESSION = """
-import os, sys
-from tests.unit.test_workers import facts
-from tests.workers import Workers
+import os
+import tests.workers
+from tests.e2e.ranks import free_port  # any function that pulls in nothing
+tests.workers.PRELOAD[:] = ["torch.distributed.tensor.debug"]  # and nothing else that takes seconds
 if __name__ == "__main__":
-    print(*[fact["pid"] for fact in Workers().run(facts, 2)], flush=True)
+    workers = tests.workers.Workers()
+    workers.run(free_port, 2)
+    print(*[worker.process.pid for worker in workers._team], flush=True)
     os.kill(os.getpid(), 9)
 """
 

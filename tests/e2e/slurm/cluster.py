@@ -26,6 +26,8 @@ ENDED = {
     "OUT_OF_MEMORY",
 }
 
+POLL_SECONDS = 0.25
+"""Between two questions to SLURM, each of which is a process."""
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
 REPORTS: dict[str, str] = {}
 """What SLURM said of each job at its end, for the summary; taken out by the fixture that hands it on."""
@@ -136,7 +138,7 @@ class Job:
         while not what():
             assert time.monotonic() < end, self.report("waited in vain")
             assert self.state not in ENDED or what(), self.report("it ended in the meantime")
-            time.sleep(0.1)
+            time.sleep(POLL_SECONDS)
 
     def until_step(self, step: int, timeout: float = 240) -> None:
         self.until(lambda: self.steps >= step, timeout)
@@ -146,7 +148,7 @@ class Job:
         end = time.monotonic() + timeout
         while (now := self.state) not in ENDED or self._may_be_requeued(now):
             assert time.monotonic() < end, self.report(f"not at an end after {timeout} s")
-            time.sleep(0.1)
+            time.sleep(POLL_SECONDS)
         assert now == state, self.report(f"{state} was expected")
         print(self.cluster.slurm("scontrol", "show", "job", self.number))
         record = self.record()

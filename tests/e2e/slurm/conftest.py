@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import pytest
 from tests.conftest import SUMMARY
 from tests.e2e.conftest import PREP, SMALL
 from tests.e2e.slurm.cluster import HERE, REPORTS, Cluster, Job, run, why_not
+from tests.forks import Command
 
-# The run of these tests: two layers, forty steps, a checkpoint every five. Layout: ZeRO-3 on two ranks.
+# The run of these tests: two layers, forty steps, a checkpoint every five; ZeRO-3 where there are two ranks.
 STEPS = 40
 OVERRIDES = (
     f"train.steps={STEPS}",
@@ -86,14 +86,10 @@ class Project:
         return {**self.cluster.environment, "PYTHONPATH": path, "TROUBLE": str(self.folder / "trouble")}
 
     def megatfm(self, *words: object, code: int = 0) -> str:
-        """Run a command in the project's folder; returns what it wrote."""
-        command = [sys.executable, "-m", "megatfm", *map(str, words)]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=240
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == code, f"{command}: exit {done.returncode}\n{said}"
-        return said
+        """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
+        command = Command(words, self.folder / "said", self.folder, self.environment)
+        assert command.wait() == code, f"{words}\n{command.said}"
+        return command.said
 
     def submit(self, *words: object) -> list[Job]:
         """`megatfm launch … --slurm`; returns the job, or all of a chain."""
@@ -101,8 +97,8 @@ class Project:
         (numbers,) = re.findall(r"^jobs? ([\d, ]+) (?:is|are) queued", said, re.MULTILINE)
         return [self.cluster.job(number, self.run_dir) for number in numbers.split(", ")]
 
-    def launch(self, *words: object, nodes: object = 2) -> Job:
-        """Submit the small run, one process on each node."""
+    def launch(self, *words: object, nodes: object = 1) -> Job:
+        """Submit the small run, one process on each node: each takes seconds to import what it needs."""
         return self.submit(*self.small, "--nodes", nodes, "--nproc", 1, *words)[0]
 
     def sbatch(self, script: str, *words: object, **environment: str) -> Job:
@@ -156,4 +152,12 @@ def project(new_project: Callable[[str], Project]) -> Project:
 @pytest.fixture(scope="session")
 def whole(new_project: Callable[[str], Project]) -> Job:
     """The run that nothing interrupts: two nodes, a process on each."""
-    return new_project("whole").launch()
+    return new_project("whole").launch(nodes=2)
+
+
+@pytest.fixture(scope="session")
+def alone(new_project: Callable[[str], Project]) -> Path:
+    """The run directory of the same run in one process, without SLURM."""
+    project = new_project("alone")
+    project.megatfm("train", *project.small)
+    return project.run_dir

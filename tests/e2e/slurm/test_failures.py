@@ -9,14 +9,6 @@ from tests.e2e.test_training import curve
 
 
 @pytest.fixture(scope="module")
-def hanging(new_project) -> Job:
-    """A job whose second rank hangs at its seventh step, until the job is restarted."""
-    project = new_project("hanging")
-    project.trouble("hang-first", "1")
-    return project.launch("train.hang_seconds=20")
-
-
-@pytest.fixture(scope="module")
 def crashing(new_project) -> Job:
     """A job that fails before its first checkpoint whenever it is started."""
     project = new_project("crashing")
@@ -25,8 +17,8 @@ def crashing(new_project) -> Job:
 
 
 @pytest.fixture(autouse=True)
-def ahead(hanging, crashing) -> None:
-    """Both take their time, while the other tests run."""
+def ahead(crashing) -> None:
+    """It takes its time, while the other tests run."""
 
 
 def test_a_config_that_can_not_be_is_not_tried_again(project):
@@ -60,8 +52,16 @@ def test_hostile_paths_and_values_reach_no_shell(new_project):
 
 
 def test_torchrun_starts_the_ranks_of_each_node(whole, project):
-    slow = project.trouble("slow", "0.5")
-    job = project.launch("--start", "torchrun")
+    job = project.launch("--start", "torchrun", nodes=2)
+    assert job.finish()["NumNodes"] == "2"
+    whole.finish()
+    assert curve(job.run_dir) == curve(whole.run_dir)
+
+
+@pytest.mark.slow  # two nodes are above, and stops that reach torchrun's workers in tests/unit/launchers/test_agent.py
+def test_a_stop_reaches_torchrun_s_ranks(whole, project):
+    slow = project.trouble("slow", "0.3")
+    job = project.launch("--start", "torchrun", nodes=2)
     job.until_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
     job.until(lambda: job.state != "RUNNING")
@@ -79,7 +79,10 @@ def test_a_crash_loop_stops_by_itself(crashing):
     assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in crashing.log
 
 
-def test_a_rank_that_hangs_is_named_and_the_run_restarted(hanging, whole):
+@pytest.mark.slow  # a hang is named in tests/e2e/test_resilience.py, and what fails is restarted above
+def test_a_rank_that_hangs_is_named_and_the_run_restarted(project, whole):
+    project.trouble("hang-first", "1")
+    hanging = project.launch("train.hang_seconds=20", nodes=2)
     assert hanging.finish()["Restarts"] == "1"
     first, _ = json.loads((hanging.run_dir / "restarts.json").read_text())
     assert (first["code"], first["failed_rank"], first["failed_host"]) == (1, 1, first["nodes"][1])

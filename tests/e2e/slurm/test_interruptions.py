@@ -3,29 +3,31 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatfm import checkpoint
 from tests.e2e.slurm.cluster import Job, run
-from tests.e2e.slurm.conftest import STEPS
+from tests.e2e.slurm.conftest import STEPS, Project
 from tests.e2e.test_training import curve
 
 
-def assert_same_run(job: Job, whole: Job) -> None:
+def assert_same_run(run: Path, whole: Path) -> None:
     """The joined loss curve and the last checkpoint are those of the run that nothing interrupted."""
-    whole.finish()
-    assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
-    assert curve(job.run_dir) == curve(whole.run_dir)
+    assert [line["step"] for line in curve(run)] == list(range(1, STEPS + 1))
+    assert curve(run) == curve(whole)
     last = f"checkpoints/step-{STEPS:08}"
-    one, other = (checkpoint.read_tensors(run / last) for run in (job.run_dir, whole.run_dir))
+    one, other = (checkpoint.read_tensors(folder / last) for folder in (run, whole))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
 
 
-# Three jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
+NAMESPACES = "needs network namespaces: without them, what runs on a killed node lives on"
+
+# Two jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +40,22 @@ def limited(new_project) -> Job:
 
 
 @pytest.fixture(scope="module")
-def bereft(new_project) -> Iterator[dict[str, tuple[Job, str]]]:
-    """Two jobs that have each lost their second node, with all that ran there: one has the other nodes to spare."""
-    spare, fewer = new_project("spare"), new_project("fewer")
-    if not spare.cluster.has_namespaces:
-        pytest.skip("needs network namespaces: without them, what runs on a killed node lives on")
-    for project in (spare, fewer):
-        project.trouble("slow-first", "1")
-    (fewer.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
-    jobs = {"fewer": fewer.launch("--site", "site.toml", nodes="1-2"), "spare": spare.launch()}
-    lost = {}
-    for name, job in jobs.items():
-        job.until_step(7)
-        lost[name] = (job, job.nodes[-1])
-        job.cluster.node("kill", job.nodes[-1])
-    yield lost
-    for job, node in lost.values():
-        job.cluster.node("start", node)
+def bereft(new_project) -> Iterator[tuple[Job, str]]:
+    """A job that has lost its second node, with all that ran there; there are others to spare."""
+    project = new_project("spare")
+    if not project.cluster.has_namespaces:
+        pytest.skip(NAMESPACES)
+    project.trouble("slow-first", "0.5")
+    yield from without_a_node(project.launch(nodes=2))
+
+
+def without_a_node(job: Job) -> Iterator[tuple[Job, str]]:
+    """The job and the name of the node that is killed under it; started again at the end."""
+    job.until_step(7)
+    node = job.nodes[-1]
+    job.cluster.node("kill", node)
+    yield job, node
+    job.cluster.node("start", node)
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +63,9 @@ def ahead(limited, bereft) -> None:
     pass
 
 
-def test_requeued_in_the_middle(whole, project):
+def test_requeued_in_the_middle(alone, project):
     """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
-    slow = project.trouble("slow", "0.5")
+    slow = project.trouble("slow", "0.3")
     job = project.launch()
     job.until_step(7)
     project.cluster.slurm("scontrol", "requeuehold", job.number)
@@ -74,26 +75,34 @@ def test_requeued_in_the_middle(whole, project):
     (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", said, re.MULTILINE)
     project.cluster.slurm(*way_out.split())
     assert job.finish()["Restarts"] == "1"
-    assert_same_run(job, whole)
+    assert_same_run(job.run_dir, alone)
 
 
-def test_preempted(whole, project):
-    slow = project.trouble("slow", "0.5")
+def test_preempted(alone, project):
+    slow = project.trouble("slow", "0.3")
     job = project.launch("--partition", "low")
     job.until_step(7)
     place = f"--nodelist={job.record()['NodeList']}"
-    project.sbatch("sleep 3", "--partition=main", "--nodes=2", place).finish()
+    project.sbatch("sleep 1", "--partition=main", place).finish()
     slow.unlink()
     assert job.finish()["Restarts"] == "1"
-    assert_same_run(job, whole)
+    assert_same_run(job.run_dir, alone)
 
 
-def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
+def again_words(project: Project) -> list[object]:
+    """For `launch`: the small run as a job, once more."""
+    return [*project.small, "--slurm", "--nodes", 1, "--nproc", 1]
+
+
+def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     slow = project.trouble("slow", "0.5")
     job = project.launch()
     job.until_step(7)
     assert re.search(
         rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
+    )
+    assert f"job {job.number} is of this run, and runs" in project.megatfm(
+        "launch", *again_words(project), code=2
     )
     project.cluster.slurm("scancel", job.number)
     job.finish("CANCELLED", timeout=60)
@@ -107,7 +116,7 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(whole, project):
     assert f"==> {job.run_dir}/logs/slurm-{again.number}.log <==\n" in said
     assert "rank-0.log" not in said, "the same lines are in the job's"
     assert "megatfm job: the run ended with 0: done" in said
-    assert_same_run(again, whole)
+    assert_same_run(again.run_dir, alone)
     record = job.record()
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
 
@@ -123,12 +132,14 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
     assert "none of its jobs is in the queue" in project.megatfm("cancel", job.run_dir, code=2)
 
 
-def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
+@pytest.mark.slow  # what `launch` says is above, and the lock in tests/e2e/test_resilience.py
+def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
     slow = project.trouble("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)
-    again = [*project.small, "--slurm", "--nodes", 2, "--nproc", 1]
-    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again, code=2)
+    assert f"job {first.number} is of this run, and runs" in project.megatfm(
+        "launch", *again_words(project), code=2
+    )
     script = project.run_dir / "slurm" / "pretrain.sbatch"
     said = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(said.strip(), project.run_dir)  # past us
@@ -138,64 +149,62 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(whole, project):
     assert first.state == "RUNNING"
     slow.unlink()
     first.finish()
-    assert_same_run(first, whole)
+    assert_same_run(first.run_dir, alone)
 
 
-def test_a_chain_of_three(whole, project):
-    """Where jobs may not be requeued: each is stopped as ahead of its time limit, and the next goes on."""
+def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
+    """Where jobs may not be requeued. The first is stopped as ahead of its time limit; the second loses its node, and
+    srun leaves with 0 then: only the run itself knows that it is not done. The fourth is not needed."""
     (project.folder / "site.toml").write_text("requeue = false\n")
-    slow = project.trouble("slow", "0.5")
-    links = project.submit(*project.small, "--nodes", 2, "--nproc", 1, "--chain", 3, "--site", "site.toml")
+    slow = project.trouble("slow", "0.3")
+    links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 4, "--site", "site.toml")
     assert all(link.record()["Dependency"].startswith("singleton") for link in links[1:])
-    for k, link in enumerate(links[:2]):
-        link.until_step(7 * (k + 1))
-        project.cluster.slurm("scancel", "--signal=USR1", "--batch", link.number)
-        assert link.finish("FAILED")["ExitCode"] == "75:0"
-    slow.unlink()
-    assert links[2].finish()["Requeue"] == "0"
-    assert_same_run(links[2], whole)
-
-
-def test_a_node_that_is_taken_away_is_not_the_end_of_a_chain(project):
-    """srun leaves with 0 then, and only the run itself knows that it is not done."""
-    (project.folder / "site.toml").write_text("requeue = false\n")
-    slow = project.trouble("slow", "0.5")
-    links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 3, "--site", "site.toml")
-    links[0].until_step(7)
-    node = links[0].nodes[0]
+    first, second, third, last = links
+    first.until_step(7)
+    project.cluster.slurm("scancel", "--signal=USR1", "--batch", first.number)
+    assert first.finish("FAILED")["ExitCode"] == "75:0"
+    second.until_step(12)
+    (node,) = second.nodes
     project.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    links[0].until(lambda: links[0].state in ("NODE_FAIL", "FAILED"), timeout=60)
-    links[1].until_step(10)
-    attempts = json.loads((links[1].run_dir / "restarts.json").read_text())
-    assert [each["job"] for each in attempts] == [links[0].number, links[1].number]
-    assert attempts[0]["code"] != 0, links[0].log
-    assert attempts[1]["ended"] is None
-    assert "was cancelled" not in links[0].log
+    second.until(lambda: second.state in ("NODE_FAIL", "FAILED"), timeout=60)
+    third.until_step(15)
+    attempts = json.loads((third.run_dir / "restarts.json").read_text())
+    assert [each["job"] for each in attempts] == [first.number, second.number, third.number]
+    assert (attempts[0]["code"], attempts[2]["ended"]) == (75, None)
+    assert attempts[1]["code"] != 0, second.log
+    assert "was cancelled" not in second.log
     slow.unlink()
-    links[1].finish()
-    assert [line["step"] for line in curve(links[1].run_dir)] == list(range(1, STEPS + 1))
-    assert links[2].finish("CANCELLED")
+    assert third.finish()["Requeue"] == "0"
+    assert last.finish("CANCELLED")
+    assert_same_run(third.run_dir, alone)
 
 
 def test_a_lost_node_is_replaced_by_a_spare(bereft, whole):
-    job, node = bereft["spare"]
+    job, node = bereft
     assert job.finish(timeout=400)["Restarts"] == "1"
     assert node not in job.nodes
     assert len(job.nodes) == 2
-    assert_same_run(job, whole)
-
-
-def test_without_a_spare_the_run_goes_on_with_fewer(bereft, whole):
-    job, node = bereft["fewer"]
-    assert job.finish(timeout=400)["Restarts"] == "1"
-    assert {*job.nodes, node} == {"n7", "n8"}
     whole.finish()
-    assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
-    for one, other in zip(curve(job.run_dir), curve(whole.run_dir), strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert_same_run(job.run_dir, whole.run_dir)
 
 
-def test_the_time_limit_ends_a_job_and_its_requeue_finishes_the_run(limited, whole):
+@pytest.mark.slow  # that a node is lost is above, and the layout that fits the others in tests/e2e/test_elastic.py
+def test_without_a_spare_the_run_goes_on_with_fewer(project, whole):
+    if not project.cluster.has_namespaces:
+        pytest.skip(NAMESPACES)
+    project.cluster.until_idle()
+    project.trouble("slow-first", "0.5")
+    (project.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
+    for job, node in without_a_node(project.launch("--site", "site.toml", nodes="1-2")):
+        assert job.finish(timeout=400)["Restarts"] == "1"
+        assert {*job.nodes, node} == {"n7", "n8"}
+        whole.finish()
+        assert [line["step"] for line in curve(job.run_dir)] == list(range(1, STEPS + 1))
+        for one, other in zip(curve(job.run_dir), curve(whole.run_dir), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_the_time_limit_ends_a_job_and_its_requeue_finishes_the_run(limited, alone):
     assert int(limited.finish(timeout=400)["Restarts"]) >= 1
     assert "TIMEOUT" not in limited.seen, "it left by itself, ahead of the limit"
-    assert_same_run(limited, whole)
+    assert_same_run(limited.run_dir, alone)

@@ -44,10 +44,10 @@ def debian_mpich(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(new_project, prep_config, whole) -> dict[str, Job | str]:
-    """A job for each way, all submitted at once, or why there is none."""
+def jobs(request, new_project, prep_config, whole) -> dict[str, Job | str]:
+    """A job for each way that is tested, all submitted at once, or why there is none."""
     found: dict[str, Job | str] = {}
-    for way in WAYS:
+    for way in (way for way in WAYS if any(item.name.endswith(f"[{way}]") for item in request.session.items)):
         project = new_project(way.replace(" ", "-"))
         try:
             words, environment = starter(way, project)
@@ -60,7 +60,7 @@ def jobs(new_project, prep_config, whole) -> dict[str, Job | str]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_run_and_corpus_are_the_same(way, jobs, whole, corpus):
     if isinstance(job := jobs[way], str):
         pytest.skip(job)

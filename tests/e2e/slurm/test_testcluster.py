@@ -72,7 +72,7 @@ def test_up_and_down_leave_no_trace():
     assert (done.returncode, done.stdout) == (3, f"testcluster '{NAME}' is down\n")
 
 
-@pytest.mark.parametrize("seconds", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize("seconds", [0.6, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.2, 1.0))])
 def test_what_a_killed_up_leaves_is_cleaned(seconds):
     process = subprocess.Popen(
         [TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL

@@ -9,12 +9,11 @@ from tests.e2e.slurm.cluster import metrics
 from tests.e2e.slurm.conftest import STEPS
 
 
-def test_two_nodes_match_a_single_process(whole, project):
-    project.megatfm("train", *project.small)
+def test_two_nodes_match_a_single_process(whole, alone):
     record = whole.finish()
     assert record["NumNodes"] == "2"
     assert record["ExitCode"] == "0:0"
-    on_two, on_one = metrics(whole.run_dir), metrics(project.run_dir)
+    on_two, on_one = metrics(whole.run_dir), metrics(alone)
     assert [line["step"] for line in on_two] == [line["step"] for line in on_one] == list(range(1, STEPS + 1))
     for two, one in zip(on_two, on_one, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-12)
@@ -38,10 +37,11 @@ def test_a_job_evaluates_as_one_process_does(whole, project):
         assert of_job["sets"][name]["bytes"] == result["bytes"] > 0
 
 
+@pytest.mark.slow  # to srun it is a run like any; tests/e2e/test_deepspeed.py trains, too
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed")
 def test_deepspeed_s_ranks_are_started_by_srun_like_any(project):
     words = ["train.precision=fp32", "train.steps=4"]
-    job = project.launch(*words, "parallel.engine=deepspeed", "parallel.zero=2")
+    job = project.launch(*words, "parallel.engine=deepspeed", "parallel.zero=2", nodes=2)
     record = job.finish()
     assert record["NumNodes"] == "2"
     assert record["ExitCode"] == "0:0"

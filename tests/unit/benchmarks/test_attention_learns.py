@@ -1,15 +1,14 @@
 """What trains each pattern on tasks made by rule: the rules, and once each task at a size that means nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+
+from tests.forks import Command
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,10 +85,9 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
 )
 def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: list[str]) -> None:
     (tmp_path / "text.txt").write_text("What is learnt here is nothing. " * 200, encoding="utf-8")
-    command = [sys.executable, "benchmarks/attention_learns.py", task, "--sizes", str(length), "3", "2"]
-    command += ["--out", str(tmp_path), "--folder", str(tmp_path), "--only", *only]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, env=environment)
+    words = [task, "--sizes", length, "3", "2", "--out", tmp_path, "--folder", tmp_path, "--only", *only]
+    script = Command(words, tmp_path / "said", ROOT, program="benchmarks/attention_learns.py")
+    assert script.wait(120) == 0, script.said
     (result,) = tmp_path.glob(f"*-attention-learns-{task}.json")
     models = json.loads(result.read_text(encoding="utf-8"))["models"]
     assert list(models) == (["guesses", *only] if task == "listops" else only)

@@ -1,9 +1,8 @@
 """The script that measures what layouts cost, once, with blocks so small that its figures mean nothing."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forks import Command
 
 ROOT = Path(__file__).parents[3]
 
@@ -11,8 +10,8 @@ ROOT = Path(__file__).parents[3]
 def test_it_writes_a_dated_result(tmp_path: Path) -> None:
     """In a process of its own: it needs a process group that isn't one."""
     small = ["--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
-    command = [sys.executable, "benchmarks/parallel.py", *small, "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    script = Command([*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py")
+    assert script.wait(120) == 0, script.said
     (result,) = tmp_path.glob("*-parallel.md")
     rows = [
         line.split("|") for line in result.read_text(encoding="utf-8").splitlines() if line.startswith("| ")

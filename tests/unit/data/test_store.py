@@ -26,6 +26,7 @@ from megatfm.data import Cache, Corpus, Loader, PackedRows, check, remote
 from megatfm.data import store as module
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data.tamper import SHARD, assert_refused
+from tests.workers import PRELOAD
 
 
 @pytest.fixture
@@ -305,7 +306,8 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
     ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         out, alone, start = context.Queue(), context.Barrier(1), context.Barrier(3)
         victim = context.Process(target=read_all, args=(url, cache, alone, out))
         victim.start()

@@ -30,15 +30,15 @@ ALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A scheduler and two workers, with keys of their own, which Dask's config names."""
-    keys = Security.temporary()
-    tls: dict[str, Any] = {"distributed.comm.tls.ca-file": _written(tmp_path / "ca.pem", keys.tls_ca_file)}
+    keys, folder = Security.temporary(), tmp_path_factory.mktemp("keys")
+    tls: dict[str, Any] = {"distributed.comm.tls.ca-file": _written(folder / "ca.pem", keys.tls_ca_file)}
     for role in ("scheduler", "worker", "client"):
         key = getattr(keys, f"tls_{role}_key") + getattr(keys, f"tls_{role}_cert")
         for kind in ("cert", "key"):
-            tls[f"distributed.comm.tls.{role}.{kind}"] = _written(tmp_path / f"{role}.pem", key)
+            tls[f"distributed.comm.tls.{role}.{kind}"] = _written(folder / f"{role}.pem", key)
     with (
         dask.config.set({**tls, "distributed.comm.require-encryption": True}),
         LocalCluster(
@@ -51,6 +51,18 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 def _written(path: Path, text: str) -> str:
     path.write_text(text)
     return str(path)
+
+
+def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
+    (corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
+    wrong = config(**ALL)
+    with pytest.raises(MegatfmError) as alone:
+        data_prep.run(wrong)
+    with pytest.raises(MegatfmError) as together, dask_workers(cluster.scheduler_address, wrong) as team:
+        data_prep.run(wrong, team=team)
+    with Workspace(wrong).lock():
+        pass  # as all have left
+    assert str(together.value) == str(alone.value)
 
 
 def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
@@ -74,18 +86,6 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     killer.join(1)
     assert [nanny.pid for nanny in cluster.workers.values()] != pids
     assert tree(tmp_path / "together") == whole
-
-
-def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
-    (corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
-    wrong = config(**ALL)
-    with pytest.raises(MegatfmError) as alone:
-        data_prep.run(wrong)
-    with pytest.raises(MegatfmError) as together, dask_workers(cluster.scheduler_address, wrong) as team:
-        data_prep.run(wrong, team=team)
-    with Workspace(wrong).lock():
-        pass  # as all have left
-    assert str(together.value) == str(alone.value)
 
 
 def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

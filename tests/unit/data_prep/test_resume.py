@@ -23,12 +23,13 @@ KILLED = -signal.SIGKILL
 NEVER = 10**9
 
 
-def test_killed_at_any_moment(config: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
     whole = tree(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
-    rng = random.Random(0)
+    rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
-    lasts = sorted({0, *rng.sample(range(moments), 3), *rng.sample(range(moments - 25, moments), 4)})
+    lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), 1 + count)})
     assert killed(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
     for last in lasts:
         left = tree(tmp_path / f"killed{last}")
@@ -37,6 +38,7 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path) -> None:
         assert tree(data_prep.run(config(f"killed{last}")).out) == whole
 
 
+@pytest.mark.slow  # test_stages.py does this with every kind of step
 def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
     whole = tree(data_prep.run(config()).out)
     moments = count_moments(tmp_path, config())
