@@ -130,7 +130,7 @@ def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str
     chosen = (set(base) | foreign | {"layer_types", "never_heard_of"}) - NOT_COMPARED.keys()
     for key in sorted(chosen & {*VARIANTS[case]} if case in VARIANTS else chosen):
         if key in declared_idle:
-            if key in base and (every or key in IDLE):
+            if key in base and (key in IDLE or turns.come()):
                 yield f"{key}, idle", {**base, key: IDLE.get(key, others(base[key])[0])}
             continue
         # What is not declared is refused before its value is looked at.
@@ -157,8 +157,6 @@ def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str
     free = declared_idle - NOT_COMPARED.keys() - PARTICULAR - base.keys()
     junk = {key: True if bool in keys[key].kinds else None for key in free if keys[key].kinds}
     junk |= {key: 3 for key in free if int in keys[key].kinds or not keys[key].kinds}
-    shown = declared_idle & base.keys() - NOT_COMPARED.keys() - IDLE.keys()
-    junk |= {key: other[0] for key in sorted(shown) if (other := others(base[key]))}
     yield "all that is idle", {**base, **junk}
 
 
