@@ -48,7 +48,7 @@ CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS
 test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and with two threads
 	@failed=; for cpu in $(CPUS); do \
 	  echo "$${cpu//,/ }"; \
-	  env $${cpu//,/ } $(RUN) -m pytest -q -n $(JOBS) --no-loadscope-reorder -k "not learn" $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
+	  env $${cpu//,/ } $(RUN) -m pytest -q -n $(JOBS) --no-loadscope-reorder -m "not slow" -k "not learn" $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less

@@ -13,6 +13,7 @@ from megatfm.layers.terms import block_terms
 from megatfm.models import build
 from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
 from tests.parity import test_layouts, test_pipelines
+from tests.parity.cells import cells
 from tests.parity.test_families import SMALL, PassOn, batch_for
 from tests.plugins import plugin
 from tests.workers import Workers
@@ -61,8 +62,8 @@ LAYOUTS = {
 }
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    """Loss and every gradient of these layouts; those that were compared."""
     config = {**MODELS, **ROUTED}[name]
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
@@ -75,7 +76,7 @@ def compare(name: str, ranks: int) -> list[str]:
     counts = objective.counts(batch)
     loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
     loss.backward()
-    for layout, parallel in LAYOUTS[ranks].items():
+    for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
         engine = make(config, parallel, *more)
@@ -83,7 +84,7 @@ def compare(name: str, ranks: int) -> list[str]:
         assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
         compare_state(engine, model)
-    return list(LAYOUTS[ranks])
+    return list(layouts)
 
 
 def compare_state(engine: NativeEngine, model: nn.Module) -> None:
@@ -101,7 +102,14 @@ def compare_state(engine: NativeEngine, model: nn.Module) -> None:
             assert f"model.{path}.bias" in engine.state_dict()
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", [*MODELS, *ROUTED])
-def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
+CASES = [
+    case
+    for ranks, layouts in LAYOUTS.items()
+    for case in cells(dict.fromkeys([*MODELS, *ROUTED], layouts), ranks, rounds=2, label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts

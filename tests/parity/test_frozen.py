@@ -14,6 +14,7 @@ from megatfm.models import build
 from megatfm.train.build import freeze
 from megatfm.verify.verify import verify
 from tests.parity import test_layouts, test_pipelines
+from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS, PassOn, batch_for
 from tests.parity.test_layouts import ADAMW, block
 from tests.workers import Workers
@@ -114,24 +115,33 @@ def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
     return {f"gradient {n}" for n in found}
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    for layout, parallel in LAYOUTS[ranks].items():
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    for layout, parallel in layouts.items():
         assert not (found := wrong(name, parallel)), f"{layout}: {sorted(found)}"
-    return list(LAYOUTS[ranks])
+    return list(layouts)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", FREEZE)
-def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=240.0)[0] == list(LAYOUTS[ranks])
+CASES = [
+    case
+    for ranks, layouts in LAYOUTS.items()
+    for case in cells(dict.fromkeys(FREEZE, layouts), ranks, label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_the_rest_is_trained_as_on_one_device(
+    workers: Workers, name: str, layouts: list[str], ranks: int
+) -> None:
+    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
 
 
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"dp_shard": 2, "zero": 0},
+        pytest.param({"dp_shard": 2, "zero": 0}, marks=SLOW),
         {"dp_shard": 2, "zero": 1},
-        {"dp_shard": 2, "zero": 2},
+        pytest.param({"dp_shard": 2, "zero": 2}, marks=SLOW),
         {"pp": 2, "schedule": "zbv"},
         {"pp": 2, "dp_shard": 2, "zero": 3},
     ],

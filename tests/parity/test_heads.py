@@ -7,6 +7,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.parity import test_layouts, test_pipelines
+from tests.parity.cells import cells
 from tests.parity.test_families import MODELS, PassOn, batch_for
 from tests.plugins import plugin
 from tests.workers import Workers
@@ -61,7 +62,7 @@ def batch_of(config: ModelConfig) -> dict[str, Tensor]:
     return batch
 
 
-def compare(name: str, ranks: int) -> list[str]:
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     config = CONFIGS[name]
     batch = batch_of(config)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,20 +70,27 @@ def compare(name: str, ranks: int) -> list[str]:
         model, objective, loss = test_pipelines.reference(config, batch)
     assert objective.weights.keys() == TERMS[name]
     assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "topic" in n)
-    for layout, parallel in LAYOUTS[ranks].items():
+    for layout, parallel in layouts.items():
         module = test_pipelines if parallel.pp > 1 else test_layouts
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
         engine = module.make_engine(config, parallel, *more)
         stats = engine.forward_backward(module.microbatches(engine, batch), objective)
         assert stats.loss == pytest.approx(loss, rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
-    return list(LAYOUTS[ranks])
+    return list(layouts)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=240.0)[0] == list(LAYOUTS[ranks])
+CASES = [
+    case
+    for ranks, layouts in LAYOUTS.items()
+    for case in cells(dict.fromkeys(CONFIGS, layouts), ranks, always=["tp2"], label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
 
 
 @pytest.mark.parametrize("name", CONFIGS)

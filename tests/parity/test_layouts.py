@@ -16,6 +16,7 @@ from megatfm.ops.initial import draw
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
 from megatfm.train.optimizers import optimizer_groups
+from tests.parity.cells import cells
 
 MODEL = ModelConfig(
     vocab_size=96,
@@ -167,9 +168,12 @@ def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
     return len(expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("config", [MODEL, TIED], ids=["untied", "tied"])
-def test_gradients_equal_one_device(workers, layout, config):
-    ranks = WORLD.get(layout, 2)
-    compared = workers.run(compare_gradients, ranks, config, LAYOUTS[layout])
-    assert compared == [len(list(build(config).parameters()))] * ranks
+@pytest.mark.parametrize(
+    ("name", "layouts"), cells(dict.fromkeys(("untied", "tied"), LAYOUTS), always=["tp2", "zero3 2 × tp2"])
+)
+def test_gradients_equal_one_device(workers, name, layouts):
+    config = {"untied": MODEL, "tied": TIED}[name]
+    for layout in layouts:
+        ranks = WORLD[layout]
+        compared = workers.run(compare_gradients, ranks, config, LAYOUTS[layout])
+        assert compared == [len(list(build(config).parameters()))] * ranks

@@ -15,6 +15,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import attention_reference, blocks, kernels
 from tests.parity import test_experts, test_layouts, test_pipelines
+from tests.parity.cells import cells
 from tests.parity.test_families import DROPPED, SMALL, PassOn, batch_for
 from tests.workers import Workers
 
@@ -110,8 +111,8 @@ BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._on_cpu_by_blocks, kernels.
 WRITTEN = kernels.Kernel("products", attention_reference, kernels._anything, kernels._anything)
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    """Loss and every gradient of these layouts; those that were compared."""
     config = ModelConfig.of(MODELS[name])
     batch, model = batch_for(config), build(config).double().train()
     initialise(model, 7)
@@ -121,7 +122,7 @@ def compare(name: str, ranks: int) -> list[str]:
         counts = objective.counts(batch)
         loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
         loss.backward()
-    for layout, parallel in LAYOUTS[ranks].items():
+    for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
         engine = make(config, parallel, *more)
@@ -134,13 +135,20 @@ def compare(name: str, ranks: int) -> list[str]:
         assert VISITED or config.attention.name == "linformer"
         assert stats.loss == pytest.approx(loss.item(), rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
-    return list(LAYOUTS[ranks])
+    return list(layouts)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(LAYOUTS[ranks])
+CASES = [
+    case
+    for ranks, layouts in LAYOUTS.items()
+    for case in cells(dict.fromkeys(MODELS, layouts), ranks, label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts
 
 
 def test_every_pattern_is_here() -> None:

@@ -3,6 +3,7 @@
 One call of the workers compares several models, so that a layout costs one set of process groups.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatfm.parallel.plan import lay
 from megatfm.train.optimizers import optimizer_groups
 from megatfm.verify.traffic import Traffic
 from tests.parity import test_layouts
+from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS, PassOn, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, MUON, ROWS, TIED, block
 from tests.workers import Workers
@@ -126,7 +128,7 @@ def case(name: str, deep: bool) -> tuple[ModelConfig, dict[str, Tensor]]:
     return (config.model_copy(update={"n_layers": 7}) if deep else config), batch
 
 
-def compare(names: list[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
+def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
     """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
     held = []
     for name in names:
@@ -154,8 +156,8 @@ def compare(names: list[str], parallel: ParallelConfig, recomputed: str = "none"
     return held
 
 
-def check(workers: Workers, ranks: int, names: tuple[str, ...], parallel: ParallelConfig) -> None:
-    held = workers.run(compare, ranks, list(names), parallel, timeout=180.0)
+def check(workers: Workers, ranks: int, names: Sequence[str], parallel: ParallelConfig) -> None:
+    held = workers.run(compare, ranks, names, parallel, timeout=180.0)
     for i, name in enumerate(names):
         config, _ = case(name, parallel.pp * parallel.stages_per_rank > 4)
         with torch.device("meta"):
@@ -165,32 +167,40 @@ def check(workers: Workers, ranks: int, names: tuple[str, ...], parallel: Parall
         assert min(len(rank[i]) for rank in held) < len(everything)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(workers: Workers, schedule: str) -> None:
-    check(workers, 2, FAMILIES, ParallelConfig(pp=2, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES), rounds=2))
+def test_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_ranks(workers: Workers, schedule: str) -> None:
-    check(workers, 4, FAMILIES, ParallelConfig(pp=4, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES)))
+def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 4, names, ParallelConfig(pp=4, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_other_parts(workers: Workers, schedule: str) -> None:
-    check(workers, 2, OTHERS, ParallelConfig(pp=2, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
+def test_other_parts(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
+
+
+AXES = {
+    "tp2 × pp2": (4, ParallelConfig(pp=2, tp=2)),
+    "pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2)),
+    "tp2 × pp2 × zero3": (8, ParallelConfig(pp=2, tp=2, dp_shard=2)),
+}
+ON_FOUR = [layout for layout, (ranks, _) in AXES.items() if ranks == 4]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
+    ("layout", "names"),
     [
-        (4, ParallelConfig(pp=2, tp=2)),
-        (4, ParallelConfig(pp=2, dp_shard=2)),
-        (8, ParallelConfig(pp=2, tp=2, dp_shard=2)),
+        *cells(dict.fromkeys(ON_FOUR, FAMILIES)),
+        pytest.param("tp2 × pp2 × zero3", ["bert"]),
+        pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
     ],
-    ids=["tp2 × pp2", "pp2 × zero3", "tp2 × pp2 × zero3"],
 )
-def test_with_other_axes(workers: Workers, ranks: int, parallel: ParallelConfig) -> None:
-    check(workers, ranks, FAMILIES, parallel)
+def test_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
+    ranks, parallel = AXES[layout]
+    check(workers, ranks, names, parallel)
 
 
 MIXED = {
@@ -204,9 +214,10 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("layout", MIXED)
-def test_schedules_with_other_axes(workers: Workers, layout: str) -> None:
-    check(workers, MIXED[layout][0], ("t5", "electra", "xlnet"), MIXED[layout][1])
+@pytest.mark.parametrize(("layout", "names"), cells(dict.fromkeys(MIXED, ("t5", "electra", "xlnet"))))
+def test_schedules_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
+    ranks, parallel = MIXED[layout]
+    check(workers, ranks, names, parallel)
 
 
 @pytest.mark.parametrize("recomputed", ["full", "selective"])
@@ -214,7 +225,7 @@ def test_blocks_that_are_recomputed(workers: Workers, recomputed: str) -> None:
     workers.run(compare, 2, ["t5", "electra"], ParallelConfig(pp=2), recomputed)
 
 
-def train_ten_steps(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
+def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
     """Largest difference of a weight from the same optimizer on one device's gradients."""
     model = test_layouts.one_device(TIED)
     named = dict(model.named_parameters())
@@ -230,7 +241,7 @@ def train_ten_steps(parallel: ParallelConfig, optimizer: OptimizerSection) -> fl
     if matrices:
         plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
     assert ADAMW.betas == (0.9, 0.95)
-    for step in range(10):
+    for step in range(5):
         batch = test_layouts.global_batch(seed=step)
         test_layouts.one_device_gradients(model, batch)
         norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
@@ -241,7 +252,7 @@ def train_ten_steps(parallel: ParallelConfig, optimizer: OptimizerSection) -> fl
     return max(float((block(engine, n, named[n].detach()) - t).abs().max()) for n, t in engine.local.items())
 
 
-TEN_STEPS = {
+STEPS = {
     "1f1b": (2, ParallelConfig(pp=2), ADAMW),
     "zbv": (2, ParallelConfig(pp=2, schedule="zbv"), ADAMW),
     "tp2 × pp2": (4, ParallelConfig(pp=2, tp=2), ADAMW),
@@ -250,10 +261,10 @@ TEN_STEPS = {
 }
 
 
-@pytest.mark.parametrize("layout", TEN_STEPS)
-def test_ten_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
-    ranks, parallel, optimizer = TEN_STEPS[layout]
-    assert max(workers.run(train_ten_steps, ranks, parallel, optimizer)) <= 1e-7
+@pytest.mark.parametrize("layout", STEPS)
+def test_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
+    ranks, parallel, optimizer = STEPS[layout]
+    assert max(workers.run(train, ranks, parallel, optimizer)) <= 1e-7
 
 
 def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int:

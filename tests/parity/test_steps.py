@@ -1,4 +1,4 @@
-"""Ten optimizer steps under a layout leave the weights that plain torch optimizers leave, to 1e-7."""
+"""Optimizer steps under a layout leave the weights that plain torch optimizers leave, to 1e-7."""
 
 from collections.abc import Sequence
 
@@ -22,11 +22,12 @@ from tests.parity.test_layouts import (
 )
 from tests.workers import Workers
 
+STEPS = 5
 BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
 """Layouts under which Muon is tried too; AdamW under all."""
 
 
-def train_ten_steps(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
+def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
     """Largest difference of a weight from plain torch optimizers with plain clipping, for each layout."""
     engines = {layout: make_engine(MODEL, LAYOUTS[layout], optimizer) for layout in layouts}
     reference = one_device(MODEL)
@@ -40,7 +41,7 @@ def train_ten_steps(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str,
     plain = [adamw]
     if matrices:
         plain.append(torch.optim.Muon([named[n] for n in matrices], lr=0.02, momentum=0.95, weight_decay=0.1))
-    for step in range(10):
+    for step in range(STEPS):
         batch = global_batch(seed=step)
         one_device_gradients(reference, batch)
         expected_norm = torch.nn.utils.clip_grad_norm_(list(named.values()), optimizer.clip)
@@ -64,10 +65,10 @@ def train_ten_steps(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str,
     [(ADAMW, 1), (ADAMW, 2), (ADAMW, 4), (MUON, 2), (MUON, 4)],
     ids=["adamw on 1", "adamw on 2", "adamw on 4", "muon on 2", "muon on 4"],
 )
-def test_ten_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks: int) -> None:
+def test_steps_equal_plain_torch(workers: Workers, optimizer: AdamWConfig, ranks: int) -> None:
     layouts = [
         layout for layout in LAYOUTS if WORLD[layout] == ranks and (optimizer is ADAMW or layout in BOTH)
     ]
-    for differences in workers.run(train_ten_steps, ranks, layouts, optimizer):
+    for differences in workers.run(train, ranks, layouts, optimizer):
         assert list(differences) == layouts
         assert max(differences.values()) <= 1e-7, differences

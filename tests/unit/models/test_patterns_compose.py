@@ -134,8 +134,9 @@ def test_every_pattern_is_tried() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pattern", [pattern for pattern in PATTERN if pattern != "bigbird"])
-def test_a_compiled_block_is_the_same(pattern: str) -> None:
+def test_a_compiled_block_is_the_same(pattern: str, backend: str) -> None:
     torch._dynamo.reset()  # code that was compiled for the blocks before counts against a limit
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
     family = "encoder" if pattern == "longformer" else "decoder"
@@ -144,7 +145,7 @@ def test_a_compiled_block_is_the_same(pattern: str) -> None:
     initialise(model, 3)
     eager = gradients(model, inputs)
     for block in (model.decoder if family == "decoder" else model.encoder).layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=True, backend=backend)
     with mock.patch.object(kernels, "LONG", 1):
         compiled = gradients(model, inputs)
     for name, gradient in eager.items():

@@ -304,8 +304,18 @@ def test_faults_of_bands_are_found(pattern: Pattern, monkeypatch: pytest.MonkeyP
         assert compare(inputs(2), broken) > 1e-3
 
 
+IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
+"""One of each kind: windows, with steps, chunks, strided, fixed, BigBird, Longformer; the others are slow."""
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX))
+        for i, p in enumerate(PATTERNS)
+    ],
+)
 def test_flex_attention_visits_the_same(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)

@@ -1,0 +1,103 @@
+"""No kernel reads what nobody wrote: in conftest.py's memory of NaN, all that comes out is a number.
+
+oneDNN's products of bfloat16 with AMX read a row of 50 numbers up to its 64th, and multiply by zero what is there. So
+sizes here are no multiples of anything, and larger than the tiles of such kernels.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.layers.attention.patterns import (
+    BigBird,
+    Chunked,
+    Fixed,
+    Full,
+    Longformer,
+    Pattern,
+    Seen,
+    Strided,
+    Window,
+)
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import Case, Variant, attention_reference, blocks, choose
+from megatfm.ops.cross_entropy import LogitVariant, cross_entropy, cross_entropy_reference
+from megatfm.ops.grouped import KERNELS, grouped_linear, kernel_for
+
+DTYPES = [torch.bfloat16, torch.float32]
+B, N, T, H = 2, 4, 77, 20
+PATTERNS = [
+    Full(causal=True),
+    Full(),
+    Window(10),
+    Window(7, 9),
+    Window(12, step=3),
+    Window(9, first=3),
+    Chunked(20, causal=True),
+    Strided(9, causal=True),
+    Fixed(12, 2, causal=True),
+    BigBird(4, 1, 0, N),
+    Longformer(9, (0, 17)),
+]
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def finite(made: Tensor, inputs: list[Tensor]) -> None:
+    assert made.isfinite().all()
+    for gradient in torch.autograd.grad(made.float().square().sum(), inputs):
+        assert gradient.isfinite().all()
+
+
+def test_memory_is_filled_here() -> None:
+    assert torch.empty(3).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [50, 97])
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_cross_entropy(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    hidden, weight = draw(rows, 48, dtype=dtype), draw(vocabulary, 48, dtype=dtype)
+    targets, bias = torch.arange(rows) % vocabulary, draw(vocabulary, dtype=dtype)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    variant = LogitVariant(2.5, 0.1)
+    exact = cross_entropy_reference(hidden.double(), weight.double(), targets, bias.double(), variant)
+    for chunk in (33, 512):
+        found = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
+        finite(found, inputs)
+        assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+    return choose(Case.of(q, k, seen, Variant(), drops=False)).run(q, k, v, seen, None, Variant(), None)
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+    return blocks.blocked(q, k, v, seen, None, Variant(), None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("function", [chosen, by_blocks, attention_reference])
+def test_attention(function: Callable[..., Tensor], pattern: Pattern, dtype: torch.dtype) -> None:
+    q, k, v = (draw(B, n, T, H, dtype=dtype).requires_grad_() for n in (N, 2, 2))
+    documents = torch.tensor([[0] * 19 + [1] * 41 + [-1] * 17, [0] * 24 + [1] * 53])
+    for packed in (None, documents):
+        seen = Seen(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
+        finite(function(q, k, v, seen), [q, k, v])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 50])
+def test_grouped_products(width: int, dtype: torch.dtype) -> None:
+    ends = torch.tensor([33, 33, 40, 74, 75], dtype=torch.int32)
+    x, weight = (
+        draw(75, width, dtype=dtype).requires_grad_(),
+        draw(5, 37, width, dtype=dtype).requires_grad_(),
+    )
+    finite(grouped_linear(x, weight, ends), [x, weight])
+    assert kernel_for(x, weight) in KERNELS
