@@ -64,12 +64,14 @@ def backward(
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            found = _products(gc, qc, kc, vc, oc, lc, added, how.scale)
+            found = *_products(gc, qc, kc, vc, oc, lc, added, how.scale), None
         else:
             learns = of_bias is not None
-            *found, part = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
-            if of_bias is not None:
-                of_head = part.sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
+            found = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)
+            if of_bias is not None and found[3] is not None:
+                of_head = (
+                    found[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
+                )
                 add_tile(of_bias, of_head, length, band.first, band.start)
         of_q = _of_heads(found[0], q.shape[1], band)
         place = tiles(dq, first, band.queries, count, band.step)
@@ -131,8 +133,9 @@ def _added(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tensor | N
 
 def _products(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Products in three dims, of keys that no longer overlap: others would be copied for each of them."""
     g_, q_, k_, v_, out_, lse_ = (x.flatten(0, 1).contiguous() for x in (g, q, k, v, out, lse))
     found = products_backward(g_, q_, k_, v_, out_, lse_, None if bias is None else bias[0], scale)
-    return tuple(x.unflatten(0, q.shape[:2]) for x in found)
+    dq, dk, dv = (x.unflatten(0, q.shape[:2]) for x in found)
+    return dq, dk, dv

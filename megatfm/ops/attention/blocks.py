@@ -157,12 +157,12 @@ def backward(
     for chunk in _chunks(how, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            found = products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale)
+            found = *products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None
         else:
             keep, learns = _kept(chunk, drawn, how), of_bias is not None
-            *found, part = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)
-            if of_bias is not None and part is not None:
-                part = part.unflatten(2, (-1, chunk.size)).flatten(1, 2)
+            found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)
+            if of_bias is not None and found[3] is not None:
+                part = found[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
                 of_bias.index_put_(_of_heads(chunk, q.shape[1]), part, accumulate=True)
         _put(dq, found[0], chunk)
         for total, part in ((dk, found[1]), (dv, found[2])):

@@ -112,7 +112,9 @@ def test_ranks_that_never_come(program: str) -> None:
     assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl backend")  # torch built for a CPU
+@pytest.mark.filterwarnings(
+    "ignore:Attempted to get default timeout for nccl backend"
+)  # torch built for a CPU
 def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
     """Those that are split from another, too, for which torch asks the same function."""
     usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
