@@ -214,7 +214,9 @@ CASES = [
     case
     for ranks, names in MANY.items()
     for case in cells({name: layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
+    if (case.values[0], ranks) != ("patterns of encoders", 8)
 ]
+CASES.append(pytest.param("patterns of encoders", ["zero3 × cp2 × tp2"], 8, marks=SLOW))
 
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
