@@ -1,7 +1,7 @@
 """The table of docs/parallel.md, model × layout, made from the cases of tests/parity: `python -m tests.layout_table`.
 
 Nothing is written down here about what works: a cell is green because a case of that name is run by the suite, which
-fails if a gradient differs; it is empty where there is no such case.
+fails if a gradient differs (many by `make test-all` alone); it is empty where there is no such case.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from megatfm.config import ParallelConfig
 from tests.parity import test_context, test_experts, test_families, test_pipelines
@@ -93,9 +94,14 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
         if mark.name == "parametrize":
             names, values = mark.args
             names = names.split(",") if isinstance(names, str) else names
-            choices.append([dict(zip(names, v if len(names) > 1 else (v,), strict=True)) for v in values])
+            choices.append([dict(zip(names, given(v, len(names)), strict=True)) for v in values])
     for each in product(*choices):
         yield {key: value for part in each for key, value in part.items()}
+
+
+def given(case: Any, count: int) -> Sequence[Any]:
+    """The values of one case, which may be marked."""
+    return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
 
 
 def table() -> str:

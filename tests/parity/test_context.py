@@ -14,6 +14,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
+from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
 from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
@@ -194,10 +195,9 @@ def microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[st
     return [{key: value[:1] for key, value in mine.items()}, {key: value[1:] for key, value in mine.items()}]
 
 
-def compare(name: str, ranks: int) -> list[str]:
-    """Loss and every gradient of the layouts of so many ranks; the layouts that were compared."""
+def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
+    """Loss and every gradient of these layouts; those that were compared."""
     config, batch, model, objective, loss = one_device(name)
-    layouts = layouts_of(name, ranks)
     for layout, parallel in layouts.items():
         make = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
         more = () if parallel.pp > 1 else (test_layouts.ADAMW,)
@@ -210,11 +210,17 @@ def compare(name: str, ranks: int) -> list[str]:
     return list(layouts)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [(name, ranks) for ranks, names in MANY.items() for name in names]
-)
-def test_gradients_equal_one_device(workers: Workers, name: str, ranks: int) -> None:
-    assert workers.run(compare, ranks, name, ranks, timeout=180.0)[0] == list(layouts_of(name, ranks))
+CASES = [
+    case
+    for ranks, names in MANY.items()
+    for case in cells({name: layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
+]
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
+def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts
 
 
 AGAIN = ("cp2", "cp2, recomputed")
@@ -257,7 +263,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
     assert missed(workers, ranks, configs) == {}
 
 
-def compare_compiled(names: Sequence[str]) -> int:
+def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
     """As `compare`, with blocks that are compiled but for what travels; how many calls of dynamo's made graphs."""
     graphs = [0]
 
@@ -268,7 +274,7 @@ def compare_compiled(names: Sequence[str]) -> int:
     def compile_block(block: nn.Module, **options: Any) -> None:
         block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
 
-    eager: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")
+    eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
         patch.setattr(nn.Module, "compile", compile_block)
@@ -284,6 +290,7 @@ def compare_compiled(names: Sequence[str]) -> int:
     return graphs[0]
 
 
-def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
+def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
     """Without a backend that makes machine code: that takes minutes."""
-    assert min(workers.run(compare_compiled, 2, ["latent"], timeout=180.0)) >= 2
+    assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2

@@ -3,6 +3,7 @@
 One call of the workers compares several models, so that a layout costs one set of process groups.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatfm.parallel.plan import lay
 from megatfm.train.optimizers import optimizer_groups
 from megatfm.verify.traffic import Traffic
 from tests.parity import test_layouts
+from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS, PassOn, batch_for
 from tests.parity.test_layouts import ADAMW, CAUSAL, LENGTH, MODEL, MUON, ROWS, TIED, block
 from tests.workers import Workers
@@ -126,7 +128,7 @@ def case(name: str, deep: bool) -> tuple[ModelConfig, dict[str, Tensor]]:
     return (config.model_copy(update={"n_layers": 7}) if deep else config), batch
 
 
-def compare(names: list[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
+def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
     """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
     held = []
     for name in names:
@@ -154,8 +156,8 @@ def compare(names: list[str], parallel: ParallelConfig, recomputed: str = "none"
     return held
 
 
-def check(workers: Workers, ranks: int, names: tuple[str, ...], parallel: ParallelConfig) -> None:
-    held = workers.run(compare, ranks, list(names), parallel, timeout=180.0)
+def check(workers: Workers, ranks: int, names: Sequence[str], parallel: ParallelConfig) -> None:
+    held = workers.run(compare, ranks, names, parallel, timeout=180.0)
     for i, name in enumerate(names):
         config, _ = case(name, parallel.pp * parallel.stages_per_rank > 4)
         with torch.device("meta"):
@@ -165,32 +167,40 @@ def check(workers: Workers, ranks: int, names: tuple[str, ...], parallel: Parall
         assert min(len(rank[i]) for rank in held) < len(everything)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(workers: Workers, schedule: str) -> None:
-    check(workers, 2, FAMILIES, ParallelConfig(pp=2, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES), rounds=2))
+def test_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_ranks(workers: Workers, schedule: str) -> None:
-    check(workers, 4, FAMILIES, ParallelConfig(pp=4, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(SCHEDULES, FAMILIES)))
+def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 4, names, ParallelConfig(pp=4, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_other_parts(workers: Workers, schedule: str) -> None:
-    check(workers, 2, OTHERS, ParallelConfig(pp=2, schedule=schedule))
+@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
+def test_other_parts(workers: Workers, schedule: str, names: list[str]) -> None:
+    check(workers, 2, names, ParallelConfig(pp=2, schedule=schedule))
+
+
+AXES = {
+    "tp2 × pp2": (4, ParallelConfig(pp=2, tp=2)),
+    "pp2 × zero3": (4, ParallelConfig(pp=2, dp_shard=2)),
+    "tp2 × pp2 × zero3": (8, ParallelConfig(pp=2, tp=2, dp_shard=2)),
+}
+ON_FOUR = [layout for layout, (ranks, _) in AXES.items() if ranks == 4]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
+    ("layout", "names"),
     [
-        (4, ParallelConfig(pp=2, tp=2)),
-        (4, ParallelConfig(pp=2, dp_shard=2)),
-        (8, ParallelConfig(pp=2, tp=2, dp_shard=2)),
+        *cells(dict.fromkeys(ON_FOUR, FAMILIES)),
+        pytest.param("tp2 × pp2 × zero3", ["bert"]),
+        pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
     ],
-    ids=["tp2 × pp2", "pp2 × zero3", "tp2 × pp2 × zero3"],
 )
-def test_with_other_axes(workers: Workers, ranks: int, parallel: ParallelConfig) -> None:
-    check(workers, ranks, FAMILIES, parallel)
+def test_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
+    ranks, parallel = AXES[layout]
+    check(workers, ranks, names, parallel)
 
 
 MIXED = {
@@ -204,9 +214,10 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("layout", MIXED)
-def test_schedules_with_other_axes(workers: Workers, layout: str) -> None:
-    check(workers, MIXED[layout][0], ("t5", "electra", "xlnet"), MIXED[layout][1])
+@pytest.mark.parametrize(("layout", "names"), cells(dict.fromkeys(MIXED, ("t5", "electra", "xlnet"))))
+def test_schedules_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
+    ranks, parallel = MIXED[layout]
+    check(workers, ranks, names, parallel)
 
 
 @pytest.mark.parametrize("recomputed", ["full", "selective"])

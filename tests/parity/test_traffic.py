@@ -32,6 +32,7 @@ from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
 from megatfm.verify.rank import Answer, _step
 from megatfm.verify.verify import traffic_misses
+from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import MODELS
 from tests.parity.test_layouts import ADAMW
 from tests.parity.test_pipelines import SCHEDULES
@@ -148,17 +149,29 @@ def missed(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
-def test_counted_is_expected(workers: Workers, name: str, ranks: int) -> None:
-    configs = {layout: case(name, parallel) for layout, parallel in LAYOUTS[ranks].items()}
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"),
+    [
+        *cells(dict.fromkeys(CASES, LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
+        *cells(dict.fromkeys(CASES, LAYOUTS[4]), 4, label=" on 4"),
+    ],
+)
+def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    configs = {layout: case(name, LAYOUTS[ranks][layout]) for layout in layouts}
     assert missed(workers, ranks, configs) == {}
 
 
-@pytest.mark.parametrize("ranks", STAGES)
-@pytest.mark.parametrize("name", MANY)
-def test_counted_is_expected_of_stages(workers: Workers, name: str, ranks: int) -> None:
-    configs = {layout: case(name, parallel) for layout, parallel in STAGES[ranks].items()}
+@pytest.mark.parametrize(
+    ("name", "layouts", "ranks"),
+    [
+        *cells(dict.fromkeys(MANY, STAGES[2]), 2, label=" on 2"),
+        *cells(dict.fromkeys(MANY, STAGES[4]), 4, label=" on 4"),
+        *cells(dict.fromkeys(MANY[:2], STAGES[8]), 8, label=" on 8"),
+        *(pytest.param(name, list(STAGES[8]), 8, id=f"{name} on 8", marks=SLOW) for name in MANY[2:]),
+    ],
+)
+def test_counted_is_expected_of_stages(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    configs = {layout: case(name, STAGES[ranks][layout]) for layout in layouts}
     assert missed(workers, ranks, configs) == {}
 
 
@@ -179,14 +192,19 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
     assert missed(workers, ranks, configs) == {}
 
 
-def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [["tp2"], pytest.param(["tp2 without sequence parallel", "zero3"], marks=SLOW)],
+    ids=["tp2", "the others"],
+)
+def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers, layouts: list[str]) -> None:
     """Before or after a norm and dropout, which keep something after the last sum, and without."""
     configs = {
         f"{name}, {layout}, {how}": config_of(
             MODELS[name].changed(dropped), CASES[name], LAYOUTS[2][layout], recompute=how
         )
         for name, dropped in (("gpt", {}), ("gpt", WITHOUT_DROPOUT), ("albert", {}), ("t5", WITHOUT_DROPOUT))
-        for layout in ("tp2", "tp2 without sequence parallel", "zero3")
+        for layout in layouts
         for how in ("full", "selective")
     }
     assert missed(workers, 2, configs) == {}
