@@ -43,8 +43,6 @@ CASES: dict[str, tuple[str, int, dict[str, ParallelConfig]]] = {
     "shared": ("every router", 4, SHARED),
     "parts of rows": ("every router", 4, CONTEXTS),
     "limited": ("every router, limited", 4, SHARED),
-    "two": ("every router", 2, EXPERTS_OVER_RANKS[2]),
-    "two, limited": ("every router, limited", 2, EXPERTS_OVER_RANKS[2]),
 }
 
 
