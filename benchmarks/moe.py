@@ -73,8 +73,8 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
     return Candidate(model, loss)
 
 
-def mixtral(args: argparse.Namespace, dtype: torch.dtype) -> Candidate:
-    """transformers' Mixtral with the same shapes."""
+def mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
+    """transformers' Mixtral with the same shapes; experts: its implementation of them."""
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=args.width,
@@ -87,7 +87,7 @@ def mixtral(args: argparse.Namespace, dtype: torch.dtype) -> Candidate:
         use_cache=False,
         output_router_logits=False,
     )
-    options = {"attn_implementation": "sdpa", "experts_implementation": args.experts_implementation}
+    options = {"attn_implementation": "sdpa", "experts_implementation": experts}
     model = transformers.MixtralForCausalLM._from_config(config, **options).to(dtype).train()
     return Candidate(model, lambda tokens: model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
 
@@ -141,7 +141,8 @@ def measure(args: argparse.Namespace, name: str) -> list[str]:
         "capacity 1.25": ours(args, dtype, router=router, capacity=1.25),
     }
     if not args.skew:
-        sides["transformers"] = mixtral(args, dtype)
+        for experts in args.experts_implementations:
+            sides[f"transformers, {experts}"] = mixtral(args, dtype, experts)
     optimizers = {side: torch.optim.AdamW(one.model.parameters(), fused=True) for side, one in sides.items()}
     taken: dict[str, list[float]] = {side: [] for side in sides}
     names = list(sides)
@@ -186,7 +187,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument(
-        "--experts-implementation", default="eager", help="transformers': eager, batched_mm, grouped_mm"
+        "--experts-implementations",
+        nargs="+",
+        default=["eager", "grouped_mm"],
+        help="transformers': eager, batched_mm, grouped_mm",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--out", type=Path)
@@ -199,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     lines = [
         f"# Whole steps of a mixture of experts, {date.today().isoformat()}",
         "",
-        f"torch {torch.__version__}, transformers {transformers.__version__} (experts: {args.experts_implementation}), "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{args.threads} thread(s){said};",
         f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
         f"{args.d_ff // args.top_k}, {args.top_k} for a token, {args.rows} rows of",

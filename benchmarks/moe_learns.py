@@ -1,12 +1,13 @@
 """A small mixture of experts and the dense model of equally many active parameters, on the quickstart's corpus.
 
-    megatfm prep quickstart-data
+    megatfm prep quickstart-data tokenizer.vocab_size=512 out=corpora/quickstart-512
     python benchmarks/moe_learns.py --out benchmarks/results/DATE-moe-learns.md
 
 All are the preset `quickstart-moe`, see the same tokens in the same order, and differ in the feed-forward network
 alone. A token goes through as many weights of experts as of the dense network; a learned router adds `n_experts` ·
 `d_model` weights a block. Busiest is the load of the busiest expert as a multiple of the mean, over the steps after
-warm-up and over blocks: the mean, and the highest in any one step and block.
+warm-up and over blocks: the mean, and the highest in one step and block. The loss is the next token's, without terms
+that balance.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import torch
 from megatfm.config import load_config
 from megatfm.describe import describe
 
-D_FF = 192
+D_FF = 128
 """Of the dense network."""
 QUIET = ("log.sinks=[]", "log.norms_every=4", "evaluate.every=0", "checkpoint.every=100000")
 WARM = 0.2
@@ -44,6 +45,7 @@ def moe(
 EVEN = {"name": "deepseek_v3", "bias_rate": 0.01}
 MODELS: dict[str, dict[str, object] | None] = {
     "dense": None,
+    "`top_k`, `balance` 0.05": moe({"name": "top_k", "balance": 0.05}),
     "`deepseek_v3`, `bias_rate` 0.01": moe(EVEN),
     "`top_k`, `balance` 0.1": moe({"name": "top_k", "balance": 0.1}),
     "`top_k`, no balance": moe({"name": "top_k"}),
@@ -78,16 +80,16 @@ def toml(value: object) -> str:
 
 
 def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Learnt:
-    """Train in a process of its own, and read the record."""
+    """Train in a process of its own, unless that was done, and read the record."""
     section = {"d_ff": D_FF} if ffn is None else ffn
     words = (
         *QUIET, f"model.ffn={toml(section)}", f"train.steps={steps}", f"train.seed={seed}", f"run_dir={run}",
         f"data.corpus={corpora}",
     )  # fmt: skip
-    subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    record = run / "metrics.jsonl"
+    if not record.exists() or '"evaluation"' not in record.read_text():
+        subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
     told = [
         layer
         for line in lines
@@ -95,11 +97,11 @@ def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, r
         for layer in line.get("norms", {}).values()
         if "load_max" in layer
     ]
-    counts = describe(load_config("quickstart-moe", words))
+    counts, held_out = describe(load_config("quickstart-moe", words)), lines[-1]["evaluation"]["validation"]
     return Learnt(
         counts.active,
         counts.parameters,
-        lines[-1]["evaluation"]["validation"]["loss"],
+        held_out.get("terms", {}).get("causal", held_out["loss"]),
         [layer["load_max"] for layer in told],
         statistics.fmean(layer["dropped"] for layer in told) if told else 0.0,
     )
@@ -127,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart-512"))
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names, or their beginnings")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
     args = parser.parse_args()
     chosen = [name for name in MODELS if name == "dense" or any(name.startswith(one) for one in args.models)]
     found: dict[str, list[Learnt]] = {}
@@ -148,12 +151,12 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     with TemporaryDirectory() as folder:
-        for number, name in enumerate(chosen):
+        kept, every = args.runs or Path(folder), list(MODELS)
+        for name in chosen:
+            folders = [kept / f"{every.index(name)}-{seed}" for seed in args.seeds]
             found[name] = [
-                learn(
-                    MODELS[name], args.corpus.resolve(), args.steps, seed, Path(folder) / f"{number}-{seed}"
-                )
-                for seed in args.seeds
+                learn(MODELS[name], args.corpus.resolve(), args.steps, seed, run)
+                for seed, run in zip(args.seeds, folders, strict=True)
             ]
             lines.append(row(name, found[name], found["dense"]))
             print(lines[-1], flush=True)

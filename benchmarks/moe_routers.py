@@ -25,6 +25,8 @@ from tests.golden.curves import curves
 
 D_FF = 64
 """Of the dense network."""
+WARM = 36
+"""Steps that do not count for the balance."""
 
 
 def moe(
@@ -73,7 +75,7 @@ def row(name: str, ffn: Mapping[str, object]) -> str:
     small = [f"{key}={value}" for key, value in golden.SMALL.items() if not key.startswith("model.ffn")]
     config = load_config(golden.PRESET, [f"model.ffn={toml(ffn)}", *small])
     found = curves(config.model_dump())
-    loads = found.get("busiest", [])[golden.WARM :]
+    loads = found.get("busiest", [])[WARM:]
     cells = (
         name,
         f"{statistics.fmean(found.get('causal', found['loss'])[-10:]):.3f}",

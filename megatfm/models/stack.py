@@ -151,7 +151,7 @@ def sequence_metadata(
     where the cache ends. of_row: of the whole rows, where these are some of their tokens. starts: as there."""
     if of_row is not None:
         row = SequenceMetadata(of_row.positions, of_row.documents, prefix=of_row.prefix, rng_keys=rng_keys_B)
-        return Part(row, of_row.places, memory)
+        return _with_tokens(Part(row, of_row.places, memory), like_BT)
     past = cache.length if cache else 0
     if positions_BT is None:
         rows, length = like_BT.shape[:2]
@@ -173,6 +173,10 @@ def sequence_metadata(
         memory=memory,
         starts=starts,
     )
+    return _with_tokens(made, like_BT)
+
+
+def _with_tokens(made: SequenceMetadata, like_BT: Tensor) -> SequenceMetadata:
     if like_BT.dim() == 2 and not like_BT.dtype.is_floating_point:
         made.tokens = like_BT
     return made

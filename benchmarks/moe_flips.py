@@ -1,0 +1,155 @@
+"""How often a token is routed to other experts on another layout, because sums over ranks round in another order.
+
+    PYTHONPATH=. python benchmarks/moe_flips.py --out benchmarks/results/DATE-moe-flips.md
+
+The model is one of `tests/parity/test_experts.py`, without dropout: two of four blocks have 12 experts, of which 2 are
+chosen, with initial weights, whose probabilities nearly tie: the worst case. Tokens are drawn anew for each batch. A
+token of a block counts where its set of experts isn't that of data ranks alone, as many as the layout has ranks.
+"""
+
+import argparse
+import importlib
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.sequence import SequenceMetadata
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_experts import (
+    CONTEXTS,
+    EXPERTS_OVER_RANKS,
+    MODELS,
+    TP2,
+    TP_OTHERWISE,
+    mixtures,
+    objective_for,
+)
+from tests.parity.test_families import batch_for
+from tests.workers import Workers
+
+ALONE = "data ranks"
+LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
+    2: {
+        ALONE: ParallelConfig(dp_shard=2, zero=1),
+        "ep2": EXPERTS_OVER_RANKS[2]["ep2, zero1"],
+        "tp2": TP2,
+        **TP_OTHERWISE[2],
+        "cp2": ParallelConfig(dp_shard=1, cp=2),
+        "ep2 of cp2": ParallelConfig(dp_shard=1, cp=2, ep=2),
+        "pp2": ParallelConfig(pp=2),
+    },
+    4: {
+        ALONE: ParallelConfig(dp_shard=4, zero=1),
+        "ep4": EXPERTS_OVER_RANKS[4]["ep4, zero1"],
+        "ep2 × tp2": EXPERTS_OVER_RANKS[4]["ep2 × tp2"],
+        "ep4 of 2 × tp2": TP_OTHERWISE[4]["ep4 of 2 × tp2, zero1"],
+        "ep2 × tp2 by channels": TP_OTHERWISE[4]["ep2 × tp2 by channels, zero1"],
+        "ep2 × cp2": CONTEXTS["ep2 × cp2, zero1"],
+        "ep4 of 2 × cp2": CONTEXTS["ep4 of 2 × cp2, zero1"],
+        "ep2 × pp2": EXPERTS_OVER_RANKS[4]["ep2 × pp2, zero1"],
+    },
+}
+Choices = dict[tuple[int, str, int, int], frozenset[int]]
+"""By batch, block, row and position."""
+
+
+def model() -> ModelConfig:
+    """Of which every layout takes part of a row."""
+    return ModelConfig.model_validate({**MODELS["by batch"].model_dump(), "dropout": 0.0})
+
+
+def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
+    """Rows of one document each."""
+    batch, generator = batch_for(config), torch.Generator().manual_seed(number)
+    rows, length = batch["tokens"].shape
+    drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
+    places = {"positions": torch.arange(length).repeat(rows, 1), "documents": torch.zeros_like(drawn[:, 1:])}
+    return {**batch, **places, "tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+
+
+def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
+    """Of the tokens that this rank routes."""
+    config, found = model(), Choices()
+    make: Any = test_pipelines.make_engine if parallel.pp > 1 else test_layouts.make_engine
+    options = () if parallel.pp > 1 else (test_layouts.ADAMW,)
+    engine = make(config, parallel, *options, precision=precision)
+    number = 0
+
+    def note(path: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Tensor, SequenceMetadata], routing: Any) -> None:
+            x_BTD, sequence = inputs
+            places, keys, here = sequence.positions, sequence.rng_keys, x_BTD.shape[1]
+            assert keys is not None
+            if places.shape[1] > here:
+                places = places[:, engine.mesh.rank("tp") * here :][:, :here]
+            for key, row_T, chosen_TK in zip(
+                keys.tolist(), places.tolist(), routing.choices.tolist(), strict=True
+            ):
+                for place, chosen_K in zip(row_T, chosen_TK, strict=True):
+                    found[number, path, key, place] = frozenset(chosen_K)
+
+        return hook
+
+    for path, module in mixtures(engine.model).items():
+        module.router.register_forward_hook(note(path))
+    for number in range(batches):
+        batch = batch_of(config, number)
+        engine.forward_backward(test_layouts.microbatches(engine, batch), objective_for(config, batch))
+        engine.zero_grad()
+    return found
+
+
+def all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
+    """By layout."""
+    return {name: choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
+
+
+def rows_of(found: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
+    """Of the table."""
+    merged = {name: {key: one for rank in found for key, one in rank[name].items()} for name in found[0]}
+    plain, lines = merged.pop(ALONE), []
+    for name, others in merged.items():
+        assert others.keys() == plain.keys(), name
+        flipped = sum(others[key] != one for key, one in plain.items())
+        lines.append(
+            f"| {precision} | {ranks} | {name} | {flipped} of {len(plain):,} | {100 * flipped / len(plain):.2f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print a table, and write it where asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = [
+        f"# Routes that differ between layouts, {date.today()}",
+        "",
+        f"`python benchmarks/moe_flips.py`, whose head says what is counted; torch {torch.__version__}, gloo.",
+        "",
+        "| Numbers | Ranks | Layout | Tokens with other experts | % |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(lines))
+    workers = Workers()
+    for precision in args.precisions:
+        for ranks in args.ranks:
+            found = workers.run(all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
+            lines += (made := rows_of(found, ranks, precision))
+            print("\n".join(made), flush=True)
+            if args.out:
+                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    importlib.import_module("benchmarks.moe_flips").main()  # where ranks, which import it, find its functions

@@ -1,0 +1,134 @@
+"""Faults planted where ranks share experts in other ways: folded over tensor-parallel ranks or parts of rows, cut by
+channels, beside shared experts, and moved in stacks. Each must turn the comparison with one device red."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.config import ParallelConfig
+from megatfm.parallel import collectives
+from megatfm.parallel.style import Ranks
+from megatfm.train.optimizers import stacked_muon
+from megatfm.train.optimizers.soap import Soap
+from tests.parity import test_experts, test_pipelines
+from tests.parity.test_experts import (
+    EP2,
+    MODELS,
+    TP_OTHERWISE,
+    bring_gradients_back_in_another_order,
+    forget_the_weights_other_shares,
+    leave_rows_in_the_order_of_experts,
+    take_experts_for_everybody_s,
+)
+from tests.parity.test_families import batch_for
+from tests.unit.train.optimizers import test_references
+from tests.workers import Workers
+
+pytestmark = pytest.mark.slow
+
+Patch = pytest.MonkeyPatch
+ROUTER, UP = "ffn.router.weight", "ffn.experts.w_up"
+BELOW = "layers.0.attn.wq.weight"
+
+
+def forget_the_other_channels_gradient(patch: Patch) -> None:
+    """What tokens get back is the sum over this rank's channels alone."""
+    patch.setattr(Ranks, "enter", lambda self, x: self.whole(x))
+
+
+def read_gradients_before_they_come(patch: Patch) -> None:
+    patch.setattr(
+        collectives._Leave,
+        "backward",
+        staticmethod(lambda ctx, _: (torch.zeros_like(ctx.journey.arrive()), None)),
+    )
+
+
+OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
+CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]] = {
+    "folded": (
+        "by batch",
+        TP_OTHERWISE[2]["ep2 of tp2"],
+        {leave_rows_in_the_order_of_experts: UP, bring_gradients_back_in_another_order: UP},
+    ),
+    "channels": (
+        "by batch",
+        TP_OTHERWISE[2]["tp2 by channels"],
+        {forget_the_weights_other_shares: ROUTER, forget_the_other_channels_gradient: ROUTER},
+    ),
+    "parts of rows": (
+        "by batch",
+        OVER_PARTS,
+        {
+            take_experts_for_everybody_s: UP,
+            leave_rows_in_the_order_of_experts: UP,
+            bring_gradients_back_in_another_order: UP,
+        },
+    ),
+    "beside shared ones": (
+        "deepseek-v3",
+        EP2,
+        {read_gradients_before_they_come: BELOW},
+    ),
+}
+
+
+def wrong(case: str) -> dict[str, set[str]]:
+    """Gradients that differ, by fault; "" for none."""
+    name, parallel, faults = CASES[case]
+    model, objective, _ = test_experts.one_device(MODELS[name], batch_for(MODELS[name]))
+    found = {}
+    for fault in (lambda patch: None, *faults):
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            engine, _ = test_experts.second_step(name, parallel, objective)
+            found[getattr(fault, "__name__", "")] = set(test_pipelines.errors(engine, model))
+    found[""] = found.pop("<lambda>")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_planted_fault_is_found(workers: Workers, case: str) -> None:
+    of_ranks = workers.run(wrong, 2, case, timeout=200.0)
+    assert all(not found[""] for found in of_ranks)
+    for fault, wanted in CASES[case][2].items():
+        names = set[str]().union(*(found[fault.__name__] for found in of_ranks))
+        assert any(name.endswith(wanted) for name in names), (fault.__name__, names)
+
+
+def measure_all_together(patch: Patch) -> None:
+    """Muon's matrices are made smaller by the norm of the whole stack."""
+    real = Tensor.norm
+
+    def norm(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        if options.get("dim") == (1, 2):
+            return real(self).expand(len(self), 1, 1)
+        return real(self, *args, **options)
+
+    patch.setattr(stacked_muon.Tensor, "norm", norm)
+
+
+def turn_all_alike(patch: Patch) -> None:
+    """SOAP's matrices have the mean covariance of the stack."""
+    real = Soap._measure
+
+    def measure(self: Soap, weight: Tensor, group: dict[str, Any], sides: list[str]) -> None:
+        real(self, weight, group, sides)
+        for side in sides if weight.dim() > 2 else ():
+            state = self.state[weight]
+            state[side] = state[side].mean(0, keepdim=True).expand_as(state[side]).clone()
+
+    patch.setattr(Soap, "_measure", measure)
+
+
+@pytest.mark.parametrize(("name", "fault"), [("muon", measure_all_together), ("soap", turn_all_alike)])
+def test_matrices_of_a_stack_that_are_taken_together_are_found(
+    monkeypatch: Patch, name: str, fault: Callable[[Patch], None]
+) -> None:
+    test_references.test_a_stack_is_moved_as_its_matrices_are(name)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_references.test_a_stack_is_moved_as_its_matrices_are(name)

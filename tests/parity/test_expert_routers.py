@@ -1,0 +1,59 @@
+"""Every router on every way of sharing experts, dropless and with a capacity, held to one device.
+
+`test_experts.py` shows each router and each layout; these are the remaining pairs.
+"""
+
+from typing import Any
+
+import pytest
+
+from megatfm.config import ModelConfig, ParallelConfig
+from tests.parity import test_experts
+from tests.parity.test_experts import CONTEXTS, EXPERTS_OVER_RANKS, MOE, OTHER_SCHEDULES, TP_OTHERWISE, V3
+from tests.parity.test_families import SMALL
+from tests.workers import Workers
+
+pytestmark = pytest.mark.slow
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "v2": {"name": "deepseek_v2", "n_groups": 3, "top_groups": 2, "scale": 1.5, "balance": 0.3},
+    "v3": V3,
+    "noisy": {"name": "noisy_top_k", "importance": 0.2, "load": 0.3},
+    "second": {"name": "gshard", "balance": 0.3},
+    "hash": {"name": "hash"},
+    "plain": {"name": "top_k", "normalise": False, "balance": 0.3, "z_loss": 0.1},
+}
+
+
+def model(**ffn: Any) -> ModelConfig:
+    """A block for each router."""
+    kinds = {f"block.{kind}.ffn": {**MOE, **ffn, "router": router} for kind, router in ROUTERS.items()}
+    return ModelConfig.of(**{**SMALL, "dropout": 0.2, "n_layers": 6, "blocks": list(ROUTERS)}, **kinds)
+
+
+MODELS = {"every router": model(), "every router, limited": model(capacity=0.6)}
+BESIDE = ("ep2 × replicas", "ep2 × tp2", "ep2 × pp2, 1f1b", "ep2 × pp2, zbv")
+ACROSS = ("ep4 of 2 × tp2, zero3", "ep2 × tp2 by channels, zero3")
+SHARED = {
+    **{layout: EXPERTS_OVER_RANKS[4][layout] for layout in (*(f"ep4, zero{z}" for z in range(4)), *BESIDE)},
+    **OTHER_SCHEDULES,
+    **{layout: TP_OTHERWISE[4][layout] for layout in ACROSS},
+}
+CASES: dict[str, tuple[str, int, dict[str, ParallelConfig]]] = {
+    "shared": ("every router", 4, SHARED),
+    "parts of rows": ("every router", 4, CONTEXTS),
+    "limited": ("every router, limited", 4, SHARED),
+}
+
+
+def compare(case: str) -> list[str]:
+    name, _, layouts = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_experts.MODELS, name, MODELS[name])
+        return test_experts.compare(name, layouts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_and_state_equal_one_device(workers: Workers, case: str) -> None:
+    _, ranks, layouts = CASES[case]
+    assert workers.run(compare, ranks, case, timeout=500.0)[0] == list(layouts)
