@@ -118,7 +118,7 @@ def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
 def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
     plain, none, _ = kept_and_repeated("none")
     full, _, _ = kept_and_repeated("full")
-    tables = 2 * 24 * LLAMA.head_width // 2 * 4  # rotary, of 24 tokens in float32: blocks share them
+    tables = 2 * 24 * LLAMA.head_width * 4  # rotary, of 24 tokens in float32: blocks share them
     # What it saves to recompute one, which is a little less than what the block keeps.
     block, rest = divmod(plain - full - tables, 4)
     assert rest == 0
