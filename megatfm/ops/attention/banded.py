@@ -9,6 +9,7 @@ from megatfm.ops.attention.bands import Band, add_tiles, tiles
 from megatfm.ops.attention.distances import add_tile, of_tile
 from megatfm.ops.attention.tiles import (
     ROOM,
+    Found,
     How,
     attend,
     attend_backward,
@@ -64,7 +65,7 @@ def backward(
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if folded:
-            found = *_products(gc, qc, kc, vc, oc, lc, added, how.scale), None
+            found: Found = (*_products(gc, qc, kc, vc, oc, lc, added, how.scale), None)
         else:
             learns = of_bias is not None
             found = attend_backward(gc, qc, kc, vc, oc, lc, added, None, how, band.causal, learns)

@@ -19,6 +19,7 @@ from megatfm.ops.attention.pieces import Grid, Piece, pieces
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.tiles import (
     SCORES,
+    Found,
     How,
     attend,
     attend_backward,
@@ -157,7 +158,7 @@ def backward(
     for chunk in _chunks(how, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _queries(chunk, q, g, out, lse), _keys(chunk, k, v)
         if folded:
-            found = *products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None
+            found: Found = (*products_backward(gc, qc, kc, vc, oc, lc, chunk.added, how.scale), None)
         else:
             keep, learns = _kept(chunk, drawn, how), of_bias is not None
             found = attend_backward(gc, qc, kc, vc, oc, lc, chunk.added, keep, how, learns=learns)

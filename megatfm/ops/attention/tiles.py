@@ -24,6 +24,9 @@ SCORES = 2**20
 ROOM = 32
 """Columns that are added to bfloat16 keys and values for what is taken off the scores; matrix units take 32 at once."""
 
+Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Gradients of q, k and v, and of a bias that learns."""
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -98,7 +101,7 @@ def attend_backward(
     how: How,
     causal: bool = False,
     learns: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> Found:
     """Gradients of q, k and v, and where the bias learns, of that; `out` and `lse` over all keys."""
     if is_plain(q, v, keep, how) and not learns:
         dq, dk, dv = _flash_backward(
