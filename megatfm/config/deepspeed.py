@@ -148,6 +148,9 @@ def _ours(config: "Config", precision: str) -> Json:
     if parallel.zero == 3:
         # Small parameters that stay gathered would be a second kind of weights to keep up to date.
         zero["stage3_param_persistence_threshold"] = 0
+        # It would put a function in the place of torch's `linear` for all that the process does afterwards, which adds
+        # biases in place: to outputs that selective recomputation has kept, twice.
+        zero["memory_efficient_linear"] = False
         if offload.hpz > 1:
             zero["zero_hpz_partition_size"] = offload.hpz
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatfm.config import Config
 from tests.parity.deepspeed_runs import (
@@ -12,11 +13,13 @@ from tests.parity.deepspeed_runs import (
     alone,
     case,
     compare,
+    engine_of,
     grid,
     in_precision,
     ranks_of,
     small,
     stages,
+    take,
 )
 from tests.parity.deepspeed_state import behave, hand_on, optimizers, pairs, save_first
 from tests.workers import Workers
@@ -151,3 +154,14 @@ def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -
 def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
     for found in workers.run(optimizers, 2, tmp_path, timeout=250):
         assert found == []
+
+
+def run_with_stage_3() -> bool:
+    linear = torch.nn.functional.linear
+    take(config := case("bert", zero=3, dp_shard=2), engine_of(config), 1)
+    return torch.nn.functional.linear is linear
+
+
+def test_torch_is_left_as_it_was(workers: Workers) -> None:
+    """Else a model that is made later computes with what DeepSpeed put there, and selective recomputation is wrong."""
+    assert all(workers.run(run_with_stage_3, 2))
