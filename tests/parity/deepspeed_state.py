@@ -1,0 +1,158 @@
+"""What a run under DeepSpeed keeps: saved and loaded by either engine, offloaded, left out, repeated."""
+
+import gc
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.config import Config
+from megatfm.engines.interface import Engine
+from megatfm.verify.batch import objective_of, random_batch
+from megatfm.verify.rank import _microbatches
+from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+
+
+def wide(*overrides: str, **parallel: int) -> Config:
+    """A model with weights of more than 1 MiB a rank, below which DeepSpeed keeps in memory what is for NVMe."""
+    config = small("decoder", "deepspeed.nvme_path=nowhere", *overrides, **parallel)
+    return config.model_copy(update={"model": config.model.changed({"vocab_size": 34_000})})
+
+
+def on_disk(config: Config, folder: Path) -> Config:
+    """The same with a folder that is there."""
+    if config.deepspeed.nvme_path is None:
+        return config
+    there = config.deepspeed.model_copy(update={"nvme_path": str(folder / "nvme")})
+    return config.model_copy(update={"deepspeed": there})
+
+
+def save_first(folder: Path, config: Config) -> None:
+    engine = engine_of(config, **ALONE)
+    for step in range(2):
+        take(config, engine, step)
+    checkpoint.save(folder / "first", 1, engine.state_dict(), {})
+
+
+def load(engine: Engine, path: Path) -> None:
+    room = engine.empty_state_dict(checkpoint.names(path))
+    checkpoint.load(path, room)
+    engine.load_state_dict(room)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
+    return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
+
+
+def hand_on(folder: Path, cases: list[Config]) -> list[str]:
+    """Each stage opens what native has saved, saves it, goes a step on, and native goes on with what that saved."""
+    wrong, first = [], folder / "first/step-00000001"
+    expected = checkpoint.read_tensors(first)
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
+        engine, native = engine_of(config), engine_of(config, engine="native")
+        load(engine, first)
+        path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
+        wrong += [f"{number}: {name}" for name in differing(expected, checkpoint.read_tensors(path))]
+        loss = take(config, engine, 2)
+        path = checkpoint.save(folder / str(number), 2, engine.state_dict(), {})
+        kept = checkpoint.read_tensors(path)
+        load(native, path)
+        again = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
+        wrong += [f"{number}, native: {name}" for name in differing(kept, checkpoint.read_tensors(again))]
+        load(engine, first)  # over what has moved: the same step once more
+        if take(config, engine, 2) != loss:
+            wrong.append(f"{number}: the loss of a repeated step")
+        path = checkpoint.save(folder / str(number), 3, engine.state_dict(), {})
+        wrong += [f"{number}, repeated: {name}" for name in differing(kept, checkpoint.read_tensors(path))]
+    return wrong
+
+
+def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
+    """What differs, by a bit, between a run that offloads and one that does not."""
+    wrong = []
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
+        places = {"offload_optimizer": "none", "offload_parameters": "none"}
+        plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
+        engine, other = engine_of(config), engine_of(plain)
+        for step in range(steps):
+            if take(config, engine, step) != take(plain, other, step):
+                wrong.append(f"{number}: loss {step}")
+            if step in (0, steps - 1):
+                wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
+        engine.device = torch.device("cuda")  # what would be free there
+        if engine.memory_needed(1, 1).moments:
+            wrong.append(f"{number}: a device would be asked for moments that are not to be there")
+        if (folder / "nvme").exists():
+            if len(list((folder / "nvme").glob("*/zero_stage_3/*/*/*.swp"))) < 4:
+                wrong.append(f"{number}: hardly anything is in files")
+            del engine
+            gc.collect()
+            if list((folder / "nvme").iterdir()):
+                wrong.append(f"{number}: files are left")
+    return wrong
+
+
+def behave() -> list[str]:
+    """What else a step may be asked for, one after another under stages 2 and 3."""
+    wrong = []
+    for stage in (2, 3):
+        config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
+        engine, native = engine_of(config), engine_of(config, engine="native")
+        start = weights(engine)
+        batch = _microbatches(config, engine, random_batch(config))
+        engine.forward_backward(batch, objective_of(config))
+        if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
+            wrong.append(f"{stage}: a step that is left out")
+        engine.forward_backward(batch, objective_of(config))
+        once = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.zero_grad()
+        engine.forward_backward(batch, objective_of(config))
+        if differing(once, engine.gradients()):
+            wrong.append(f"{stage}: a step computed twice")
+        engine.zero_grad()
+        if abs(take(config, engine, 1) / take(config, native, 1) - 1) > 1e-6:
+            wrong.append(f"{stage}: the loss with frozen weights")
+        after, theirs = weights(engine), weights(native)
+        still = {name for name in start if torch.equal(start[name], after[name])}
+        if still != {name for name in start if ".attn.wq." in name}:
+            wrong.append(f"{stage}: what is frozen")
+        if any((after[name] - theirs[name]).abs().max() > 1e-6 for name in start):
+            wrong.append(f"{stage}: the update with frozen weights")
+        batches = _microbatches(config, engine, random_batch(config))
+        told = [each.evaluate(batches, objective_of(config)).loss for each in (engine, native)]
+        if abs(told[0] / told[1] - 1) > 1e-6:
+            wrong.append(f"{stage}: the evaluated loss")
+    scaled = engine_of(in_precision(small("decoder", zero=2, dp_shard=2), "fp16"))
+    scaled.loss_scale.value = 2.0**60
+    if math.isfinite(_overflowing(scaled)) or scaled.loss_scale.value != 2.0**59:
+        wrong.append("an overflow of float16")
+    return wrong
+
+
+def _overflowing(engine: Engine) -> float:
+    config = small("decoder", zero=2, dp_shard=2)
+    before = weights(engine)
+    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_of(config))
+    norm = engine.step(1.0, 1.0)
+    assert differing(before, weights(engine)) == []
+    return norm
+
+
+def optimizers(folder: Path) -> list[str]:
+    wrong = []
+    for optimizer in ("lion", "schedule_free_adamw"):
+        config = small("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)
+        ours, native = engine_of(config), engine_of(config, engine="native")
+        for step in range(3):
+            if abs(take(config, ours, step) / take(config, native, step) - 1) > 1e-6:
+                wrong.append(f"{optimizer}: loss {step}")
+        path = checkpoint.save(folder / optimizer, 1, ours.state_dict(), {})
+        load(native, path)
+        again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
+        wrong += differing(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
+    return wrong
