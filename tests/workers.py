@@ -39,7 +39,6 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.debug",
     "torch._dynamo",
-    "torch._inductor.compile_fx",  # which whatever compiles imports, and DeepSpeed, in two seconds
     "megatfm.cli",
     "megatfm.train.loop",
     "megatfm.verify.rank",
