@@ -24,7 +24,7 @@ MISSING = {"async_io": "libaio's headers are missing (apt-get install libaio-dev
 
 @quiet()
 def load_nvme(package: ModuleType) -> None:
-    """Those that read and write NVMe. Raises UsageError where there are none."""
+    """Load what reads and writes files. Raises UsageError where it is not compiled."""
     for name in ("PinMemoryBuilder", "AsyncIOBuilder"):
         _load(package, name, *NVME)
 

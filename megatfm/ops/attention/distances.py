@@ -20,12 +20,12 @@ def of_pairs(bias: Tensor, keys: int) -> Tensor:
 
 
 def of_last(bias: Tensor, queries: int, keys: int) -> Tensor:
-    """Those of the last keys, in the form in which they are."""
+    """Biases of the last keys, in the form in which they are."""
     return bias[..., -(queries + keys - 1) :] if by_distance(bias) else bias[..., -keys:]
 
 
 def of_tile(bias_NL: Tensor, total: int, first: int, queries: int, start: int, keys: int) -> Tensor:
-    """Those of neighbouring queries, from `first` of `total` on, and of keys from `start` on, [N, b, M]."""
+    """Biases of neighbouring queries, from `first` of `total` on, and of keys from `start` on, [N, b, M]."""
     at = start - first - queries + total
     return bias_NL[:, at : at + queries + keys - 1].unfold(-1, keys, 1).flip(-2)
 

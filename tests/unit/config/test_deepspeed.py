@@ -37,7 +37,12 @@ def test_what_is_derived() -> None:
     assert offloaded["zero_optimization"]["offload_param"] == in_files
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     copies = derive(config("deepspeed.hpz=8"), "fp32")["zero_optimization"]
-    assert copies == {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 8}
+    assert copies == {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "memory_efficient_linear": False,
+        "zero_hpz_partition_size": 8,
+    }
     inexact = derive(config("deepspeed.quantized_weights=true"), "bf16")["zero_optimization"]
     assert inexact["zero_quantized_weights"] is True
     assert "zero_quantized_gradients" not in inexact
