@@ -254,13 +254,14 @@ def _where(frame: FrameType | None) -> tuple[bool, str]:
     """Whether a thread waits in torch.distributed or for its device, and the innermost line of ours."""
     waiting, depth = False, 0
     if frame is not None:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # Between two lines Python may not know which one a thread is at.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         waiting = WAITS.search(line) is not None
     while frame is not None:
         name, depth = frame.f_globals.get("__name__", ""), depth + 1
         waiting = waiting or (depth <= INNERMOST and name.startswith("torch.distributed"))
         if name.startswith("megatfm."):
-            return waiting, f"{name.replace('.', '/')}.py:{frame.f_lineno}, in {frame.f_code.co_name}"
+            return waiting, f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return waiting, ""
 

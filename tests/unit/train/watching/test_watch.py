@@ -35,3 +35,10 @@ def test_who_asks_for_a_number_of_the_device_waits(run: FunctionType, waiting: b
     os.write(theirs, b"!")
     thread.join()
     assert seen == (waiting, "")
+
+
+def test_a_thread_between_two_lines_is_no_trouble() -> None:
+    """Python says None for its line then (seen in 3.11); the watch must live on."""
+    code = SimpleNamespace(co_filename=__file__, co_name="run")
+    frame = SimpleNamespace(f_code=code, f_lineno=None, f_globals={"__name__": "megatfm.run"}, f_back=None)
+    assert _where(frame) == (False, "megatfm/run.py:?, in run")  # type: ignore[arg-type]
