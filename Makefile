@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test system-deps deepspeed deepspeed-nvme moe clean
+.PHONY: help quickstart test test-all test-cpus gpu soak lint docs wheel-test system-deps deepspeed moe clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,8 +16,8 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 # Both MPIs for `launch --mpi`, SLURM for the test cluster (its pmix plugin needs libpmix-dev), Chromium to look at the
-# report, g++ for torch.compile, libaio-dev for DeepSpeed's NVMe.
-SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev mpich slurm-wlm munge libpmix-dev iproute2 chromium g++ libaio-dev
+# report, g++ for torch.compile.
+SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev mpich slurm-wlm munge libpmix-dev iproute2 chromium g++
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -79,10 +79,6 @@ system-deps: ## what comes from apt (Debian, as root); says what to install else
 	fi
 
 deepspeed: $(VENV)/.installed-deepspeed ## DeepSpeed beside the torch that is there; compiles nothing
-
-deepspeed-nvme: deepspeed ## DeepSpeed's operator for NVMe, compiled once (libaio-dev, g++, ten minutes of a core)
-	@PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -W ignore -c \
-	  'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()' >/dev/null
 
 # MegaBlocks is no extra: pip would resolve it together with another torch.
 moe: $(VENV)/.installed ## MegaBlocks 0.10.0 (needs a GPU and nvcc)

@@ -40,7 +40,7 @@ for name in ("async_io", "cpu_adam", "fused_adam"):
         print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
 """
 SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
-"""What compiling took of cores of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
+"""What compiling takes of a core of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
 COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
 

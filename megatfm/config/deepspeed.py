@@ -34,17 +34,8 @@ class DeepSpeedConfig(Section):
     hpz: int = Field(default=1, ge=1)
     """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
-    quantized_weights: bool = False
-    """With zero = 3, on GPUs: send weights in 8 bits. Inexact, and never run here (zero_quantized_weights)."""
-    quantized_gradients: bool = False
-    """With zero = 3, on GPUs: send gradients in 4 bits. Inexact, and never run here (zero_quantized_gradients)."""
     json_file: PathStr | None = None
     """A DeepSpeed config of your own, whose tuning is taken over; what it says about our keys must agree with them."""
-
-    @property
-    def quantized(self) -> list[str]:
-        """Keys of what is sent inexactly."""
-        return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")
     def _has_a_disk(self) -> Self:
@@ -104,32 +95,23 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
-    if offload.offload_optimizer == "nvme" and parallel.zero in (1, 2):
+    if offload.offload_optimizer == "nvme":
         yield (
-            f"deepspeed.offload_optimizer = 'nvme' and parallel.zero = {parallel.zero}, which would keep it in memory: "
-            "set parallel.zero = 3, or deepspeed.offload_optimizer = 'cpu'"
+            "deepspeed.offload_optimizer = 'nvme', which leaves no weights in memory between steps for checkpoints and "
+            "comparisons to read: set deepspeed.offload_optimizer = 'cpu'"
         )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
-    if offload.hpz > 1 and (problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)):
+    if offload.hpz > 1 and (problem := _hpz_problem(parallel, offload)):
         yield f"deepspeed.hpz = {offload.hpz} and {problem}"
-    for key in offload.quantized:
-        if train.device == "cpu":
-            yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
-        if problem := _zero_plus_plus_problem(parallel):
-            yield f"deepspeed.{key} and {problem}"
 
 
-def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
+def _hpz_problem(parallel: ParallelConfig, offload: DeepSpeedConfig) -> str:
     if parallel.zero != 3:
         return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
     for axis in ("tp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
             return f"parallel.{axis} = {size}, for it takes all ranks for data ranks: set parallel.{axis} = 1"
-    return ""
-
-
-def _hpz_problem(offload: DeepSpeedConfig) -> str:
     if offload.offload_parameters != "none":
         return (
             f"deepspeed.offload_parameters = {offload.offload_parameters!r}, which would keep the copy on the host, "
@@ -145,10 +127,9 @@ def precision_problem(parallel: ParallelConfig, precision: str) -> str:
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"
 
 
-def derive(config: "Config", precision: str, folder: Path | None = None) -> Json:
-    """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises ValueError where the user's own JSON
-    disagrees with our config, key by key."""
-    derived = _ours(config, precision, str(folder or config.deepspeed.nvme_path))
+def derive(config: "Config", precision: str) -> Json:
+    """The JSON for DeepSpeed. Raises ValueError where the user's own disagrees with our config, key by key."""
+    derived = _ours(config, precision)
     if config.deepspeed.json_file is None:
         return derived
     path = Path(config.deepspeed.json_file)
@@ -161,7 +142,7 @@ def derive(config: "Config", precision: str, folder: Path | None = None) -> Json
     return merge(derived, given, decided(config, precision))
 
 
-def _ours(config: "Config", precision: str, folder: str) -> Json:
+def _ours(config: "Config", precision: str) -> Json:
     parallel, offload = config.parallel, config.deepspeed
     zero: Json = {"stage": parallel.zero}
     if parallel.zero == 3:
@@ -172,7 +153,6 @@ def _ours(config: "Config", precision: str, folder: str) -> Json:
         zero["memory_efficient_linear"] = False
         if offload.hpz > 1:
             zero["zero_hpz_partition_size"] = offload.hpz
-        zero |= {f"zero_{key}": True for key in offload.quantized}
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
     for key, place in (
@@ -180,9 +160,7 @@ def _ours(config: "Config", precision: str, folder: str) -> Json:
         ("offload_param", offload.offload_parameters),
     ):
         if place != "none":
-            zero[key] = {"device": place} | ({"nvme_path": folder} if place == "nvme" else {})
-    if offload.offload_parameters == "nvme":
-        zero["offload_param"]["max_in_cpu"] = 0
+            zero[key] = {"device": place} | ({"nvme_path": offload.nvme_path} if place == "nvme" else {})
     derived: Json = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": 1,  # the loop counts micro-batches: a step may have fewer than another
@@ -229,10 +207,6 @@ def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
         ),
         "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
         "zero_optimization.zero_hpz_partition_size": ("deepspeed.hpz", offload.hpz),
-        **{
-            f"zero_optimization.zero_{key}": (f"deepspeed.{key}", key in offload.quantized)
-            for key in ("quantized_weights", "quantized_gradients")
-        },
         "zero_optimization.cpu_offload": ("deepspeed.offload_optimizer", offload.offload_optimizer == "cpu"),
         "bf16.enabled": ("train.precision", precision == "bf16" if known else None),
         "fp16.enabled": ("train.precision", precision == "fp16" if known else None),
@@ -282,7 +256,6 @@ TUNES = {
 
 REFUSED = {
     "activation_checkpointing": "set train.recompute",
-    "aio.use_gds": "its operator, for disks that GPUs read by themselves, would be compiled unasked",
     "amp": "set train.precision",
     "autotuning": "the layout is the config's",
     "compression_training": "megatfm has none",
@@ -302,9 +275,11 @@ REFUSED = {
         "Adam's state stays in a process of its own, where no checkpoint reaches it"
     ),
     "zero_optimization.offload_optimizer.ratio": "a second optimizer would move what isn't offloaded",
-    "zero_optimization.offload_optimizer.pipeline_read": "files are looked at between steps, when all is written",
-    "zero_optimization.offload_optimizer.pipeline_write": "files are looked at between steps, when all is written",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they were stored",
+    "zero_optimization.zero_quantized_weights": "it is inexact, and its operator is compiled for CUDA alone",
+    "zero_optimization.zero_quantized_gradients": "it is inexact, and its operator is compiled for CUDA alone",
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "it is inexact, and its operator is compiled for CUDA alone"
+    ),
     "zero_optimization.mics_shard_size": "it wants the model built inside of it: deepspeed.hpz keeps copies near, too",
     "compile.deepcompile": "its operator is compiled for CUDA alone, and its reductions replace those that are proven",
 }

@@ -1,7 +1,6 @@
 """Under DeepSpeed's ZeRO a step is that of one device, and ten of them are those of the native engine."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,11 @@ from tests.parity.deepspeed_runs import (
     stages,
     take,
 )
-from tests.parity.deepspeed_state import behave, hand_on, optimizers, pairs, save_first, wide
+from tests.parity.deepspeed_state import behave, hand_on, optimizers, pairs, save_first
 from tests.workers import Workers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
-)
-COMPILED = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-nvme = pytest.mark.skipif(
-    not list(COMPILED.glob("**/async_io/async_io.so")),
-    reason="DeepSpeed's operator async_io isn't compiled: `make deepspeed-nvme`, ten minutes of a core",
 )
 
 
@@ -121,16 +115,6 @@ def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_pa
     save_and_load(workers, tmp_path, int(ranks[0]), (SAVED | MORE_SAVED)[ranks])
 
 
-NVME = "deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme"
-
-
-@nvme
-def test_checkpoints_go_in_and_out_of_files(workers: Workers, tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    cases = [wide(*NVME, dp_shard=2), in_precision(wide(NVME[0], dp_shard=2), "bf16")]
-    save_and_load(workers, tmp_path, 2, cases)
-
-
 CPU = "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"
 OFFLOADED: dict[str, tuple[int, list[Config]]] = {
     "some": (
@@ -156,17 +140,9 @@ MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
 
 
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
-def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
+def test_what_is_offloaded_gives_the_same_run(workers: Workers, which: str) -> None:
     steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
-    for found in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
-        assert found == []
-
-
-@nvme
-def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    cases = [wide(*NVME, "train.freeze=['*.tokens.*']", dp_shard=2), wide(*NVME, dp_shard=2)]
-    for found in workers.run(pairs, 2, tmp_path, cases, 3, timeout=250):
+    for found in workers.run(pairs, 2, cases, steps, timeout=250):
         assert found == []
 
 
