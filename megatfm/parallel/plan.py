@@ -73,7 +73,9 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
     if contexts:
         install(model, contexts)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return ParameterLayout(placements, _table(model, said, styles, placements, mesh), buffers, state, contexts)
+    return ParameterLayout(
+        placements, _table(model, said, styles, placements, mesh), buffers, state, contexts
+    )
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
