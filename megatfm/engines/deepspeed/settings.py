@@ -91,5 +91,6 @@ def buffers_in_use(model: nn.Module, in_files: set[str]) -> int:
     if not all(parameter.requires_grad for parameter in parameters.values()):
         return max(1, len(in_files))
     swapped = {id(parameters[name]) for name in in_files}
-    counts = sorted(sum(id(p) in swapped for p in set(block.parameters())) for block in blocks(model))
-    return max(1, len(swapped) - sum(counts) + sum(counts[-2:]))
+    inside = [swapped & {id(p) for p in block.parameters()} for block in blocks(model)]
+    outside = swapped.difference(*inside)
+    return max(1, len(outside) + sum(sorted(map(len, inside))[-2:]))
