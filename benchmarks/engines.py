@@ -8,14 +8,23 @@ rounds of (DeepSpeed's seconds / native's): above 1, native is faster. Seconds a
 barriers, and of its CPU. Memory is the peak of a rank's resident set (on a GPU, of what torch has allocated) over what
 it was before the engine was built, each engine in processes of its own. Traffic is what rank 0 sends in a step, counted
 where torch dispatches collectives. Times themselves mean nothing apart.
+
+With --offload PLACE, a folder on a local disk, DeepSpeed's stage 3 takes steps by turns with everything on the device,
+with optimizer and parameters on the host, and with them in files of that folder. Bandwidth is what a rank reads from
+files and writes to them (for the host: gradients there, weights back), over the seconds that a step takes longer than
+one that offloads nothing, in the median of the rounds. Files go through the system's cache; beside it stands what the
+disk does by itself, past the cache, in blocks of 1 MiB: where memory is free, a run may be faster than that.
 """
 
 import argparse
 import gc
+import importlib
+import mmap
 import multiprocessing
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -30,6 +39,7 @@ import torch.multiprocessing as mp
 
 from megatfm.config import Config, load_config
 from megatfm.engines.interface import Engine
+from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.batch import objective_of, random_batch
@@ -54,6 +64,8 @@ CASES: dict[str, list[str]] = {
     **{f"bf16, zero {stage}": ["train.precision=bf16", f"parallel.zero={stage}"] for stage in (2, 3)},
 }
 OFFLOADED = "deepspeed.offload_optimizer=cpu"
+PLACES = ("none", "cpu", "nvme")
+BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,19 @@ def forget(device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
+def count_files() -> Counter[str]:
+    """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
+    files = importlib.import_module("megatfm.engines.deepspeed.files")
+    genuine, moved = files.FileHandle._move, Counter[str]()
+
+    def counted(self: Any, call: Any, flags: int, buffer: torch.Tensor, *where: Any) -> int:
+        moved["bytes"] += buffer.nbytes
+        return int(genuine(self, call, flags, buffer, *where))
+
+    files.FileHandle._move = counted
+    return moved
+
+
 def work(rank: int, job: Job, answers: Any) -> None:
     """One rank: (name → seconds by round and clock), peak memory of all, bytes sent in a step by name."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
@@ -117,6 +142,7 @@ def work(rank: int, job: Job, answers: Any) -> None:
         backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks
     )
     forget(job.device)
+    files = count_files()
     before, steps, sent = peak(job.device), {}, {}
     for name, config in job.configs.items():
         engine, steps[name] = stepper(config, job, rank)
@@ -124,16 +150,18 @@ def work(rank: int, job: Job, answers: Any) -> None:
         with Traffic(engine.process_groups()) as traffic:
             steps[name]()
         sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
     for number in range(job.rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
             dist.barrier()
+            files.clear()
             wall, cpu = time.perf_counter(), time.process_time()
             steps[name]()
             if job.device == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
-            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            seconds = time.perf_counter() - wall, time.process_time() - cpu
+            taken[name].append((*seconds, files["bytes"]))
     answers[rank] = taken, peak(job.device) - before, sent
     del engine, steps
     gc.collect()  # engines, while they can still ask who they are
@@ -170,6 +198,62 @@ def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argpars
     )
 
 
+def disk(folder: Path) -> float:
+    """Bytes a second that a folder's disk takes and gives by itself, half written and half read."""
+    path, block, number = folder / "plain", mmap.mmap(-1, BLOCK), 256
+    start = time.perf_counter()
+    for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        for _ in range(number):
+            move(descriptor, [block])
+        os.close(descriptor)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return 2 * number * BLOCK / seconds
+
+
+def offloading(args: argparse.Namespace) -> list[str]:
+    """A table of DeepSpeed's places for what it offloads."""
+    words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
+    configs = {
+        place: config_of(
+            "deepspeed",
+            [
+                *words,
+                f"deepspeed.offload_optimizer={place}",
+                f"deepspeed.offload_parameters={place}",
+                *args.set,
+            ],
+            args.ranks,
+        )
+        for place in PLACES
+    }
+    found = run(configs, args, args.rounds)
+    taken, own = found[0][0], disk(args.offload)
+    elements = sum(p.numel() for p in build(configs["none"].model).parameters()) // args.ranks
+    lines = [
+        "",
+        "| Stage 3, optimizer and parameters | step / none | MB moved a step and rank | MB/s and rank | MB by rank |",
+        "|---|---|---|---|---|",
+    ]
+    for place in PLACES:
+        extra = [step[0] - none[0] for step, none in zip(taken[place], taken["none"], strict=True)]
+        ratio = statistics.median(
+            step[0] / none[0] for step, none in zip(taken[place], taken["none"], strict=True)
+        )
+        moved = {"none": 0, "cpu": 8 * elements}.get(
+            place, statistics.median(step[2] for step in taken[place])
+        )
+        longer = statistics.median(extra)
+        speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"
+        held = [a[1] / 1e6 for _, a in sorted(run({place: configs[place]}, args, 2).items())]
+        lines.append(
+            f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |"
+        )
+        print(lines[-1], flush=True)
+    return [*lines, "", f"The disk by itself, one process: {own / 1e6:,.0f} MB/s."]
+
+
 def main() -> None:
     """Run what the arguments ask for; print a table and write it."""
     parser = argparse.ArgumentParser(
@@ -178,8 +262,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--cases", nargs="+", default=[*CASES, "fp32, zero 2, offloaded"])
+    parser.add_argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
+    parser.add_argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
@@ -194,14 +279,18 @@ def main() -> None:
         f"machine's {os.cpu_count()} cores by others at the start: {os.getloadavg()[0]:.1f}; `python "
         "benchmarks/engines.py`, whose head says how it is measured.",
         "",
-        "| | DeepSpeed / native, clock (lowest – highest) | CPU | MB by rank, native / DeepSpeed | MB sent a step |",
-        "|---|---|---|---|---|",
     ]
+    if args.cases:
+        heads = "clock (lowest – highest) | CPU | MB by rank, native / DeepSpeed | MB sent a step |"
+        lines += [f"| | DeepSpeed / native, {heads}", "|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
     for case in args.cases:
         name = case.removesuffix(", offloaded")
         lines.append(row(case, CASES[name], [OFFLOADED] if name != case else [], args))
         print(lines[-1], flush=True)
+    if args.offload:
+        args.offload.mkdir(parents=True, exist_ok=True)
+        lines += offloading(args)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

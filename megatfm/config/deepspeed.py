@@ -1,24 +1,24 @@
 """The DeepSpeed engine's section, what DeepSpeed can't carry, and the JSON that DeepSpeed is configured with.
 
-DeepSpeed is no more than asked here for what our config says: each of its keys is either one of ours under another
-name (`DECIDED`), or free to be set in a JSON of the user's own (`FREE`), or refused.
+DeepSpeed is no more than asked here for what our config says; `deepspeed_json.py` says what becomes of a JSON of the
+user's own.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatfm.config.base import PathStr, Section
+from megatfm.config.deepspeed_json import Json, decided, merge
 from megatfm.config.optimizer import AdafactorConfig, LambConfig, MuonConfig, SoapConfig
 from megatfm.config.sections import ParallelConfig
 
 if TYPE_CHECKING:
     from megatfm.config.root import Config
 
-Json = dict[str, Any]
 Place = Literal["none", "cpu", "nvme"]
 
 
@@ -34,12 +34,30 @@ class DeepSpeedConfig(Section):
     hpz: int = Field(default=1, ge=1)
     """With zero = 3: how many neighbouring ranks, as a rule a node's, keep another copy of the weights between them, in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
+    quantized_weights: bool = False
+    """With zero = 3, on GPUs: send weights in 8 bits. Inexact, and never run here (zero_quantized_weights)."""
+    quantized_gradients: bool = False
+    """With zero = 3, on GPUs: send gradients in 4 bits. Inexact, and never run here (zero_quantized_gradients)."""
     json_file: PathStr | None = None
     """A DeepSpeed config of your own, whose tuning is taken over; what it says about our keys must agree with them."""
 
+    INEXACT: ClassVar[str] = (
+        "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"
+    )
+
+    @property
+    def in_files(self) -> bool:
+        """Whether anything is offloaded to files."""
+        return "nvme" in (self.offload_optimizer, self.offload_parameters)
+
+    @property
+    def quantized(self) -> list[str]:
+        """Keys of what is sent inexactly."""
+        return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
+
     @model_validator(mode="after")
     def _has_a_disk(self) -> Self:
-        if "nvme" in (self.offload_optimizer, self.offload_parameters) and self.nvme_path is None:
+        if self.in_files and self.nvme_path is None:
             raise ValueError("offloading to 'nvme' needs nvme_path, a folder on a local disk")
         return self
 
@@ -95,23 +113,32 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
-    if offload.offload_optimizer == "nvme":
+    if offload.offload_optimizer == "nvme" and parallel.zero in (1, 2):
         yield (
-            "deepspeed.offload_optimizer = 'nvme', which leaves no weights in memory between steps for checkpoints and "
-            "comparisons to read: set deepspeed.offload_optimizer = 'cpu'"
+            f"deepspeed.offload_optimizer = 'nvme' and parallel.zero = {parallel.zero}, which would keep it in memory: "
+            "set parallel.zero = 3, or deepspeed.offload_optimizer = 'cpu'"
         )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
-    if offload.hpz > 1 and (problem := _hpz_problem(parallel, offload)):
+    if offload.hpz > 1 and (problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)):
         yield f"deepspeed.hpz = {offload.hpz} and {problem}"
+    for key in offload.quantized:
+        if train.device == "cpu":
+            yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
+        if problem := _zero_plus_plus_problem(parallel):
+            yield f"deepspeed.{key} and {problem}"
 
 
-def _hpz_problem(parallel: ParallelConfig, offload: DeepSpeedConfig) -> str:
+def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
     if parallel.zero != 3:
         return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
     for axis in ("tp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
             return f"parallel.{axis} = {size}, for it takes all ranks for data ranks: set parallel.{axis} = 1"
+    return ""
+
+
+def _hpz_problem(offload: DeepSpeedConfig) -> str:
     if offload.offload_parameters != "none":
         return (
             f"deepspeed.offload_parameters = {offload.offload_parameters!r}, which would keep the copy on the host, "
@@ -127,9 +154,10 @@ def precision_problem(parallel: ParallelConfig, precision: str) -> str:
     return f"train.precision = {precision!r} and parallel.zero = 0, which adds gradients in that: set parallel.zero = 1"
 
 
-def derive(config: "Config", precision: str) -> Json:
-    """The JSON for DeepSpeed. Raises ValueError where the user's own disagrees with our config, key by key."""
-    derived = _ours(config, precision)
+def derive(config: "Config", precision: str, folder: Path | None = None) -> Json:
+    """The JSON for DeepSpeed. folder: this rank's own in nvme_path. Raises ValueError where the user's own JSON
+    disagrees with our config, key by key."""
+    derived = _ours(config, precision, str(folder or config.deepspeed.nvme_path))
     if config.deepspeed.json_file is None:
         return derived
     path = Path(config.deepspeed.json_file)
@@ -142,7 +170,7 @@ def derive(config: "Config", precision: str) -> Json:
     return merge(derived, given, decided(config, precision))
 
 
-def _ours(config: "Config", precision: str) -> Json:
+def _ours(config: "Config", precision: str, folder: str) -> Json:
     parallel, offload = config.parallel, config.deepspeed
     zero: Json = {"stage": parallel.zero}
     if parallel.zero == 3:
@@ -153,6 +181,7 @@ def _ours(config: "Config", precision: str) -> Json:
         zero["memory_efficient_linear"] = False
         if offload.hpz > 1:
             zero["zero_hpz_partition_size"] = offload.hpz
+        zero |= {f"zero_{key}": True for key in offload.quantized}
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # ours is computed before it is known whether the step is taken
     for key, place in (
@@ -160,7 +189,10 @@ def _ours(config: "Config", precision: str) -> Json:
         ("offload_param", offload.offload_parameters),
     ):
         if place != "none":
-            zero[key] = {"device": place} | ({"nvme_path": offload.nvme_path} if place == "nvme" else {})
+            zero[key] = {"device": place} | ({"nvme_path": folder} if place == "nvme" else {})
+    if offload.offload_parameters == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0
+        zero["stage3_max_reuse_distance"] = 0  # else weights stay in buffers until they are used again
     derived: Json = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": 1,  # the loop counts micro-batches: a step may have fewer than another
@@ -183,145 +215,3 @@ def _ours(config: "Config", precision: str) -> Json:
     if precision == "fp16":
         derived["fp16"]["loss_scale"] = 1.0  # the engine scales, so that the scale is in every checkpoint
     return derived
-
-
-def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
-    """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
-    parallel, train, optimizer, offload = config.parallel, config.train, config.optimizer, config.deepspeed
-    known = precision != "auto"
-    overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
-    return overlap | {
-        "train_batch_size": ("train.global_batch", train.global_batch),
-        "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
-        "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", None),
-        "gradient_clipping": ("optimizer.clip", optimizer.clip),
-        "zero_optimization.stage": ("parallel.zero", parallel.zero),
-        "zero_optimization.offload_optimizer.device": (
-            "deepspeed.offload_optimizer",
-            offload.offload_optimizer,
-        ),
-        "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
-        "zero_optimization.offload_param.device": (
-            "deepspeed.offload_parameters",
-            offload.offload_parameters,
-        ),
-        "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", offload.nvme_path),
-        "zero_optimization.zero_hpz_partition_size": ("deepspeed.hpz", offload.hpz),
-        "zero_optimization.cpu_offload": ("deepspeed.offload_optimizer", offload.offload_optimizer == "cpu"),
-        "bf16.enabled": ("train.precision", precision == "bf16" if known else None),
-        "fp16.enabled": ("train.precision", precision == "fp16" if known else None),
-        "optimizer.type": ("optimizer.name", _their_name(optimizer.name)),
-        "optimizer.params.lr": ("optimizer.lr", optimizer.lr),
-        "optimizer.params.betas": ("optimizer.betas", list(getattr(optimizer, "betas", ()))),
-        "optimizer.params.eps": ("optimizer.eps", getattr(optimizer, "eps", None)),
-        "optimizer.params.weight_decay": ("optimizer.weight_decay", optimizer.weight_decay),
-    }
-
-
-def _their_name(name: str) -> str:
-    return {"adamw": "AdamW", "lion": "Lion"}.get(name, name)
-
-
-FREE = {
-    "aio": "how NVMe is read and written",
-    "comms_logger": "what is sent",
-    "dump_state": "what is printed",
-    "flops_profiler": "what is measured",
-    "memory_breakdown": "what is printed",
-    "wall_clock_breakdown": "what is printed",
-    "zero_optimization": "buckets, prefetching and pinned memory, but for what FIXED holds",
-}
-"""DeepSpeed's keys that a JSON may set as it likes: they tune, and change no result."""
-
-TUNES = {
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "offload_optimizer.buffer_count",
-    "offload_optimizer.pin_memory",
-    "offload_param.buffer_count",
-    "offload_param.buffer_size",
-    "offload_param.max_in_cpu",
-    "offload_param.pin_memory",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-    "sub_group_size",
-}
-"""Keys of zero_optimization of which the same is true."""
-
-REFUSED = {
-    "activation_checkpointing": "set train.recompute",
-    "amp": "set train.precision",
-    "autotuning": "the layout is the config's",
-    "compression_training": "megatfm has none",
-    "curriculum_learning": "set data.warmup",
-    "data_efficiency": "set data.warmup and data.train",
-    "elasticity": "set resilience.elastic",
-    "hybrid_engine": "megatfm only pretrains",
-    "monitor_config": "set log.sinks",
-    "scheduler": "set [schedule]",
-    "tensorboard": "set log.sinks",
-    "tensor_parallel": "set parallel.tp",
-    "wandb": "set log.sinks",
-    "zero_optimization.zenflow": (
-        "its updates come late, and Adam's state stays in a process of its own, where no checkpoint reaches it"
-    ),
-    "zero_optimization.offload_optimizer.super_offload": (
-        "Adam's state stays in a process of its own, where no checkpoint reaches it"
-    ),
-    "zero_optimization.offload_optimizer.ratio": "a second optimizer would move what isn't offloaded",
-    "zero_optimization.zero_quantized_weights": "it is inexact, and its operator is compiled for CUDA alone",
-    "zero_optimization.zero_quantized_gradients": "it is inexact, and its operator is compiled for CUDA alone",
-    "zero_optimization.zero_quantized_nontrainable_weights": (
-        "it is inexact, and its operator is compiled for CUDA alone"
-    ),
-    "zero_optimization.mics_shard_size": "it wants the model built inside of it: deepspeed.hpz keeps copies near, too",
-    "compile.deepcompile": "its operator is compiled for CUDA alone, and its reductions replace those that are proven",
-}
-"""Keys that are not carried, and why, or what to set instead."""
-
-
-def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
-    """Take what a JSON tunes into ours. Raises ValueError that names every key that can't be, and why."""
-    merged: Json = json.loads(json.dumps(derived))
-    wrong = []
-    for key, value in _leaves(given):
-        if key in fixed:
-            ours, wanted = fixed[key]
-            if value not in ("auto", wanted) and wanted is not None:
-                wrong.append(f"{key} = {json.dumps(value)}, but {ours} = {json.dumps(wanted)}")
-            continue
-        reason = next(
-            (why for known, why in REFUSED.items() if key == known or key.startswith(f"{known}.")), None
-        )
-        first, _, rest = key.partition(".")
-        tunes = first in FREE and (first != "zero_optimization" or rest in TUNES)
-        if reason or not tunes:
-            wrong.append(f"{key}: {reason or 'not carried'}")
-        elif value != "auto":
-            _set(merged, key, value)
-    if wrong:
-        raise ValueError(
-            f"deepspeed.json_file: {'; '.join(wrong)}: leave these out of the file, or change our keys"
-        )
-    return merged
-
-
-def _leaves(table: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _set(table: Json, key: str, value: Any) -> None:
-    *outer, last = key.split(".")
-    for name in outer:
-        table = table.setdefault(name, {})
-    table[last] = value

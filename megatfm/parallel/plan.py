@@ -6,6 +6,7 @@ that layers know nothing of parallelism. A row that matches nothing is for a par
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -39,7 +40,8 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
     """
     parts = mesh.size(TENSOR)
     ranks = Ranks(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
-    styles = match(model, complete=parts > 1)
+    said = _said(model)
+    styles = _match(model, said, complete=parts > 1)
     local: dict[Tensor, tuple[Placement, Tensor]] = {}
     buffers: dict[str, Placement] = {}
     state: list[str] = []
@@ -71,7 +73,9 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
     if contexts:
         install(model, contexts)
     placements = {placement.name: placement for placement, _ in local.values()}
-    return ParameterLayout(placements, _table(model, styles, placements, mesh), buffers, state, contexts)
+    return ParameterLayout(
+        placements, _table(model, said, styles, placements, mesh), buffers, state, contexts
+    )
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
@@ -85,30 +89,6 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
         return style.place(Placement(name, shape, (cut,)), mesh)
     partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
     return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)
-
-
-def match(model: nn.Module, *, complete: bool = True) -> dict[str, Style]:
-    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
-
-    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
-    that owns parameters or buffers and has none.
-    """
-    said = _said(model)
-    styles: dict[str, Style] = {}
-    for path, module in model.named_modules():
-        rows = said.get(module, [])
-        for row in rows[1:]:
-            if row.style != rows[0].style:
-                raise UsageError(
-                    f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows"
-                )
-        if rows:
-            styles[path] = STYLES.get(rows[0].style)
-        elif owned := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if complete:
-                raise UsageError(_missing(model, path, owned[0][0]))
-            styles[path] = NO_ROW
-    return styles
 
 
 @dataclass(frozen=True)
@@ -126,6 +106,33 @@ class _Row:
     @property
     def modules(self) -> str:
         return ".".join(filter(None, (self.place, self.pattern)))
+
+
+def match(model: nn.Module, *, complete: bool = True) -> dict[str, Style]:
+    """Module name → style, in the order of the model's modules, from the rows that their classes bring.
+
+    Raises UsageError for a style that there is not, for two styles of one module and, where `complete`, for a module
+    that owns parameters or buffers and has none.
+    """
+    return _match(model, _said(model), complete)
+
+
+def _match(model: nn.Module, said: Mapping[nn.Module, list[_Row]], complete: bool) -> dict[str, Style]:
+    styles: dict[str, Style] = {}
+    for path, module in model.named_modules():
+        rows = said.get(module, [])
+        for row in rows[1:]:
+            if row.style != rows[0].style:
+                raise UsageError(
+                    f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows"
+                )
+        if rows:
+            styles[path] = STYLES.get(rows[0].style)
+        elif owned := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if complete:
+                raise UsageError(_missing(model, path, owned[0][0]))
+            styles[path] = NO_ROW
+    return styles
 
 
 def _said(model: nn.Module) -> dict[nn.Module, list[_Row]]:
@@ -153,8 +160,14 @@ def _missing(model: nn.Module, path: str, key: str) -> str:
     )
 
 
-def _table(model: nn.Module, styles: dict[str, Style], placements: dict[str, Placement], mesh: Mesh) -> str:
-    said, rows = _said(model), dict[tuple[str, Style], list[str]]()
+def _table(
+    model: nn.Module,
+    said: Mapping[nn.Module, list[_Row]],
+    styles: dict[str, Style],
+    placements: dict[str, Placement],
+    mesh: Mesh,
+) -> str:
+    rows: dict[tuple[str, Style], list[str]] = {}
     for path, style in styles.items():
         brought = said.get(model.get_submodule(path))
         rows.setdefault((brought[0].modules if brought else path, style), []).append(path)

@@ -27,7 +27,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
     feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
     beside other axes, or what `ep` needs. There are as many layers as pipeline stages, and a block of every kind; the
-    cuts are where they are by themselves.
+    cuts are where they are by themselves. What is inexact by design is left out.
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
@@ -71,7 +71,12 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     )
     still = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
     small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": still})})
-    return small, _changes(config, small)
+    inexact = config.deepspeed.quantized
+    exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
+    left = [
+        f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
+    ]
+    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + left
 
 
 def _matches(config: Config, pattern: str) -> bool:

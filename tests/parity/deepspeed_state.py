@@ -1,10 +1,14 @@
 """What a run under DeepSpeed keeps: saved and loaded by either engine, offloaded, left out, repeated."""
 
+import gc
+import importlib
+import json
 import math
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatfm import checkpoint
@@ -13,6 +17,52 @@ from megatfm.engines.interface import Engine
 from megatfm.verify.batch import objective_of, random_batch
 from megatfm.verify.rank import _microbatches
 from tests.parity.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+
+SMALLEST = 512
+"""Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
+
+
+def in_files(
+    family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int
+) -> Config:
+    """A config that keeps nearly everything in files; `on_disk` says where."""
+    words = [f"deepspeed.offload_optimizer={'nvme' if optimizer else 'none'}", "deepspeed.nvme_path=nowhere"]
+    return small(
+        family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel
+    )
+
+
+def on_disk(config: Config, folder: Path) -> Config:
+    """The same with a folder that is there, and small weights in files, too."""
+    if config.deepspeed.nvme_path is None:
+        return config
+    for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
+        importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
+    (folder / "aio.json").write_text(json.dumps({"aio": {"block_size": SMALLEST}}), encoding="utf-8")
+    (folder / "nvme").mkdir(exist_ok=True)
+    there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
+    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})
+
+
+def files_of(engine: Engine, folder: Path) -> list[str]:
+    """What is wrong with where an engine keeps things."""
+    own, wrong = engine.engine.optimizer, []
+    kept = {
+        path.parent.parent.name for path in (folder / "nvme").glob("megatfm-*/zero_stage_3/*/rank*/*.swp")
+    }
+    dtype = str(engine.precision.computed).removeprefix("torch.")
+    wanted = {
+        name
+        for name, there in (("optimizer", own.swap_optimizer), (f"{dtype}params", own.params_in_nvme_and_cpu))
+        if there
+    }
+    if kept != wanted:
+        wrong.append(f"in files are {kept}, and not {wanted}")
+    for parameter in engine.parameters.values():
+        size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
+        if own.params_in_nvme_and_cpu and size >= SMALLEST and parameter.ds_tensor.final_location != "nvme":
+            wrong.append(f"a weight of {size} bytes a rank is in memory")
+    return wrong
 
 
 def save_first(folder: Path, config: Config) -> None:
@@ -37,7 +87,8 @@ def hand_on(folder: Path, cases: list[Config]) -> list[str]:
     """Each stage opens what native has saved, saves it, goes a step on, and native goes on with what that saved."""
     wrong, first = [], folder / "first/step-00000001"
     expected = checkpoint.read_tensors(first)
-    for number, config in enumerate(cases):
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
         engine, native = engine_of(config), engine_of(config, engine="native")
         load(engine, first)
         path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
@@ -56,10 +107,11 @@ def hand_on(folder: Path, cases: list[Config]) -> list[str]:
     return wrong
 
 
-def pairs(cases: list[Config], steps: int) -> list[str]:
+def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
     """What differs, by a bit, between a run that offloads and one that does not."""
     wrong = []
-    for number, config in enumerate(cases):
+    for number, case in enumerate(cases):
+        config = on_disk(case, folder)
         places = {"offload_optimizer": "none", "offload_parameters": "none"}
         plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
         engine, other = engine_of(config), engine_of(plain)
@@ -69,8 +121,17 @@ def pairs(cases: list[Config], steps: int) -> list[str]:
             if step in (0, steps - 1):
                 wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
         engine.device = torch.device("cuda")  # what would be free there
-        if engine.memory_needed(1, 1).moments:
+        if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).moments:
             wrong.append(f"{number}: a device would be asked for moments that are not to be there")
+        if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
+            wrong += [f"{number}: {told}" for told in files_of(engine, folder)]
+            dist.barrier()
+            del engine
+            gc.collect()
+            dist.barrier()  # the other rank's are in the same folder
+            if left := list((folder / "nvme").glob("megatfm-*/")):
+                wrong.append(f"{number}: files are left: {left}")
+            dist.barrier()
     return wrong
 
 

@@ -1,12 +1,15 @@
 """Under DeepSpeed's ZeRO a step is that of one device, and ten of them are those of the native engine."""
 
+import importlib
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatfm.config import Config
+from megatfm.engines.deepspeed.library import any_precision, load
 from tests.parity.deepspeed_runs import (
     OPTIMIZERS,
     Errors,
@@ -21,7 +24,7 @@ from tests.parity.deepspeed_runs import (
     stages,
     take,
 )
-from tests.parity.deepspeed_state import behave, hand_on, optimizers, pairs, save_first
+from tests.parity.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
 from tests.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -115,6 +118,14 @@ def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_pa
     save_and_load(workers, tmp_path, int(ranks[0]), (SAVED | MORE_SAVED)[ranks])
 
 
+def test_checkpoints_go_in_and_out_of_files(workers: Workers, tmp_path: Path) -> None:
+    cases = [
+        in_files("decoder", dp_shard=2),
+        in_precision(in_files("decoder", parameters=False, dp_shard=2), "bf16"),
+    ]
+    save_and_load(workers, tmp_path, 2, cases)
+
+
 CPU = "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"
 OFFLOADED: dict[str, tuple[int, list[Config]]] = {
     "some": (
@@ -140,10 +151,58 @@ MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
 
 
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
-def test_what_is_offloaded_gives_the_same_run(workers: Workers, which: str) -> None:
+def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
-    for found in workers.run(pairs, 2, cases, steps, timeout=250):
+    for found in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
         assert found == []
+
+
+IN_FILES: dict[str, list[Config]] = {
+    "some": [
+        in_files("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2),
+        in_files("moe", dp_shard=2, ep=2),
+    ],
+}
+MORE_IN_FILES: dict[str, list[Config]] = {
+    "optimizer": [in_files("bert", parameters=False, dp_shard=2)],
+    "parameters": [in_files("bert", "train.recompute=full", optimizer=False, dp_shard=2)],
+    "both": [
+        in_files("t5", "train.freeze=['encoder.*']", dp_shard=2),
+        in_precision(in_files("bert", dp_shard=2), "fp16"),
+    ],
+    "lion": [in_files("decoder", *OPTIMIZERS["lion"], dp_shard=2)],
+    "schedule-free": [in_files("decoder", *OPTIMIZERS["schedule_free_adamw"], dp_shard=2)],
+}
+
+
+@pytest.mark.parametrize(
+    "which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)]
+)
+def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
+    for found in workers.run(pairs, 2, tmp_path, (IN_FILES | MORE_IN_FILES)[which], 4, timeout=250):
+        assert found == []
+
+
+def on_a_host_without_fast_float16() -> list[torch.dtype]:
+    """What stage 3 takes float32 weights for, as it is and while we make an engine."""
+    load(torch.device("cpu"))
+    parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    kind, accelerator = parameters.InsertPostInitMethodToModuleSubClasses, parameters.get_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(accelerator), "is_fp16_supported", lambda self: False)
+        taken = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+        kind._set_dtype(taken[0], None, torch.float32)
+        with any_precision():
+            kind._set_dtype(taken[1], None, torch.float32)
+            kind._set_dtype(taken[2], None, torch.float16)
+        assert not accelerator.is_fp16_supported()
+    return [each.dtype for each in taken]
+
+
+def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> None:
+    """Where DeepSpeed has mended the first, our correction can go."""
+    taken = [torch.bfloat16, torch.float32, torch.float16]
+    assert workers.run(on_a_host_without_fast_float16, 1) == [taken]
 
 
 def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -> None:

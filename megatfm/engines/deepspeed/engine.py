@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import Box, FlatBox
-from megatfm.config.deepspeed import derive, precision_problem
+from megatfm.config.deepspeed import precision_problem
 from megatfm.engines.deepspeed.groups import one_group, parameter_groups
 from megatfm.engines.deepspeed.library import (
     ModelParallelUnit,
-    check_nvme,
+    any_precision,
     forget_unended,
     hand_over_experts,
     load,
@@ -30,6 +30,7 @@ from megatfm.engines.deepspeed.library import (
 from megatfm.engines.deepspeed.optimizer import FlatOptimizer
 from megatfm.engines.deepspeed.partitions import partitions
 from megatfm.engines.deepspeed.passes import Boundaries, Pass, WrappedModel
+from megatfm.engines.deepspeed.settings import settings
 from megatfm.engines.distinct import DistinctBlocks, clip_gradients, sum_partial
 from megatfm.engines.interface import (
     MOMENTS,
@@ -69,13 +70,7 @@ class DeepSpeedEngine:
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = load(setup.device)
-        if config.deepspeed.offload_parameters == "nvme":
-            check_nvme(package)
-        if (ranks := mesh.gradient_ranks) % config.deepspeed.hpz:
-            raise UsageError(
-                f"deepspeed.hpz = {config.deepspeed.hpz} doesn't divide the {ranks} ranks of parallel.dp_shard and "
-                "parallel.cp: set a number that does"
-            )
+        theirs = settings(config, setup, package)
         recompute(self.model, blocks(self.model), config.train.recompute)
         materialise(self.model, self.precision, self.device, gradients=self.precision.computed)
         if self.precision.is_mixed:
@@ -88,19 +83,24 @@ class DeepSpeedEngine:
         self.ties = Ties(setup.pipeline, mesh)
         names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
         sign = hand_over_experts(self.parameters, self.layout, mesh, self.zero)
-        with quiet(), redirect_stdout(StringIO()):  # of bf16 it prints how much memory there is
+        with (
+            quiet(),
+            any_precision(),
+            redirect_stdout(StringIO()),
+        ):  # of bf16 it prints how much memory there is
             self.engine, *_ = package.initialize(
                 model=Pass(self.model, sign),
                 optimizer=group.make(options),
-                config=derive(config, setup.precision),
+                config=theirs.json,
                 mpu=ModelParallelUnit(mesh),
             )
         self.partitions = partitions(self.engine, self.parameters, names, self.zero)
         weakref.finalize(self, release, self.engine).atexit = False
+        weakref.finalize(self, theirs.remove)
         self._watch_gradients(trained)
         weights = self._weights()
         draw_initial(self.model, self.layout, weights, config.train.seed)
-        self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions.parts, group)
+        self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions, group)
         self.module_state = ModuleState(self.model, self.layout, mesh, self.ties)
         boxes = {**weights, **self.module_state.boxes}
         self.state = TrainedState(boxes, [self.optimizer], self.loss_scale)
@@ -133,7 +133,7 @@ class DeepSpeedEngine:
             placement = self.layout[name]
             offsets, sizes = placement.region
             if part := self.partitions.parts.get(name):
-                weights[name] = FlatBox(part.of(part.owner), placement.shape, offsets, sizes, part.first)
+                weights[name] = FlatBox(part.weights, placement.shape, offsets, sizes, part.first)
             else:
                 stored = torch.empty(sizes, dtype=self.precision.stored, device=self.device)
                 weights[name] = Box(stored, placement.shape, offsets)
@@ -257,14 +257,14 @@ class DeepSpeedEngine:
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """Stages 0 and 1 keep whole gradients, and stage 3 gathers a block at a time. What is offloaded is elsewhere,
-        unless the device is the host."""
+        unless the device is the host; what is in files is nowhere."""
         on_host = self.offload != "none" and self.device.type != "cpu"
         whole = sum(math.prod(self.layout[name].region[1]) for name in self.partitions.parts)
         own = sum(part.size for part in self.partitions.parts.values()) * self.precision.stored.itemsize
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(self.model)]
         return MemoryNeeds(
             gradients=own * (not on_host) if self.zero >= 2 else whole * self.precision.computed.itemsize,
-            moments=0 if on_host else MOMENTS * own,
+            moments=0 if on_host or self.offload == "nvme" else MOMENTS * own,
             gathered=whole // max(1, len(sizes)) * self.precision.computed.itemsize if self.zero == 3 else 0,
             inputs=inputs_held(self.pipeline, self.mesh.rank(PIPELINE), microbatches, len(sizes))
             * block_input,

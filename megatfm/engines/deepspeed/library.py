@@ -6,20 +6,17 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.cpp_extension import _get_build_directory
 
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import DENSE, EXPERT, EXPERTS, PIPELINE, TENSOR, Mesh
 from megatfm.parallel.process_environment import read_process_environment
 
-COMPILE = 'python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"'
 REMEMBERED = "_PartitionedParameterCoordinator__params_to_release"
 """A method whose results are cached for ever, with the models that they are of."""
 
@@ -57,6 +54,21 @@ def load(device: torch.device) -> ModuleType:
         backend = "nccl" if device.type == "cuda" else "gloo"
         package.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return package
+
+
+@contextmanager
+def any_precision() -> Iterator[None]:
+    """While an engine is made: float16 computes on every host, if slowly. DeepSpeed 0.19.8 asks whether it is fast, and
+    where it isn't, as on most hosts, refuses it; and takes float32 weights that it is to put in files for bfloat16,
+    silently: `dtype or torch.float16 if … else …` (partition_parameters.py) is read as `(dtype or torch.float16) if …`.
+    """
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+    try:
+        yield
+    finally:
+        vars(accelerator).pop("is_fp16_supported", None)
 
 
 def _forget_engines_before() -> None:
@@ -101,22 +113,6 @@ def forget_unended() -> None:
     """After passes: where modules are computed again, and not to their ends, which nobody needs, DeepSpeed would
     believe for ever that they are running."""
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
-
-
-@quiet()
-def check_nvme(package: ModuleType) -> None:
-    """Raise UsageError unless the operator that reads and writes NVMe is compiled: here nothing is, unasked."""
-    builder = package.ops.op_builder.AsyncIOBuilder()
-    what = "deepspeed.offload_… = 'nvme' needs DeepSpeed's operator async_io"
-    if not builder.is_compatible(verbose=False):
-        raise UsageError(
-            f"{what}, which doesn't compile here: install libaio's headers (apt-get install libaio-dev) and g++, or "
-            "offload to 'cpu'"
-        )
-    folder = Path(_get_build_directory(builder.name, verbose=False))
-    with_it = importlib.import_module("deepspeed.git_version_info").installed_ops
-    if not with_it.get(builder.name) and not (folder / f"{builder.name}.so").exists():
-        raise UsageError(f"{what}, which isn't compiled yet: {COMPILE} does it, once, in about a minute")
 
 
 def hand_over_experts(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.engines.deepspeed.partitions import Part
+from megatfm.engines.deepspeed.partitions import Partitions
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import TRAINED, State
 from megatfm.errors import MegatfmError
@@ -16,10 +16,11 @@ class FlatOptimizer:
     """See `engines.state.StatefulOptimizer`: each parameter's part of what the optimizer remembers of its owner."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part], group: OptimizerGroup
+        self, optimizer: torch.optim.Optimizer, partitions: Partitions, group: OptimizerGroup
     ) -> None:
-        self._torch, self._parts, self._group = optimizer, parts, group
-        self._blocks = {name: part.of(part.owner) for name, part in parts.items()}
+        self._torch, self._partitions, self._group = optimizer, partitions, group
+        self._parts = partitions.parts
+        self._blocks = {name: part.weights for name, part in self._parts.items()}
 
     def set_rate(self, lr: float) -> None:
         """The run's rate, before each group's own ratio."""
@@ -69,7 +70,7 @@ class FlatOptimizer:
             for key, value in values.items():
                 if value.dim():
                     flat = own.setdefault(
-                        key, torch.zeros_like(part.owner.detach(), dtype=value.dtype).view(-1)
+                        key, torch.zeros_like(part.kept.detach(), dtype=value.dtype).view(-1)
                     )
                     part.of(flat).copy_(value)
                 elif not torch.equal(own.setdefault(key, value), value):
@@ -78,16 +79,13 @@ class FlatOptimizer:
                         "beside it, and DeepSpeed has one for both: resume under parallel.engine = 'native'"
                     )
         for owner, values in whole.items():
-            self._torch.state[owner] = {
-                key: value.view_as(owner) if value.dim() else value for key, value in values.items()
-            }
+            self._partitions.put_states(owner, values)
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
+        owners = {part.owner for part in self._parts.values()}
+        states = {owner: self._partitions.states(owner, self._torch.state.get(owner, {})) for owner in owners}
         return {
-            name: {
-                key: part.of(value) if value.dim() else value
-                for key, value in self._torch.state.get(part.owner, {}).items()
-            }
+            name: {key: part.of(value) if value.dim() else value for key, value in states[part.owner].items()}
             for name, part in self._parts.items()
         }
 

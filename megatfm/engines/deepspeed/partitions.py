@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19 keeps weights, gradients and optimizer state: the one file that knows its insides.
+"""Where DeepSpeed 0.19 keeps weights, gradients and optimizer state: with `swapped.py` all that knows its insides.
 
 Stage 0 leaves parameters alone. Stages 1 and 2 lay those of an optimizer's group one after another, and give each data
 rank an equal part of that; stage 3 does so with each parameter by itself. So what a rank holds of a parameter is
@@ -14,25 +14,36 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.engines.deepspeed.library import quiet
+from megatfm.engines.deepspeed.swapped import SwappedGroups
 
 BY_PARAMETER = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Stage 3's gradients, by the numbers that DeepSpeed gives to parameters."""
+
+READ_AHEAD = "_PartitionedParameterCoordinator__prefetch_nvme"
+"""Whether weights are read from files before they are needed."""
 
 
 @dataclass(frozen=True)
 class Part:
     """What this rank's optimizer moves of a parameter: elements [start, start + size) of `owner`, which are those from
-    `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number."""
+    `first` on of the flattened parameter. group: of the torch optimizer that moves it, by its number. kept: where the
+    owner's elements are between steps; the owner itself, unless they are in a file."""
 
     owner: Tensor
     start: int
     size: int
     first: int
     group: int
+    kept: Tensor
 
     def of(self, flat: Tensor) -> Tensor:
         """Its elements in a tensor of the owner's shape, as a view."""
         return flat.detach().view(-1)[self.start : self.start + self.size]
+
+    @property
+    def weights(self) -> Tensor:
+        """Its elements, as a view."""
+        return self.of(self.kept)
 
 
 class Partitions(ABC):
@@ -75,6 +86,16 @@ class Partitions(ABC):
         """Let the model compute with a frozen weight, of which this is all that tensor parallelism leaves here."""
         parameter.copy_(whole)
 
+    def states(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What torch's optimizer remembers of an owner, where it can be read."""
+        return state
+
+    def put_states(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Let torch's optimizer remember this of an owner instead."""
+        self._engine.basic_optimizer.state[owner] = {
+            key: value.view_as(owner) if value.dim() else value for key, value in state.items()
+        }
+
     @abstractmethod
     def _part(self, parameter: Any, group: int) -> Part: ...
 
@@ -89,7 +110,7 @@ class WholePartitions(Partitions):
     """Of stage 0."""
 
     def _part(self, parameter: Any, group: int) -> Part:
-        return Part(parameter, 0, parameter.numel(), 0, group)
+        return Part(parameter, 0, parameter.numel(), 0, group, parameter)
 
     def _complete(self) -> bool:
         return any(self._parameters[name].grad is not None for name in self.parts)
@@ -114,9 +135,9 @@ class FlatPartitions(Partitions):
     def _part(self, parameter: Any, group: int) -> Part:
         owner, mapping = getattr(self._optimizer, self.OWNERS)[group], parameter._hp_mapping
         if mapping is None:  # all of it is other ranks'
-            return Part(owner, 0, 0, 0, group)
+            return Part(owner, 0, 0, 0, group, owner)
         there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Part(owner, int(here.start), int(here.numel), int(there.start), group)
+        return Part(owner, int(here.start), int(here.numel), int(there.start), group, owner)
 
     def _complete(self) -> bool:
         gradients = self._optimizer.averaged_gradients
@@ -172,13 +193,21 @@ class AddedUpPartitions(FlatPartitions):
 class ShardedPartitions(Partitions):
     """Of stage 3."""
 
+    def __init__(
+        self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
+    ) -> None:
+        self._swapped = SwappedGroups(engine.optimizer)
+        # Ahead of time it would read a file twice at once where a weight is used twice soon, and fail.
+        setattr(engine.optimizer.parameter_offload.param_coordinator, READ_AHEAD, False)
+        super().__init__(engine, parameters, groups)
+
     def _part(self, parameter: Any, group: int) -> Part:
         number, start, padded = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         first = min(rank * padded, parameter.ds_numel)
         size = min(padded, parameter.ds_numel - first)
         owner = self._optimizer.fp32_partitioned_groups_flat[number]
-        return Part(owner, int(start), size, first, group)
+        return Part(owner, int(start), size, first, group, self._swapped.weights(number))
 
     def _complete(self) -> bool:
         if self._optimizer.offload_optimizer:
@@ -206,7 +235,8 @@ class ShardedPartitions(Partitions):
     def weights_changed(self) -> None:
         optimizer = self._optimizer
         for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            with self._swapped.in_memory(number):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
@@ -214,10 +244,18 @@ class ShardedPartitions(Partitions):
     @torch.no_grad()
     def set_frozen(self, parameter: Any, whole: Tensor) -> None:
         shard = parameter.ds_tensor
-        first = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
-        own = whole.reshape(-1)[first : first + shard.numel()]
-        shard.view(-1)[: own.numel()].copy_(own)
+        first = torch.distributed.get_rank(parameter.ds_process_group) * shard.ds_numel
+        own = whole.reshape(-1)[first : first + shard.ds_numel]
+        with self._swapped.parameter_in_memory(parameter):
+            shard.view(-1)[: own.numel()].copy_(own)
         parameter.ds_secondary_tensor = None
+
+    def states(self, owner: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._swapped.states(owner, state)
+
+    def put_states(self, owner: Tensor, state: Mapping[str, Tensor]) -> None:
+        if not self._swapped.put_states(owner, state):
+            super().put_states(owner, state)
 
 
 def partitions(

@@ -11,6 +11,7 @@ import pytest
 from megatfm.config import Config, load_config
 from megatfm.config.deepspeed import derive
 from megatfm.errors import UsageError
+from megatfm.verify.shrink import shrink
 
 BASE = ["data.tokenizer=t", "data.train=d", "optimizer.name=adamw"]
 
@@ -33,7 +34,9 @@ def test_what_is_derived() -> None:
         ),
         "fp32",
     )
-    assert offloaded["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
+    in_files = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 0}
+    assert offloaded["zero_optimization"]["offload_param"] == in_files
+    assert offloaded["zero_optimization"]["stage3_max_reuse_distance"] == 0
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     copies = derive(config("deepspeed.hpz=8"), "fp32")["zero_optimization"]
     assert copies == {
@@ -42,6 +45,9 @@ def test_what_is_derived() -> None:
         "memory_efficient_linear": False,
         "zero_hpz_partition_size": 8,
     }
+    inexact = derive(config("deepspeed.quantized_weights=true"), "bf16")["zero_optimization"]
+    assert inexact["zero_quantized_weights"] is True
+    assert "zero_quantized_gradients" not in inexact
     added_up = derive(config("parallel.zero=1"), "bf16")
     assert added_up["bf16"] == {"enabled": True, "immediate_grad_update": True}
     assert "compute_grad_norm" not in added_up["zero_optimization"], "which DeepSpeed would refuse"
@@ -58,14 +64,17 @@ def test_what_is_derived() -> None:
         (["deepspeed.hpz=2", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.hpz=2", "parallel.tp=2"], "set parallel.tp = 1"),
         (["deepspeed.hpz=2", "deepspeed.offload_parameters=cpu"], "leave one of them out"),
+        (["deepspeed.quantized_weights=true", "parallel.zero=2"], "set parallel.zero = 3"),
+        (["deepspeed.quantized_gradients=true", "parallel.ep=2"], "set parallel.ep = 1"),
+        (["deepspeed.quantized_weights=true", "train.device=cpu"], "CUDA's alone: leave it out"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
         (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
         (["deepspeed.offload_parameters=cpu", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
         (
-            ["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk"],
-            "set deepspeed.offload_optimizer = 'cpu'",
+            ["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"],
+            "set parallel.zero = 3",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -116,21 +125,132 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
         },
         "optimizer": {"type": "Lion", "params": {"lr": 1.0}},
         "scheduler": {"type": "WarmupLR"},
+        "aio": {"block_size": 1048576, "use_gds": True},
     }
     with pytest.raises(UsageError) as found:
         merged(tmp_path, theirs)
     for said in (
         "gradient_clipping = 1.0, but optimizer.clip = 0.5",
         "zero_optimization.stage = 3, but parallel.zero = 2",
-        "zero_optimization.zero_quantized_weights: it is inexact",
+        "zero_optimization.zero_quantized_weights = true, but deepspeed.quantized_weights = false",
         "zero_optimization.zero_hpz_partition_size = 8, but deepspeed.hpz = 1",
         "zero_optimization.offload_optimizer.super_offload: Adam's state stays in a process of its own",
         "zero_optimization.offload_optimizer.ratio: a second optimizer",
         "zero_optimization.unheard_of: not carried",
         'optimizer.type = "Lion", but optimizer.name = "AdamW"',
-        "scheduler.type: set [schedule]",
+        "scheduler: set [schedule]",
+        "aio.use_gds: its operator",
     ):
         assert said in str(found.value)
+
+
+HUGGING_FACE: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 1.0, "fast_init": False},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+}
+OFFLOADED = ["parallel.zero=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]
+
+
+def said_of(folder: Path, theirs: dict[str, Any], *overrides: str) -> list[str]:
+    """What is refused of a JSON, each by its key."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(theirs), encoding="utf-8")
+    try:
+        config(f"deepspeed.json_file={path}", *overrides)
+    except UsageError as error:
+        told = str(error).partition("deepspeed.json_file: ")[2]
+        return told.removesuffix(": leave these out of the file, or change our keys").split("; ")
+    return []
+
+
+def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 100}}
+    theirs = {**HUGGING_FACE, "scheduler": scheduler}
+    assert said_of(tmp_path, theirs, *OFFLOADED) == ["scheduler: set [schedule]"]
+    assert said_of(tmp_path, HUGGING_FACE, *OFFLOADED) == []
+    found = derive(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
+    zero = found["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert zero["sub_group_size"] == 1e9
+    assert zero["stage3_param_persistence_threshold"] == 0
+    assert "reduce_bucket_size" not in zero
+    assert found["steps_per_print"] == 2000
+
+
+def test_what_is_switched_off_asks_for_nothing(tmp_path: Path) -> None:
+    theirs = {
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "compile": {"deepcompile": False},
+        "optimizer": {"type": "Adam", "params": {"adam_w_mode": True, "torch_adam": True}},
+        "prescale_gradients": False,
+        "tensorboard": {"enabled": False, "output_path": "logs"},
+        "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
+    }
+    assert said_of(tmp_path, theirs) == []
+
+
+def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_path: Path) -> None:
+    theirs = {
+        "pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 1},
+        "tensor_parallel": {"autotp_size": 4},
+        "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
+        "fp16": {"enabled": True, "auto_cast": True},
+        "zero_optimization": {
+            "stage3_param_persistence_threshold": 1e5,
+            "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
+        },
+        "compile": {"deepcompile": True},
+    }
+    assert [told.partition(" and ")[0] for told in said_of(tmp_path, theirs, "train.precision=bf16")] == [
+        "pipeline: set parallel.pp",
+        "tensor_parallel: set parallel.tp",
+        "optimizer.params.adam_w_mode = false, but optimizer.name = 'adamw' decays weights by themselves",
+        "fp16.enabled = true, but train.precision = 'bf16'",
+        "fp16.auto_cast: not carried",
+        "zero_optimization.stage3_param_persistence_threshold: weights that stay gathered would be a second kind",
+        "zero_optimization.zenflow: its updates come late,",
+        "compile.deepcompile: its operator is compiled for CUDA alone,",
+    ]
+
+
+def test_weights_in_files_need_what_a_usual_json_has_otherwise(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e9}
+    theirs = {"zero_optimization": {"stage3_max_reuse_distance": 1e9, "offload_param": disk}}
+    words = ["deepspeed.offload_parameters=nvme", "deepspeed.nvme_path=/disk"]
+    assert said_of(tmp_path, theirs, *words) == [
+        f"zero_optimization.{key} = 1000000000.0, but deepspeed.offload_parameters = 'nvme' needs 0"
+        for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu")
+    ]
+
+
+def test_float16_s_scale_is_ours_where_it_counts(tmp_path: Path) -> None:
+    assert said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=bf16") == []
+    (told,) = said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=fp16")
+    assert told.startswith("fp16.loss_scale_window = 1000, but the scale starts at 2¹⁶")
+
+
+def test_verify_leaves_out_what_is_inexact_and_says_so() -> None:
+    words = ["deepspeed.quantized_weights=true", "deepspeed.hpz=2", "parallel.dp_shard=2"]
+    small, changed = shrink(config(*words))
+    assert small.deepspeed.quantized == []
+    assert small.deepspeed.hpz == 2
+    assert [line for line in changed if "deepspeed" in line and "inexact" in line]
 
 
 def test_importing_megatfm_and_training_natively_never_imports_it() -> None:

@@ -1,0 +1,229 @@
+"""What becomes of a DeepSpeed JSON of the user's own: each key is one of ours under another name, and must agree with
+it (`decided`), or tunes, and is passed through (`FREE`, `TUNES`), or is refused with what to set instead."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatfm.config.root import Config
+
+Json = dict[str, Any]
+ANYTHING = object()
+"""In the place of a value: whatever a JSON has there is right."""
+
+
+def decided(config: "Config", precision: str) -> dict[str, tuple[str, Any]]:
+    """DeepSpeed's keys that ours decide: → ours, and the value that a JSON must have there if it has the key."""
+    parallel, train, optimizer = config.parallel, config.train, config.optimizer
+    overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
+    return {
+        **overlap,
+        **_of_precision(precision),
+        **_of_offload(config),
+        "train_batch_size": ("train.global_batch", train.global_batch),
+        "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
+        "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANYTHING),
+        "gradient_clipping": ("optimizer.clip", optimizer.clip),
+        "zero_optimization.stage": ("parallel.zero", parallel.zero),
+        "optimizer.type": ("optimizer.name", _their_names(optimizer.name)),
+        "optimizer.params.adam_w_mode": ("optimizer.name = 'adamw' decays weights by themselves", True),
+        "optimizer.params.torch_adam": ("optimizer.name", ANYTHING),
+        "optimizer.params.lr": ("optimizer.lr", optimizer.lr),
+        "optimizer.params.betas": ("optimizer.betas", list(getattr(optimizer, "betas", ()))),
+        "optimizer.params.eps": ("optimizer.eps", getattr(optimizer, "eps", None)),
+        "optimizer.params.weight_decay": ("optimizer.weight_decay", optimizer.weight_decay),
+    }
+
+
+def _of_precision(precision: str) -> dict[str, tuple[str, Any]]:
+    """Which one "auto" will be isn't known yet. What is said of float16's scale counts under float16 alone."""
+    ours = f"train.precision = {precision!r}"
+    found: dict[str, tuple[str, Any]] = {
+        "data_types.grad_accum_dtype": ("gradients are added up in it", ("fp32", None)),
+        "communication_data_type": ("gradients are reduced in it", ("fp32", None)),
+    }
+    for name in ("bf16", "fp16"):
+        found[f"{name}.enabled"] = ours, ANYTHING if precision == "auto" else precision == name
+    scale: dict[str, Any] = {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 2000,
+        "hysteresis": 1,
+        "min_loss_scale": 1,
+    }
+    why = "the scale starts at 2¹⁶, halves at an overflow, and doubles after 2000 steps without one"
+    if precision != "fp16":
+        scale = dict.fromkeys(scale, ANYTHING)
+    return found | {f"fp16.{key}": (why, value) for key, value in scale.items()}
+
+
+def _of_offload(config: "Config") -> dict[str, tuple[str, Any]]:
+    own = config.deepspeed
+    found: dict[str, tuple[str, Any]] = {
+        "zero_optimization.offload_optimizer.device": ("deepspeed.offload_optimizer", own.offload_optimizer),
+        "zero_optimization.offload_optimizer.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
+        "zero_optimization.offload_param.device": ("deepspeed.offload_parameters", own.offload_parameters),
+        "zero_optimization.offload_param.nvme_path": ("deepspeed.nvme_path", own.nvme_path),
+        "zero_optimization.zero_hpz_partition_size": ("deepspeed.hpz", own.hpz),
+        "zero_optimization.cpu_offload": (
+            f"deepspeed.offload_optimizer = {own.offload_optimizer!r}",
+            own.offload_optimizer == "cpu",
+        ),
+    }
+    for key in ("quantized_weights", "quantized_gradients"):
+        found[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in own.quantized
+    if own.offload_parameters == "nvme":  # or more buffers would be in use than there are
+        for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu"):
+            found[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
+    return found
+
+
+def _their_names(name: str) -> str | tuple[str, ...]:
+    """DeepSpeed's Adam is AdamW unless it is told otherwise."""
+    return {"adamw": ("AdamW", "Adam"), "lion": "Lion"}.get(name, name)
+
+
+FREE = {
+    "aio": "how NVMe is read and written",
+    "comms_logger": "what is sent",
+    "dump_state": "what is printed",
+    "flops_profiler": "what is measured",
+    "memory_breakdown": "what is printed",
+    "steps_per_print": "what is printed",
+    "wall_clock_breakdown": "what is printed",
+    "zero_optimization": "buckets, prefetching and pinned memory: TUNES",
+}
+"""DeepSpeed's keys that a JSON may set as it likes: they tune, and change no result."""
+
+TUNES = {
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "offload_optimizer.buffer_count",
+    "offload_optimizer.pin_memory",
+    "offload_param.buffer_count",
+    "offload_param.buffer_size",
+    "offload_param.max_in_cpu",
+    "offload_param.pin_memory",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "sub_group_size",
+}
+"""Keys of zero_optimization of which the same is true."""
+
+OURS = {
+    "prescale_gradients": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization.memory_efficient_linear": False,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+}
+"""What is always so here; another value is refused."""
+
+_PROCESS = "Adam's state stays in a process of its own, where no checkpoint reaches it"
+_CUDA = "its operator is compiled for CUDA alone"
+REFUSED = {
+    "activation_checkpointing": "set train.recompute",
+    "aio.use_gds": "its operator, for disks that GPUs read by themselves, would be compiled unasked",
+    "amp": "set train.precision",
+    "autotuning": "the layout is the config's",
+    "checkpoint": "megatfm writes its own format: set [checkpoint]",
+    "compile.deepcompile": f"{_CUDA}, and its reductions replace those that are proven",
+    "compression_training": "megatfm has none",
+    "curriculum_learning": "set data.warmup",
+    "data_efficiency": "set data.warmup and data.train",
+    "elasticity": "set resilience.elastic",
+    "hybrid_engine": "megatfm only pretrains",
+    "monitor_config": "set log.sinks",
+    "pipeline": "set parallel.pp and parallel.schedule",
+    "prescale_gradients": "the loss is divided by what the global batch counts",
+    "scheduler": "set [schedule]",
+    "sparse_attention": "set the model's attention",
+    "tensor_parallel": "set parallel.tp",
+    "tensorboard": "set log.sinks",
+    "wandb": "set log.sinks",
+    "zero_optimization.memory_efficient_linear": "it replaces torch's linear for the rest of the process",
+    "zero_optimization.mics_hierarchical_params_gather": "see mics_shard_size",
+    "zero_optimization.mics_shard_size": "it wants the model built inside of it: deepspeed.hpz keeps copies near, too",
+    "zero_optimization.offload_optimizer.fast_init": "initial weights are drawn after DeepSpeed has started",
+    "zero_optimization.offload_optimizer.pipeline_read": "it would need more buffers, and gain nothing measured here",
+    "zero_optimization.offload_optimizer.pipeline_write": "files are looked at between steps, when all is written",
+    "zero_optimization.offload_optimizer.ratio": "a second optimizer would move what isn't offloaded",
+    "zero_optimization.offload_optimizer.super_offload": _PROCESS,
+    "zero_optimization.round_robin_gradients": "where gradients lie is read from DeepSpeed's usual order",
+    "zero_optimization.stage3_param_persistence_threshold": "weights that stay gathered would be a second kind",
+    "zero_optimization.zenflow": f"its updates come late, and {_PROCESS}",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they were stored",
+}
+"""Keys that are not carried, and why, or what to set instead."""
+OFF = (False, None, "auto", -1)
+"""Values of what is refused that don't ask for it; so does a section with "enabled": false."""
+
+
+def merge(derived: Json, given: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
+    """Take what a JSON tunes into ours. Raises ValueError that names every key that can't be, and why."""
+    merged: Json = json.loads(json.dumps(derived))
+    wrong: dict[str, str] = {}
+    for key, value in _leaves(given):
+        known = next((each for each in REFUSED if key == each or key.startswith(f"{each}.")), None)
+        first, _, rest = key.partition(".")
+        if value == "auto" or _agrees(value, OURS.get(key)):
+            continue
+        if key in fixed:
+            ours, wanted = fixed[key]
+            if not _agrees(value, wanted):
+                wrong[f"{key} = {json.dumps(value)}"] = _but(ours, wanted)
+        elif known:
+            if not (_is_off(given, key) or (value in OFF and known not in OURS)):
+                wrong[known] = f": {REFUSED[known]}"
+        elif first in FREE and (first != "zero_optimization" or rest in TUNES):
+            _set(merged, key, value)
+        else:
+            wrong[key] = ": not carried"
+    if wrong:
+        said = "; ".join(key + why for key, why in wrong.items())
+        raise ValueError(f"deepspeed.json_file: {said}: leave these out of the file, or change our keys")
+    return merged
+
+
+def _agrees(value: Any, wanted: Any) -> bool:
+    if wanted is ANYTHING or value == wanted:
+        return True
+    return isinstance(wanted, tuple) and value in wanted
+
+
+def _but(ours: str, wanted: Any) -> str:
+    """A key of ours with its value, or words that say it."""
+    shown = wanted[0] if isinstance(wanted, tuple) else wanted
+    return f", but {ours}" if " " in ours else f", but {ours} = {json.dumps(shown)}"
+
+
+def _is_off(given: Json, key: str) -> bool:
+    section: Any = given
+    for name in key.split(".")[:-1]:
+        section = section[name]
+        if section.get("enabled") is False:
+            return True
+    return False
+
+
+def _leaves(table: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _set(table: Json, key: str, value: Any) -> None:
+    *outer, last = key.split(".")
+    for name in outer:
+        table = table.setdefault(name, {})
+    table[last] = value
