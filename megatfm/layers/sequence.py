@@ -160,10 +160,7 @@ class SequenceMetadata:
         return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
 
     def distances_once(self) -> Tensor:
-        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`); of tokens
-        that don't stand next to one another those of all pairs, [T, S]."""
-        if not self.is_whole:
-            return self.distances()
+        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.forgotten - self.length + 1, len(queries) + len(keys) - 1
         return self.once("distances once", lambda: torch.arange(first, first + count, device=queries.device))
