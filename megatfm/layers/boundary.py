@@ -96,7 +96,7 @@ class Around(nn.Module):
         row_left_BS: Tensor | None,
         row_right_BS: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [M, D] to the left and to the right of the spans of masked tokens; of the row: see `BoundaryHead`."""
+        """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see `BoundaryHead`."""
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
         return hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M]
