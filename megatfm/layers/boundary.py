@@ -30,6 +30,8 @@ class BoundaryHead(nn.Module):
     """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
 
     reads = ("targets", "span_left", "span_right")
+    reads_of_row = ("span_left", "span_right")
+    context = "alone"
     predicts = False
 
     plan = (
@@ -45,6 +47,7 @@ class BoundaryHead(nn.Module):
             raise UsageError("model.heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
         initial, d, width = initialiser(config), config.d_model, config.embedding_width
         inner = 2 * d + POSITION_WIDTH
+        self.around = Around()
         self.positions = Table(
             LONGEST_SPAN, POSITION_WIDTH, initial("position", LONGEST_SPAN, POSITION_WIDTH)
         )
@@ -61,12 +64,39 @@ class BoundaryHead(nn.Module):
         """Of masked tokens alone."""
         return by_rule(self, of_predicted(tokens))
 
-    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor, left_BT: Tensor, right_BT: Tensor) -> Tensor:
-        """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none."""
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        left_BT: Tensor,
+        right_BT: Tensor,
+        row_left_BS: Tensor | None = None,
+        row_right_BS: Tensor | None = None,
+    ) -> Tensor:
+        """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none.
+        row_left, row_right: of whole rows, where these are some of their tokens."""
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
-        left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
-        place_MP = self.positions((left_M - 1).clamp(max=LONGEST_SPAN - 1))
-        around = (hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M], place_MP)
-        inner_MD = self.norm1(F.gelu(self.dense1(torch.cat(around, dim=-1))))
+        place_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=LONGEST_SPAN - 1))
+        around = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
+        inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*around, place_MP], dim=-1))))
         inner_ME = self.norm2(F.gelu(self.dense2(inner_MD)))
         return self.loss(inner_ME, self.weight, targets_BT[rows, columns], self.bias)
+
+
+class Around(nn.Module):
+    """The tokens around each span: the seam at which context parallelism takes over."""
+
+    context = "around"
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        left_BT: Tensor,
+        right_BT: Tensor,
+        row_left_BS: Tensor | None,
+        row_right_BS: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see `BoundaryHead`."""
+        rows, columns = (left_BT > 0).nonzero(as_tuple=True)
+        left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
+        return hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M]

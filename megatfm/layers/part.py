@@ -62,6 +62,10 @@ class Part(SequenceMetadata):
     def key_indices(self) -> Tensor:
         return self.row.indices if self.looked_at is None else self.looked_at
 
+    def distances_once(self) -> Tensor:
+        """Of the whole row, [2L − 1]: the tokens here don't stand next to one another."""
+        return self.row.distances_once()
+
     @property
     def opened(self) -> Tensor | None:
         return None if self.row.opened is None else self.row.opened[:, self.key_indices]

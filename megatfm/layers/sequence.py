@@ -53,7 +53,8 @@ class SequenceMetadata:
         self.skip_rate: Tensor | None = None
         """Of the layer at hand, a scalar: how often stochastic depth leaves a sublayer out; None: never."""
         self.forgotten = 0
-        """Of the layer at hand, how many of the `past` tokens its cache has no more."""
+        """Of the layer at hand, how many of the `past` tokens its cache has no more; they come after `_first`."""
+        self._first = 0
         self.tokens: Tensor | None = None
         """int64 [B, T], the tokens themselves, where that is what the model reads."""
         self._made: dict[Hashable, object] = {}
@@ -88,14 +89,34 @@ class SequenceMetadata:
             layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=keys_B.device)
         return layer
 
-    def with_keys(self, count: int) -> Self:
-        """The same for a layer whose cache gave the keys of the last `count` tokens and no others."""
+    def with_keys(self, count: int, first: int = 0) -> Self:
+        """The same for a layer whose cache gave `count` keys: those of the `first` tokens, and of the last."""
         forgotten = self.past + self.positions.shape[1] - count
         if not forgotten:
             return self
         layer = copy.copy(self)
-        layer.forgotten, layer._made = forgotten, self.once(("forgotten", forgotten), dict)
+        layer.forgotten, layer._first = forgotten, first
+        layer._made = self.once(("forgotten", forgotten, first), dict)
         return layer
+
+    def until_first(self, count: int) -> int:
+        """In how many tokens the first `count` of every document lie, of all rows."""
+        if self.document_numbers() is None:
+            return count
+        return self.once(("until first", count), lambda: self._until_first(count))
+
+    def _until_first(self, count: int) -> int:
+        documents_BS = self._all_documents()
+        begins_BS = documents_BS >= 0
+        begins_BS[:, 1:] &= documents_BS[:, 1:] != documents_BS[:, :-1]
+        places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+        return int((places_S * begins_BS).max()) + count
+
+    def _kept(self, of_all: Tensor) -> Tensor:
+        """Of all tokens [·, past + T], in the last dim: of those whose keys are there."""
+        if not self._first:
+            return of_all[..., self.forgotten :]
+        return torch.cat([of_all[..., : self._first], of_all[..., self._first + self.forgotten :]], -1)
 
     @property
     def length(self) -> int:
@@ -122,8 +143,8 @@ class SequenceMetadata:
         """The places [S] of all tokens that queries may look at, cached ones too."""
         return self.once(
             "key indices",
-            lambda: torch.arange(
-                self.forgotten, self.past + self.positions.shape[1], device=self.positions.device
+            lambda: self._kept(
+                torch.arange(self.past + self.positions.shape[1], device=self.positions.device)
             ),
         )
 
@@ -160,10 +181,7 @@ class SequenceMetadata:
         return self.once("row starts", lambda: row_starts(rows, length, self.positions.device))
 
     def distances_once(self) -> Tensor:
-        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`); of tokens
-        that don't stand next to one another those of all pairs, [T, S]."""
-        if not self.is_whole:
-            return self.distances()
+        """key − query in tokens: each distance once, int64 [T + S − 1] (`megatfm.ops.attention.distances`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.forgotten - self.length + 1, len(queries) + len(keys) - 1
         return self.once("distances once", lambda: torch.arange(first, first + count, device=queries.device))
@@ -179,7 +197,7 @@ class SequenceMetadata:
             return None if keys is None else (self._documents(), keys)
         if self.documents is None and (not self.past or self.past_documents is None):
             return None
-        return self._documents(), self._all_documents()[:, self.forgotten :]
+        return self._documents(), self._kept(self._all_documents())
 
     def same_document(self, *, of_memory: bool = False) -> Tensor | None:
         """Boolean [B, 1, T, S], true where query and key are in one document; None where all are."""
@@ -226,7 +244,7 @@ class SequenceMetadata:
         begins_BS = torch.ones_like(keys_BS, dtype=torch.bool)
         begins_BS[:, 1:] = keys_BS[:, 1:] != keys_BS[:, :-1]
         places_BS = places_S - (places_S * begins_BS).cummax(1).values
-        return places_BS[:, self.past :], places_BS[:, self.forgotten :]
+        return places_BS[:, self.past :], self._kept(places_BS)
 
     def _documents(self) -> Tensor:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents

@@ -25,7 +25,8 @@ def _run(name: str, head: nn.Module, batch: ForwardPass) -> None:
     """The head's loss, or what it predicts where nothing is trained."""
     hidden_BTD, fields = batch.carry["hidden"], [batch.get(field) for field in head.reads]  # type: ignore[union-attr]
     if all(field is not None for field in fields):
-        term = {str(getattr(head, "term", name)): head(hidden_BTD, *fields)}
+        of_row = [batch.get(f"row_{field}") for field in getattr(head, "reads_of_row", ())]
+        term = {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *of_row)}
         batch.losses = summed(batch.losses, term)  # heads may share one
     elif getattr(head, "predicts", False) and batch.get("targets") is None:
         batch.predictions[name] = head(hidden_BTD)

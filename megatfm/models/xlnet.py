@@ -6,7 +6,7 @@ The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ PREDICTED_SHARE = 1 / 6
 @MODELS.register("xlnet")
 class XLNet(nn.Module):
     """A stack with two streams and a head over the vocabulary, if it has one."""
+
+    context = "alone"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,6 +98,13 @@ class XLNet(nn.Module):
             batch.losses["permutation"] = self.head(batch.carry["query"], targets.gather(1, places_BQ))
 
 
+class Both(NamedTuple):
+    """A field at the tokens that are here, and at all of their rows'."""
+
+    here_BT: Tensor
+    row_BS: Tensor
+
+
 class Query(nn.Module):
     """The learned vector with which the query stream starts; it stands for any token."""
 
@@ -115,6 +124,8 @@ class Query(nn.Module):
 
 class TwoStreamStack(nn.Module):
     """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
+
+    context = "alone"
 
     plan = (
         ("query", "sequence output"),
@@ -169,19 +180,30 @@ class TwoStreamStack(nn.Module):
     def _make_streams(self, batch: ForwardPass) -> tuple[Stream, Stream | None]:
         """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
         Without order and targets all see all, and nothing is predicted."""
-        order, targets, segments = batch.get("order"), batch.get("targets"), batch.get("segments")
+        targets, of_row = batch.get("targets"), batch.get("row_positions")
         sequence = sequence_metadata(
             batch[self.reads],
             batch.get("positions"),
             batch.get("documents"),
             rng_keys_B=batch.get("keys"),
+            of_row=batch.of_row(),
         )
         zeros = torch.zeros_like(sequence.positions)
-        everywhere, segments = sequence.indices.expand_as(zeros), zeros if segments is None else segments
-        if order is not None or targets is not None:
-            places_BQ = everywhere if targets is None else places(targets)
-            return _two_streams(sequence, segments, zeros if order is None else order, places_BQ, targets)
-        return _stream(sequence, everywhere, segments, segments, sequence.mask(Full())), None
+        zeros_of_row = zeros if of_row is None else torch.zeros_like(of_row)
+
+        def field(name: str) -> Both:
+            here = batch.get(name)
+            if here is None:
+                return Both(zeros, zeros_of_row)
+            return Both(here, here if of_row is None else batch[f"row_{name}"])
+
+        segments = field("segments")
+        if batch.get("order") is not None or targets is not None:
+            every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
+            numbers_BQ = every_BQ if targets is None else places(targets)
+            return _two_streams(sequence, segments, field("order"), numbers_BQ, targets)
+        everywhere = sequence.indices.expand_as(zeros)
+        return _stream(sequence, everywhere, *segments, sequence.mask(Full())), None
 
     def _is_last(self, depth: int) -> bool:
         return depth == len(self.order) - 1
@@ -261,29 +283,28 @@ class TwoStreamBlock(nn.Module):
 
 
 def _two_streams(
-    sequence: SequenceMetadata,
-    segments_BT: Tensor,
-    order_BT: Tensor,
-    places_BQ: Tensor,
-    targets_BT: Tensor | None,
+    sequence: SequenceMetadata, segments: Both, order: Both, numbers_BQ: Tensor, targets_BT: Tensor | None
 ) -> tuple[Stream, Stream]:
+    """numbers: of the tokens here, at which the query stream runs."""
     same_B1TS = sequence.mask(Full())
-    allowed_BTS = order_BT[:, None, :] <= order_BT[:, :, None]
-    below_BQS = order_BT[:, None, :] < order_BT.gather(1, places_BQ)[:, :, None]
+    allowed_BTS = order.row_BS[:, None, :] <= order.here_BT[:, :, None]
+    below_BQS = order.row_BS[:, None, :] < order.here_BT.gather(1, numbers_BQ)[:, :, None]
     allowed_B1TS, below_B1QS = allowed_BTS[:, None], below_BQS[:, None]
     if same_B1TS is not None:
-        rows_B1QS = places_BQ[:, None, :, None].expand(-1, -1, -1, same_B1TS.shape[-1])
+        rows_B1QS = numbers_BQ[:, None, :, None].expand(-1, -1, -1, same_B1TS.shape[-1])
         allowed_B1TS = allowed_B1TS & same_B1TS
         below_B1QS = below_B1QS & same_B1TS.gather(2, rows_B1QS)
-    content = _stream(sequence, sequence.indices.expand_as(order_BT), segments_BT, segments_BT, allowed_B1TS)
+    content = _stream(sequence, sequence.indices.expand_as(order.here_BT), *segments, allowed_B1TS)
     # What is dropped of a query must not be what is dropped of the content at the same place.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
-    documents_BQ = sequence.real.long().gather(1, places_BQ) - 1
+    documents_BQ = sequence.real.long().gather(1, numbers_BQ) - 1
     if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
-        documents_BQ = documents_BQ.masked_fill(targets_BT.gather(1, places_BQ) == IGNORE, -1)
-    at_places = SequenceMetadata(sequence.positions.gather(1, places_BQ), documents_BQ, rng_keys=keys)
+        documents_BQ = documents_BQ.masked_fill(targets_BT.gather(1, numbers_BQ) == IGNORE, -1)
+    at_places = SequenceMetadata(sequence.positions.gather(1, numbers_BQ), documents_BQ, rng_keys=keys)
+    places_BQ = sequence.indices[numbers_BQ]
     at_places.once("indices", lambda: places_BQ)
-    return content, _stream(at_places, places_BQ, segments_BT.gather(1, places_BQ), segments_BT, below_B1QS)
+    segments_BQ = segments.here_BT.gather(1, numbers_BQ)
+    return content, _stream(at_places, places_BQ, segments_BQ, segments.row_BS, below_B1QS)
 
 
 def _stream(

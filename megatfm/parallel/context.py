@@ -2,12 +2,14 @@
 
 A part of a model says in `context` how it computes on some tokens of rows: "alone", each by itself (or by parts that
 say it themselves); "core", attention of queries, keys and values; "latents", attention of queries and what keys and
-values are made of; "wide", attention of queries that see all; "sums", of which the part `summed` is given some that
-are over the tokens here. What says nothing, nobody knows to be right, and is refused.
+values are made of; "wide", attention of queries that see all; "keys", what makes keys and values of whole rows of those
+it is given; "around", what looks up the tokens around spans; "sums", of which the part `summed` is given some that are
+over the tokens here. What says nothing, nobody knows to be right, and is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,9 @@ from torch.distributed import ProcessGroup
 from megatfm.errors import UsageError
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.collectives import copy_to_shards, sum_partial
-from megatfm.parallel.context_attention import across, across_latents
+from megatfm.parallel.context_attention import across, across_keys, across_latents
 from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.context_tokens import across_around
 from megatfm.parallel.context_wide import across_wide
 from megatfm.parallel.forward import replace_forward
 from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
@@ -25,7 +28,12 @@ from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
-ACROSS = {"core": across, "latents": across_latents, "wide": across_wide}
+OF_ROWS = ("positions", "documents", "prefix", "targets", "order", "segments", "span_left", "span_right")
+"""Fields that are known of whole rows: what tokens here look at, and what others look at here, follows from them."""
+
+ACROSS: dict[str, Callable[[nn.Module, Contexts], Callable[..., Any]]] = {
+    "core": across, "latents": across_latents, "wide": across_wide, "keys": across_keys, "around": across_around,
+}  # fmt: skip
 """What runs instead of a module's `forward`, by what it says in `context`."""
 
 Batch = dict[str, Tensor]
@@ -117,7 +125,7 @@ def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
                 )
             found[name] = field[:, here]
         found[f"{side}places"] = here
-        for name in ("positions", "documents", "prefix", "targets"):
+        for name in OF_ROWS:
             if side + name in batch:
                 found[f"{side}row_{name}"] = batch[side + name]
     return found

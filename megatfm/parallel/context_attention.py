@@ -2,12 +2,12 @@
 
 What queries may look at is fetched where a pattern says which tokens these are (windows, chunks), and the few queries
 that see all go to the keys themselves; where all look at all, keys and values go round a ring of ranks (Liu et al.
-2023), one part of the row a step. Where attention has numbers for all pairs (biases), or is one of its own, all keys
-are fetched.
+2023), one part of the row a step. Of attention of its own, and of that to another row, all keys are fetched.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
 from megatfm.parallel.context_heads import by_heads, goes_by_heads
-from megatfm.parallel.context_parts import how_of, part_backward, part_of
+from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
 from megatfm.parallel.context_wide import Wide, with_wide
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
@@ -32,15 +32,15 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         core_: Any = core
         looked_at = sequence.memory if core_.pattern.of_memory else sequence
         as_they_are = Heads(k.shape[-1], v.shape[-1])
-        if bias is not None or looked_at is not sequence or not hasattr(core, "seen"):
-            wanted = looked_at.once("everything", lambda: everything(contexts, looked_at))
+        if looked_at is not sequence or not hasattr(core, "seen"):
+            wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
         needs = needs_of(core_, contexts, sequence)
         if needs is None and goes_by_heads(
             contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3])
         ):
-            return by_heads(core_, q, k, v, sequence, contexts)
-        return travelling(core_, q, torch.cat([k, v], -1), as_they_are, sequence, contexts, needs)
+            return by_heads(core_, q, k, v, bias, sequence, contexts)
+        return travelling(core_, q, torch.cat([k, v], -1), as_they_are, bias, sequence, contexts, needs)
 
     return forward
 
@@ -53,18 +53,26 @@ def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]
         needs, n = needs_of(core_, contexts, sequence), q.shape[1]
         if needs is None and goes_by_heads(contexts, q, n, len(of_values) // n, latent.shape[-1]):
             k, v = core_.heads(latent, of_keys, of_values)
-            return by_heads(core_, q, k, v, sequence, contexts)
-        return travelling(
-            core_, q, latent, Made(core_.heads, (of_keys, of_values)), sequence, contexts, needs
-        )
+            return by_heads(core_, q, k, v, None, sequence, contexts)
+        made = Made(core_.heads, (of_keys, of_values))
+        return travelling(core_, q, latent, made, None, sequence, contexts, needs)
 
     return forward
 
 
-def everything(contexts: Contexts, sequence: Any) -> Wanted:
+def across_keys(whole: nn.Module, contexts: Contexts) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is run instead of a module's `forward` that is given keys and values, for attention of its own."""
+    found = cache(partial(everything, contexts))
+
+    def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        return Heads(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), found(length)))
+
+    return forward
+
+
+def everything(contexts: Contexts, length: int) -> Wanted:
     """All ranks look at all keys."""
-    dealt = contexts.places(sequence.length)
-    return Wanted.of(contexts, dealt, [torch.arange(sequence.length)] * contexts.size)
+    return Wanted.of(contexts, contexts.places(length), [torch.arange(length)] * contexts.size)
 
 
 def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
@@ -88,30 +96,34 @@ class _Step:
 
 
 def travelling(
-    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", sequence: Any, contexts: Contexts, needs: Wanted | None
+    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", bias: Tensor | None, sequence: Any, contexts: Contexts,
+    needs: Wanted | None,
 ) -> Tensor:  # fmt: skip
-    """Attention to keys and values that are made of what is sent [B, ·, T, ·]: fetched, or all round a ring."""
+    """Attention to keys and values that are made of what is sent [B, ·, T, ·]: fetched, or all round a ring.
+
+    bias: by distance in the row [N, 2L − 1], of which no rank sends anything."""
     if needs is None:
         steps = [
             _Step(("rank", rank), contexts.places(sequence.length)[rank])
             for rank in ((contexts.rank - step) % contexts.size for step in range(contexts.size))
         ]
-        return attend(core, q, sent, made, sequence, steps, contexts)
+        return attend(core, q, sent, made, bias, sequence, steps, contexts)
     steps = [_Step(("fetched", core.pattern), needs.looked_at)]
-    out = attend(core, q, fetch(sent, needs), made, sequence, steps, contexts)
+    out = attend(core, q, fetch(sent, needs), made, bias, sequence, steps, contexts)
     wide = sequence.once(("wide", type(core), core.pattern), lambda: Wide.of(core, contexts, sequence))
-    return out if wide is None else with_wide(core, out, q, *made.heads(sent), sequence, wide, contexts)
+    return out if wide is None else with_wide(core, out, q, *made.heads(sent), bias, sequence, wide, contexts)
 
 
 def attend(
-    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", sequence: Any, steps: Sequence[_Step], contexts: Contexts
+    core: Any, q: Tensor, sent: Tensor, made: "Heads | Made", bias: Tensor | None, sequence: Any,
+    steps: Sequence[_Step], contexts: Contexts,
 ) -> Tensor:  # fmt: skip
     """By blocks: what the keys of the first step are made of is here, that of each further one comes from the rank
     before."""
     drawn = core.dropout.head_rng_keys(sequence, q.shape[1])
     hows = [how_of(core, sequence, step.key, step.places, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
-    out: Tensor = _Ring.apply(q, sent, drawn, sinks, hows, contexts, made, *made.weights)
+    out: Tensor = _Ring.apply(q, sent, bias, drawn, sinks, hows, contexts, made, *made.weights)
     return out
 
 
@@ -159,16 +171,16 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, sent: Tensor, drawn: Tensor | None, sinks: Tensor | None, hows: Sequence[How],
-        contexts: Contexts, made: Heads | Made, *weights: Tensor,
+        ctx: Any, q: Tensor, sent: Tensor, bias: Tensor | None, drawn: Tensor | None, sinks: Tensor | None,
+        hows: Sequence[How], contexts: Contexts, made: Heads | Made, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         here = sent
-        out, lse = part_of(q, *made.heads(sent), drawn, hows[0])
+        out, lse = part_of(q, *made.heads(sent), bias, drawn, hows[0])
         for how in hows[1:]:
             here = _shift(here, contexts, how)
-            out, lse = merged(out, lse, *part_of(q, *made.heads(here), drawn, how))
+            out, lse = merged(out, lse, *part_of(q, *made.heads(here), bias, drawn, how))
         out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
-        ctx.save_for_backward(q, sent, drawn, sinks, out, lse, *weights)
+        ctx.save_for_backward(q, sent, bias, drawn, sinks, out, lse, *weights)
         ctx.rest = hows, contexts, made
         return out
 
@@ -177,14 +189,15 @@ class _Ring(torch.autograd.Function):
         if hasattr(
             ctx, "of_weights"
         ):  # the second part of a backward pass that is taken in two: nothing travels again
-            of_sinks, of_weights = ctx.of_weights
-            return None, None, None, of_sinks, None, None, None, *of_weights
-        q, sent, drawn, sinks, out, lse, *weights = ctx.saved_tensors
+            of_bias, of_sinks, of_weights = ctx.of_weights
+            return None, None, of_bias, None, of_sinks, None, None, None, *of_weights
+        q, sent, bias, drawn, sinks, out, lse, *weights = ctx.saved_tensors
         hows, contexts, made = ctx.rest
+        of_bias = zeros_for(bias, lse) if ctx.needs_input_grad[2] else None
 
         def of(here: Tensor, how: How) -> tuple[Tensor, ...]:
             k, v = made.heads(here)
-            dq, dk, dv = part_backward(g, q, k, v, out, lse, drawn, how)
+            dq, dk, dv = part_backward(g, q, k, v, out, lse, bias, drawn, how, of_bias)
             return dq, *made.back(here, weights, dk, dv)
 
         here, travelled = sent, None
@@ -197,10 +210,11 @@ class _Ring(torch.autograd.Function):
             travelled = part if travelled is None else _shift(travelled, contexts, how) + part
         if travelled is not None:
             own = own + _shift(travelled, contexts, hows[0])
+        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
         of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.of_weights = of_sinks, of_weights
-        return dq, own.to(sent.dtype), None, of_sinks, None, None, None, *of_weights
+            ctx.of_weights = of_bias, of_sinks, of_weights
+        return dq, own.to(sent.dtype), of_bias, None, of_sinks, None, None, None, *of_weights
 
 
 def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:

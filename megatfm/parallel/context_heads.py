@@ -29,9 +29,10 @@ def goes_by_heads(contexts: Contexts, q_BNTH: Tensor, kv_heads: int, v_width: in
 
 
 def by_heads(
-    core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, sequence: Any, contexts: Contexts
-) -> Tensor:
-    """[B, N, T, V]."""
+    core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias_NL: Tensor | None, sequence: Any,
+    contexts: Contexts,
+) -> Tensor:  # fmt: skip
+    """[B, N, T, V]. bias: by distance in the row."""
     if k_BKTH.shape[1] < contexts.size:
         times = contexts.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
@@ -40,7 +41,8 @@ def by_heads(
     kv: Tensor = _Moved.apply(torch.cat([k_BKTH, v_BKTV], -1), _to_heads, _to_tokens, *rest)
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
     part = core.dropout.part * contexts.size + contexts.rank
-    made = core.of_heads(part, q, k, v, sequence.of_row())
+    bias = None if bias_NL is None else bias_NL.chunk(contexts.size)[contexts.rank]
+    made = core.of_heads(part, q, k, v, sequence.of_row(), bias)
     back: Tensor = _Moved.apply(made, _to_tokens, _to_heads, *rest)
     return back
 

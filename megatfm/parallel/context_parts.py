@@ -19,24 +19,34 @@ def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tens
     seen = core.seen(sequence.looking_at(key, places), n_heads)
     size = min(blocks.block_size(seen), -(-max(queries, len(places)) // 4) * 4)
     visits = seen.once(("pieces", size), lambda: pieces(seen, Grid(batch, queries, len(places), size)))
-    return How.of(visits, size, width, core.variant, places)
+    of_row, q_places = sequence.length - 1, sequence.indices
+    return How.of(visits, size, width, core.variant, zero=of_row, places=places, q_places=q_places)
 
 
-def part_of(q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> tuple[Tensor, Tensor]:
-    """Output and logarithm of the sums over some keys."""
+def part_of(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """Output and logarithm of the sums over some keys. bias: by distance in the row."""
     queries = q.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -queries % how.size))
     q, k, v = (padded(x, how.size) for x in (q, k, v))
-    out, lse = blocks.forward(q, k, v, drawn, how)
+    out, lse = blocks.forward(q, k, v, drawn, how, bias)
     return out[:, :, :queries], lse[:, :, :queries]
 
 
+def zeros_for(bias: Tensor, lse: Tensor) -> Tensor:
+    """What gradients of a bias are added up in."""
+    return bias.new_zeros(bias.shape, dtype=lse.dtype)
+
+
 def part_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, drawn: Tensor | None, how: How
-) -> Sequence[Tensor]:
-    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys."""
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, drawn: Tensor | None,
+    how: How, of_bias: Tensor | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Gradients of q and, in the type of `lse`, of these k and v; `out` and `lse` are over all keys. That of a bias
+    that learns is added to `of_bias`."""
     sizes = q.shape[2], k.shape[2], v.shape[2]
     drawn = None if drawn is None else F.pad(drawn, (0, -sizes[0] % how.size))
     g, q, k, v, out, lse = (padded(x, how.size) for x in (g, q, k, v, out, lse))
-    found = blocks.backward(g, q, k, v, out, lse, drawn, how)
+    found = blocks.backward(g, q, k, v, out, lse, drawn, how, bias, of_bias)
     return [x[:, :, :size] for x, size in zip(found, sizes, strict=True)]

@@ -16,7 +16,7 @@ from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
 from megatfm.parallel.collectives import all_sum, copy_to_shards, gather_shards, sum_partial
 from megatfm.parallel.context_exchange import Contexts
-from megatfm.parallel.context_parts import how_of, part_backward, part_of
+from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, G wide queries, H head width, V value width
 
@@ -42,8 +42,8 @@ class Wide:
 
 
 def with_wide(
-    core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, sequence: Any, wide: Wide,
-    contexts: Contexts,
+    core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias: Tensor | None, sequence: Any,
+    wide: Wide, contexts: Contexts,
 ) -> Tensor:  # fmt: skip
     """[B, N, T, V]: `out` with the wide queries' attention to all keys in their places."""
     own, here = wide.own.to(q_BNTH.device), wide.here.to(q_BNTH.device)
@@ -55,7 +55,7 @@ def with_wide(
     keys = contexts.places(sequence.length)[contexts.rank]
     how = how_of(core, queries, ("rank", contexts.rank), keys, q_BNGH)
     sinks = None if core.sinks is None else core.sinks.weight
-    made: Tensor = _Merged.apply(q_BNGH, k_BKTH, v_BKTV, drawn, sinks, how, contexts)
+    made: Tensor = _Merged.apply(q_BNGH, k_BKTH, v_BKTV, bias, drawn, sinks, how, contexts)
     return out_BNTV.index_copy(2, here, made[:, :, own])
 
 
@@ -73,7 +73,7 @@ def across_wide(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         made = _of_keys_here(core_, q_BNTH, k_BNTH, v_BNTV, is_wide_BT, sequence, contexts)
         key = "wide", type(core_), core_.pattern
         if (wide := sequence.once(key, lambda: Wide.of(core_, contexts, sequence))) is not None:
-            made = with_wide(core_, made, q_BNTH, k_BNTH, v_BNTV, sequence, wide, contexts)
+            made = with_wide(core_, made, q_BNTH, k_BNTH, v_BNTV, None, sequence, wide, contexts)
         return made.where(is_wide_BT[:, None, :, None], heads_BNTV)
 
     return forward
@@ -99,7 +99,7 @@ class _Here(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, how: How) -> Tensor:
-        out, lse = part_of(q, k, v, drawn, how)
+        out, lse = part_of(q, k, v, None, drawn, how)
         ctx.save_for_backward(q, k, v, drawn, out, lse)
         ctx.how = how
         return out.to(q.dtype)
@@ -107,7 +107,7 @@ class _Here(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, drawn, out, lse = ctx.saved_tensors
-        dq, dk, dv = part_backward(g, q, k, v, out, lse, drawn, ctx.how)
+        dq, dk, dv = part_backward(g, q, k, v, out, lse, None, drawn, ctx.how)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -117,10 +117,10 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, drawn: Tensor | None, sinks: Tensor | None, how: How,
-        contexts: Contexts,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drawn: Tensor | None, sinks: Tensor | None,
+        how: How, contexts: Contexts,
     ) -> Tensor:  # fmt: skip
-        out, lse = part_of(q, k, v, drawn, how)
+        out, lse = part_of(q, k, v, bias, drawn, how)
         packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
         (out, lse), *others = (
             each.split([v.shape[-1], 1], -1) for each in gather_shards(packed, 0, contexts.group)
@@ -128,14 +128,17 @@ class _Merged(torch.autograd.Function):
         for other in others:
             out, lse = merged(out, lse, *other)
         out, lse = blocks.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
-        ctx.save_for_backward(q, k, v, drawn, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, bias, drawn, sinks, out, lse)
         ctx.rest = how, contexts
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        q, k, v, drawn, sinks, out, lse = ctx.saved_tensors
+        q, k, v, bias, drawn, sinks, out, lse = ctx.saved_tensors
         how, contexts = ctx.rest
-        dq, dk, dv = part_backward(all_sum(g, contexts.group), q, k, v, out, lse, drawn, how)
+        of_bias = zeros_for(bias, lse) if ctx.needs_input_grad[3] else None
+        of_all = all_sum(g, contexts.group)
+        dq, dk, dv = part_backward(of_all, q, k, v, out, lse, bias, drawn, how, of_bias)
         of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, of_sinks, None, None
+        of_bias = None if of_bias is None else of_bias.to(bias.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), of_bias, None, of_sinks, None, None

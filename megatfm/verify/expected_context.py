@@ -16,6 +16,7 @@ from megatfm.layers.attention.patterns import reached
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context import SIDES, is_folded
 from megatfm.parallel.context_exchange import places
+from megatfm.parallel.context_tokens import around_spans
 from megatfm.parallel.mesh import CONTEXT
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call
@@ -62,6 +63,14 @@ class RowsCut:
                 self._wide(ledger, microbatch, call, module, call.inputs[1:4])
             elif context == "sums":
                 self._sums(ledger, microbatch, call, module)
+            elif context == "keys":
+                dealt = self._dealt[""]
+                everywhere = [torch.cat(dealt) for _ in dealt]
+                self._fetched(
+                    ledger, rank, call, dealt, everywhere, self._numbers_of_a_token(call.inputs[:2])
+                )
+            elif context == "around":
+                self._around(ledger, microbatch, rank, call)
 
     def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
         """Keys and values that are made of several tokens, of all heads, forward and backward."""
@@ -80,9 +89,8 @@ class RowsCut:
         q, k, v = self._made(call) if latents else call.inputs[:3]
         sent = call.inputs[1:2] if latents else (k, v)
         a_token = self._numbers_of_a_token(sent) * computed
-        biased = not latents and len(call.inputs) > 4 and call.inputs[4] is not None
         everywhere = [torch.cat(dealt) for _ in ranks]
-        if biased or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
+        if not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
             needs: list[Tensor] | None = everywhere
         else:
             needs = self._needs(microbatch, module, side)
@@ -98,12 +106,37 @@ class RowsCut:
                 if call.has_gradient:  # in float32 or better, one step behind
                     ledger.send(CONTEXT, len(dealt[rank - step - 1]) * a_token * max(4, computed) // computed)
             return
-        for other in ranks:
+        self._fetched(ledger, rank, call, dealt, needs, a_token // computed)
+
+    def _fetched(
+        self,
+        ledger: Ledger,
+        rank: int,
+        call: Call,
+        dealt: list[Tensor],
+        needs: Sequence[Tensor],
+        a_token: int,
+    ) -> None:
+        """What ranks need of others, and its gradients. a_token: numbers of a token in all rows."""
+        size = PRECISIONS[self._config.train.precision].computed.itemsize
+        for other in range(len(dealt)):
             given, taken = _common(dealt[rank], needs[other]), _common(dealt[other], needs[rank])
-            for _ in range(forwards if given and other != rank else 0):
-                ledger.send(CONTEXT, given * a_token)
+            for _ in range(self._forwards(call) if given and other != rank else 0):
+                ledger.send(CONTEXT, given * a_token * size)
             if taken and other != rank and call.has_gradient:
-                ledger.send(CONTEXT, taken * a_token)
+                ledger.send(CONTEXT, taken * a_token * size)
+
+    def _around(self, ledger: Ledger, microbatch: int, rank: int, call: Call) -> None:
+        """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
+        rank."""
+        rows, dealt = self._config.train.micro_batch, self._dealt[""]
+        left, right = (
+            torch.from_numpy(self._whole[name][microbatch * rows :][:rows])
+            for name in ("span_left", "span_right")
+        )
+        assert call.inputs[0] is not None
+        needs = [around_spans(left, right, here) for here in dealt]
+        self._fetched(ledger, rank, call, dealt, needs, call.inputs[0][0] * call.inputs[0][2])
 
     def _forwards(self, call: Call) -> int:
         return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))

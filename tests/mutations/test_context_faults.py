@@ -11,7 +11,9 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns import BigBird, Window
 from megatfm.layers.part import Part
-from megatfm.parallel import context, context_attention, context_exchange, context_wide
+from megatfm.models import xlnet
+from megatfm.ops.attention import blocks
+from megatfm.parallel import context, context_attention, context_exchange, context_tokens, context_wide
 from megatfm.parallel.mesh import SHARD, Mesh
 from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
 from tests.parity import test_layouts, test_pipelines
@@ -92,6 +94,43 @@ def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
     patch.setattr(Part, "indices", property(lambda self: torch.arange(len(self.places))))
 
 
+def a_bias_counts_from_the_cut(patch: Patch) -> None:
+    real = blocks.of_blocks
+    patch.setattr(blocks, "of_blocks", lambda *where: real(*where[:-2], None, where[-1]))
+
+
+def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
+    real = context_attention.part_backward
+
+    def backward(*given: Any) -> Any:
+        *rest, of_bias = given
+        return real(*rest, of_bias.zero_())
+
+    patch.setattr(context_attention, "part_backward", backward)
+
+
+def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
+    real = context_tokens.fetch
+
+    def fetch(x: Tensor, wanted: Any) -> Tensor:
+        own = torch.isin(wanted.looked_at, wanted.contexts.places(test_layouts.LENGTH)[wanted.contexts.rank])
+        return real(x, wanted) * own[:, None]
+
+    patch.setattr(context_tokens, "fetch", fetch)
+
+
+def keys_of_a_row_are_one_further(patch: Patch) -> None:
+    real = context_attention.fetch
+    patch.setattr(context_attention, "fetch", lambda x, wanted: real(x, wanted).roll(1, 2))
+
+
+def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
+    real = xlnet._stream
+    patch.setattr(
+        xlnet, "_stream", lambda sequence, places, *rest: real(sequence, places - places.min(), *rest)
+    )
+
+
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_ring_step_is_skipped: ("llama", EVERYTHING),
     gradients_of_keys_stay_with_the_last_rank: ("llama", BELOW_ATTENTION),
@@ -104,6 +143,11 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_wide_query_is_answered_by_one_rank_alone: (ENCODERS, {"encoder.layers.[0-3].attn.w[qkv].weight"}),
     gradients_of_wide_queries_stay: (ENCODERS, {"encoder.layers.[123].attn.w[kv].weight"}),
     a_stretch_is_not_summed: ("compressed", EVERYTHING),
+    a_bias_counts_from_the_cut: ("t5 positions, patterns", EVERYTHING),
+    gradients_of_a_bias_are_of_the_last_step_alone: ("t5 positions, patterns", {"decoder.position.weight"}),
+    a_token_beside_a_span_is_lost_at_a_cut: ("bert", {"boundary.dense1.weight", "encoder.layers.*.weight"}),
+    keys_of_a_row_are_one_further: ("deberta", {"encoder.layers.*.attn.w*.weight"}),
+    queries_of_a_stream_count_from_the_cut: ("xlnet", {"encoder.layers.*.attn.wk_position.weight"}),
 }
 """Fault → the model that shows it, and parameters whose gradients must be found wrong."""
 

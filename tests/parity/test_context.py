@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
+from megatfm.config.objective import (
+    CausalObjective,
+    MaskedObjective,
+    PermutationObjective,
+    SpanBoundaryObjective,
+    SpanCorruptionObjective,
+)
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
@@ -34,6 +40,7 @@ OF_DECODERS: dict[str, dict[str, Any]] = {
     "bigbird": {"attention": {"pattern": {"name": "bigbird", "block": 2, "random": 1}}},
     "compressed": {"attention": {"name": "compressed"}, **NO_POSITIONS},
 }
+OF_BIASED = {name: OF_DECODERS[name] for name in ("full", "window", "chunked", "bigbird")}
 LINFORMER = {"name": "linformer", "length": 12, "rank": 3}
 OF_ENCODERS: dict[str, dict[str, Any]] = {
     "window": {"attention": {"pattern": {"name": "window", "width": 4}}},
@@ -56,13 +63,13 @@ def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> d
 
 MODELS = {
     "llama": DECODER,
-    "bert": {**ENCODER, "heads": {"sentence": {}}},
+    "bert": {**ENCODER, "heads": {"sentence": {}, "boundary": {}}},
     "patterns of decoders": one_block_each(DECODER, OF_DECODERS),
     "patterns of encoders": one_block_each(ENCODER, OF_ENCODERS),
     "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
     "compressed": {**SMALL, **DROPPED, "attention.name": "compressed", "position.name": "sinusoidal"},
-    "alibi": {**DECODER, "position.name": "alibi"},
-    "t5 positions": {**DECODER, "position.name": "t5"},
+    "alibi, patterns": one_block_each({**DECODER, "position.name": "alibi"}, OF_BIASED),
+    "t5 positions, patterns": one_block_each({**DECODER, "position.name": "t5"}, OF_BIASED),
     "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
     "latent": {
         **SMALL,
@@ -83,7 +90,9 @@ MODELS["latent, patterns"] = one_block_each(
     },
 )
 MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts": 1}
-FAMILIES = {name: test_families.MODELS[name] for name in ("gpt", "t5", "albert", "electra")}
+APART = ("deberta", "deberta v3", "xlnet")
+"""Whose attention is one of its own."""
+FAMILIES = {name: test_families.MODELS[name] for name in ("gpt", "t5", "albert", "electra", *APART)}
 FAMILIES["experts"] = ModelConfig.of(
     **{key: value for key, value in SMALL.items() if key != "ffn.d_ff"},
     dropout=0.2,
@@ -92,7 +101,16 @@ FAMILIES["experts"] = ModelConfig.of(
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
 OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
 MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in OTHERS}
-UNEVEN = ("patterns of decoders", "patterns of encoders", "llama", "window", "latent, patterns")
+UNEVEN = (
+    "patterns of decoders",
+    "patterns of encoders",
+    "llama",
+    "window",
+    "latent, patterns",
+    "alibi, patterns",
+    "deberta",
+    "xlnet",
+)
 """Also on rows of one document each, of a length that no number of ranks divides."""
 MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
 MODELS["prefix language model"] = MODELS["llama"]
@@ -122,12 +140,14 @@ LAYOUTS = {
     },
 }
 PATTERNS = ("patterns of decoders", "patterns of encoders")
+BIASED = ("alibi, patterns", "t5 positions, patterns")
 TOGETHER = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
 ONE = ("cp2",)
 """Where nothing is sent by heads."""
 SOME: dict[tuple[str, int], tuple[str, ...]] = {
-    **{(name, 2): ONE for name in ("window", "compressed", "alibi", "t5 positions", "shaw", *OTHERS)},
-    **{(name, 2): ONE for name in ("window, prefixes", "window, rows of 11 tokens")},
+    **{(name, 2): ONE for name in ("window", "compressed", "shaw", *APART, *OTHERS)},
+    **{(f"{name}, rows of 11 tokens", 2): ONE for name in ("window", "deberta", "xlnet")},
+    ("window, prefixes", 2): ONE,
     ("patterns of encoders", 2): ONE,
     ("latent, patterns", 2): ONE,
     ("patterns of encoders, rows of 11 tokens", 2): ONE,
@@ -142,21 +162,27 @@ SOME: dict[tuple[str, int], tuple[str, ...]] = {
         (f"{name}, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel", "zero3 × cp2")
         for name in PATTERNS
     },
+    **{(name, 4): (*TOGETHER, "pp2 zbv × cp2") for name in (*BIASED, *APART, "bert")},
     ("latent, patterns", 4): (*TOGETHER, "pp2 zbv × cp2"),
+    ("alibi, patterns, rows of 11 tokens", 4): ("cp4",),
     ("latent, patterns, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel"),
     **{(name, 8): ("zero3 × cp2 × tp2",) for name in PATTERNS},
     ("llama", 8): ("replicas × zero3 × cp2",),
 }  # fmt: skip
 """Models that are not compared under all layouts of so many ranks."""
+ON_FOUR = ("latent, patterns, rows of 11 tokens", "alibi, patterns, rows of 11 tokens")
 MANY = {
-    2: tuple(name for name in MODELS if name != "latent, patterns, rows of 11 tokens"),
+    2: tuple(name for name in MODELS if name not in ON_FOUR),
     3: ("llama, rows of 11 tokens", "patterns of decoders, rows of 11 tokens"),
     4: (
         "llama",
         *PATTERNS,
-        *(f"{name}, rows of 11 tokens" for name in (*PATTERNS, "latent, patterns")),
+        *(f"{name}, rows of 11 tokens" for name in (*PATTERNS, "latent, patterns", "alibi, patterns")),
         "t5",
         "latent, patterns",
+        *BIASED,
+        *APART,
+        "bert",
     ),
     8: ("llama", *PATTERNS),
 }
@@ -175,6 +201,10 @@ def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, An
     batch = {field: values[1::2] for field, values in batch.items()}
     if "prefix" in name:
         batch["prefix"] = (batch["positions"] < 2) & (batch["documents"] >= 0)
+    if "boundary" in config.heads:  # spans of three and of one, also where a row is cut
+        for row, at in enumerate((4, 4, 5, 5)):
+            batch["span_left"][row, at : at + 3] = torch.tensor([1, 2, 3])
+            batch["span_right"][row, at : at + 3] = torch.tensor([3, 2, 1])
     if "11" in name:
         batch = {field: values if field == "keys" else values[:, :11] for field, values in batch.items()}
         batch["positions"] = torch.arange(11).expand(ROWS, -1)
@@ -232,8 +262,11 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
         "patterns of decoders": AGAIN,
         "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
         "latent, patterns": (*AGAIN, "cp2 by heads"),
-        "alibi": ONE,
+        "alibi, patterns": AGAIN,
         "t5": ONE,
+        "bert": ONE,
+        "deberta": AGAIN,
+        "xlnet": AGAIN,
         "linformer of an encoder-decoder": ONE,
     },
     4: {
@@ -243,7 +276,13 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
         "patterns of encoders": ("cp4, one document",),
     },
 }
-OBJECTIVES = {"t5": SpanCorruptionObjective(), "patterns of encoders": MaskedObjective()}
+OBJECTIVES = {
+    "t5": SpanCorruptionObjective(),
+    "patterns of encoders": MaskedObjective(),
+    "deberta": MaskedObjective(),
+    "bert": SpanBoundaryObjective(),
+    "xlnet": PermutationObjective(),
+}
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
 
@@ -255,7 +294,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             which, _, again = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
             parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
-            model = MODELS[name].changed({"heads": {}})
+            model = MODELS[name].changed({"heads": {"boundary": {}} if name == "bert" else {}})
             recompute = "full" if "recomputed" in again else "none"
             config = config_of(model, objective, parallel, recompute=recompute)
             whole = {"attend_across_documents": "one document" in again}

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from megatfm.layers.attention.patterns import Pattern
+from megatfm.layers.sequence import SequenceMetadata
+
 # B batch, K key-value heads, T new tokens, S all tokens, H head width
 
 
@@ -19,18 +22,20 @@ class LayerCache:
         self._values: Tensor | None = None
         self._made: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def extend(self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None) -> tuple[Tensor, Tensor]:
+    def extend(
+        self, k_BKTH: Tensor, v_BKTH: Tensor, *, keeps: int | None = None, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Add new keys and values; returns those of all tokens, [B, K, S, H] each.
 
-        keeps: of how many tokens they are kept for the next call, which returns those and the new ones. Raises
-        IndexError past the capacity.
+        keeps: of how many tokens they are kept for the next call, besides those of the `first`; it returns these and
+        the new ones. Raises IndexError past the capacity.
         """
         end = self.length + k_BKTH.shape[2]
         if end > self.capacity:
             raise IndexError(f"key-value cache is full: {end} tokens, room for {self.capacity}")
         if keeps is not None:
             self.length = end
-            return self._last(k_BKTH, v_BKTH, keeps)
+            return self._last(k_BKTH, v_BKTH, keeps, first)
         if self._keys is None or self._values is None:
             self._keys, self._values = (self._room(x) for x in (k_BKTH, v_BKTH))
         self._keys[:, :, self.length : end] = k_BKTH
@@ -57,17 +62,29 @@ class LayerCache:
         if self.memory is not None:
             self.memory = self.memory[0][rows], self.memory[1][rows]
 
-    def _last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int) -> tuple[Tensor, Tensor]:
+    def _last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int, first: int) -> tuple[Tensor, Tensor]:
         if self._keys is not None and self._values is not None:
             k_BKTH, v_BKTH = torch.cat([self._keys, k_BKTH], 2), torch.cat([self._values, v_BKTH], 2)
-        first = max(k_BKTH.shape[2] - keeps, 0)
-        # Copies, so that what is older is given back.
-        self._keys, self._values = k_BKTH[:, :, first:].clone(), v_BKTH[:, :, first:].clone()
+        first = min(first, k_BKTH.shape[2])
+        last = max(k_BKTH.shape[2] - keeps, first)
+        # Copies, so that what lies between is given back.
+        self._keys, self._values = (torch.cat([x[:, :, :first], x[:, :, last:]], 2) for x in (k_BKTH, v_BKTH))
         return k_BKTH, v_BKTH
 
     def _room(self, x_BKTH: Tensor) -> Tensor:
         batch, heads, _, width = x_BKTH.shape
         return x_BKTH.new_empty(batch, heads, self.capacity, width)
+
+
+def extended(
+    cache: LayerCache, k_BKTH: Tensor, v_BKTH: Tensor, pattern: Pattern, sequence: SequenceMetadata, *,
+    whole: bool = False,
+) -> tuple[Tensor, Tensor, SequenceMetadata]:  # fmt: skip
+    """Keys and values that a pattern's new queries look at, and the sequence that they are of; kept is what later ones
+    look at. whole: all are kept."""
+    first = sequence.until_first(pattern.keeps_first) if pattern.keeps_first else 0
+    k_BKSH, v_BKSH = cache.extend(k_BKTH, v_BKTH, keeps=None if whole else pattern.keeps, first=first)
+    return k_BKSH, v_BKSH, sequence.with_keys(k_BKSH.shape[2], first)
 
 
 class KVCache:

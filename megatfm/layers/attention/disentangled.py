@@ -28,6 +28,8 @@ class DisentangledAttention(nn.Module):
 
     plan = (("", "enter"), ("w[qkv]", "column"), ("w[qk]_position", "column"), ("wo", "row"))
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         require_full(config)
@@ -66,7 +68,7 @@ class DisentangledAttention(nn.Module):
         table_RD = bias
         q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         q_position, k_position = (self._heads(w(table_RD)) for w in (self.wq_position, self.wk_position))
-        heads_BNTH = self.core(q, k, v, q_position, k_position, sequence)
+        heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -77,6 +79,8 @@ class DisentangledCore(nn.Module):
     """The scores and what follows from them. rows: of the table, which has `n_rows`, for distances query − key."""
 
     plan = (("dropout", "keys of own part"),)
+
+    context = "core"
 
     def __init__(
         self, config: ModelConfig, pattern: Pattern, rows: Callable[[Tensor], Tensor], n_rows: int
@@ -97,11 +101,11 @@ class DisentangledCore(nn.Module):
         q_BNTH: Tensor,
         k_BNSH: Tensor,
         v_BNSH: Tensor,
-        q_NRH: Tensor,
-        k_NRH: Tensor,
         sequence: SequenceMetadata,
+        positions: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """[B, N, T, H]."""
+        """[B, N, T, H]. positions: queries and keys [N, R, H] of the table."""
+        q_NRH, k_NRH = positions
         q_BNTH = q_BNTH * self.scale
         distances_TS = -sequence.distances()  # query − key
         of_keys, of_queries = (

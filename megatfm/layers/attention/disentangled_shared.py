@@ -23,6 +23,8 @@ class DisentangledSharedAttention(nn.Module):
 
     plan = (("", "enter"), ("w[qkv]", "column"), ("wo", "row"))
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser, pattern: Pattern) -> None:
         super().__init__()
         require_full(config)
@@ -58,7 +60,7 @@ class DisentangledSharedAttention(nn.Module):
         """[B, T, D]; `bias` is the table [R, D] of relative positions."""
         q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         q_position, k_position = (self._heads(w(bias)) for w in (self.wq, self.wk))
-        heads_BNTH = self.core(q, k, v, q_position, k_position, sequence)
+        heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

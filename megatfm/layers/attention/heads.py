@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from megatfm.config import HeadsAttentionConfig, ModelConfig, expect
 from megatfm.cost import Cost, Tokens, costs_of
-from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.cache import LayerCache, extended
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -51,7 +51,7 @@ class HeadsAttention(nn.Module):
         turns = position.heads is not None and not pattern.of_memory
         self.position = position.heads(config, initial) if turns and position.heads else None
         core = position.core if position.core and not pattern.of_memory else Core
-        self.core, self.keeps = core(config, initial, pattern), pattern.keeps
+        self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: Tokens) -> Cost:
         """Keys and values are made from what is looked at."""
@@ -76,8 +76,11 @@ class HeadsAttention(nn.Module):
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
-                k_BKSH, v_BKSH = cache.extend(k_BKSH, v_BKSH, keeps=self.keeps)
-                sequence = sequence.with_keys(k_BKSH.shape[2])
+                # Of keys that don't stand next to one another, biases are not those of distances in a row.
+                whole = bias is not None and self.pattern.keeps_first > 0
+                k_BKSH, v_BKSH, sequence = extended(
+                    cache, k_BKSH, v_BKSH, self.pattern, sequence, whole=whole
+                )
                 bias = None if bias is None else of_last(bias, q_BNTH.shape[2], k_BKSH.shape[2])
         else:
             k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)

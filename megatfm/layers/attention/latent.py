@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatfm.config import LatentAttentionConfig, ModelConfig, expect
 from megatfm.errors import UsageError
-from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.cache import LayerCache, extended
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Pattern
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -95,8 +95,9 @@ class LatentAttention(nn.Module):
         if cache is None:
             heads_BNTV = self.core(q_BNTH, *made_of, sequence)
         else:
-            k_BNSH, v_BNSV = cache.extend(*self.core.heads(*made_of), keeps=self.core.pattern.keeps)
-            sequence = sequence.with_keys(k_BNSH.shape[2])
+            k_BNSH, v_BNSV, sequence = extended(
+                cache, *self.core.heads(*made_of), self.core.pattern, sequence
+            )
             heads_BNTV = self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
 

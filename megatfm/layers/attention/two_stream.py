@@ -51,6 +51,16 @@ class Seen:
     positions: Tensor
 
 
+class WholeRows(nn.Module):
+    """Keys and values of the tokens here → those of the whole row: the seam at which context parallelism takes over."""
+
+    context = "keys"
+
+    def forward(self, k_BNSH: Tensor, v_BNSH: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Both as they are. length: of rows."""
+        return k_BNSH, v_BNSH
+
+
 class TwoStreamAttention(nn.Module):
     """`seen` is made once a layer from the content, and called for each stream with its queries.
 
@@ -66,12 +76,15 @@ class TwoStreamAttention(nn.Module):
         ("wo", "row"),
     )
 
+    context = "alone"
+
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         require_full(config)
         d, heads, self.head_dim = config.d_model, config.attention.n_heads, config.head_width
         width = heads * self.head_dim
         self.scale = self.head_dim**-0.5
+        self.whole = WholeRows()
         self.content = nn.Identity()  # the seam at which tensor parallelism gathers what both streams look at
         self.wq = Linear(d, width, initial("query", d, width))
         self.wk = Linear(d, width, initial("key", d, width))
@@ -109,6 +122,7 @@ class TwoStreamAttention(nn.Module):
         """What the queries of both streams look at; table: of relative positions."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
+        keys, values = self.whole(keys, values, (len(table_RD) + 1) // 2)
         return Seen(keys, values, self._heads(self.wk_position, positions_RD))
 
     def forward(self, x_BQD: Tensor, seen: Seen, stream: Stream) -> Tensor:

@@ -32,9 +32,8 @@ class Alibi(nn.Module):
         self.initial = {"slopes": Values(alibi_slopes(config.attention.n_heads))}
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1], or for all pairs, [N, T, S] (`SequenceMetadata.distances_once`)."""
-        distances = sequence.distances_once().abs()
-        return -self.slopes.view(-1, *[1] * distances.dim()) * distances
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.distances_once`)."""
+        return -self.slopes[:, None] * sequence.distances_once().abs()
 
 
 ALIBI = POSITIONS.register("alibi")(Position(bias=Alibi))

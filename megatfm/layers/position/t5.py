@@ -48,7 +48,7 @@ class RelativeBias(nn.Module):
         self.roles = {"weight": "vector"}  # numbers, not rows: it doesn't decay
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """For each distance, [N, T + S − 1], or for all pairs, [N, T, S] (`SequenceMetadata.distances_once`)."""
+        """For each distance, [N, T + S − 1] (`SequenceMetadata.distances_once`)."""
         bucket = buckets(sequence.distances_once(), self.n_buckets, self.farthest, causal=causal)
         return F.embedding(bucket, self.weight).movedim(-1, 0)
 

@@ -21,7 +21,7 @@ class SinusoidTable(nn.Module):
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """[R, D] in float64."""
-        farthest, device = sequence.positions.shape[1] - 1, sequence.positions.device
+        farthest, device = sequence.length - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
         angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0, device)
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatfm.ops.attention import banded
 from megatfm.ops.attention.bands import Band
-from megatfm.ops.attention.distances import of_blocks
+from megatfm.ops.attention.distances import in_blocks, of_blocks
 from megatfm.ops.attention.pieces import Grid, Piece, pieces
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.attention.tiles import (
@@ -55,7 +55,7 @@ def blocked(
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    how = How.of(visits, size, q.shape[-1], variant, queries=queries)
+    how = How.of(visits, size, q.shape[-1], variant, zero=queries - 1)
     made: Tensor = _Blocked.apply(q, k, v, bias, drawn, sinks_N, how)
     return made if made.shape[2] == queries else made[:, :, :queries]
 
@@ -211,7 +211,7 @@ def _chunks(how: How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chu
             if bias is None:
                 yield Chunk(rows, flat, heads, size, added, table, None)
                 continue
-            distances = of_blocks(bias.shape[1], how.queries, size, rows % Q, table)
+            distances = of_blocks(bias.shape[1], how.zero, size, rows % Q, table, how.q_places, how.places)
             chunk = Chunk(rows, flat, heads, size, added, table, distances)
             found = bias.to(q.dtype)[_of_heads(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
             yield replace(chunk, added=found if added is None else found + added)
@@ -263,7 +263,7 @@ def _kept(chunk: Chunk, drawn: Tensor | None, how: How) -> Tensor | None:
     (keys,) = _queries(chunk, drawn[..., None])
     table, size = chunk.table, chunk.size
     if how.places is not None:
-        channels = F.pad(how.places, (0, -len(how.places) % size)).view(-1, size)[table]
+        channels = in_blocks(how.places, table, size)
         return keep_at(keys, channels.flatten(2)[:, :, None], how.threshold)
     groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
     return mix(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= how.threshold - LEVELS // 2

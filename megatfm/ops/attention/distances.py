@@ -1,9 +1,11 @@
 """Numbers that are added to scores by how far a key is from its query (ALiBi, T5): one a distance, and not a pair.
 
 They are a tensor [N, T + S − 1], of which a query at place i of T and a key at place j of S get number j − i + T − 1.
+Of queries and keys that are some of a row's L tokens they are those of the row, [N, 2L − 1], and i and j places in it.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # N query heads, T queries, S keys, R rows (query blocks), n heads that differ (or 1), b queries and M keys of a tile
@@ -43,10 +45,17 @@ def add_tile(total_NL: Tensor, part_NbM: Tensor, total: int, first: int, start: 
     )
 
 
-def of_blocks(length: int, total: int, size: int, rows: Tensor, table: Tensor) -> Tensor:
+def of_blocks(
+    length: int, zero: int, size: int, rows: Tensor, table: Tensor, q_places: Tensor | None, k_places: Tensor | None
+) -> Tensor:  # fmt: skip
     """Numbers of distances int64 [R, n, b, M·b] of blocks of queries with the numbers [R] and of keys [R, n, M]; those
-    of queries and keys beyond the last are some."""
-    inside = torch.arange(size, device=rows.device)
-    queries = (rows[:, None] * size + inside)[:, None, :, None]
-    keys = (table[..., None] * size + inside).flatten(2)[:, :, None]
-    return (keys - queries + total - 1).clamp_(0, length - 1)
+    of queries and keys beyond the last are some. zero: the number of no distance. places: of queries and keys, where
+    they don't stand one after the other from 0."""
+    queries, keys = in_blocks(q_places, rows, size)[:, None, :, None], in_blocks(k_places, table, size)
+    return (keys.flatten(2)[:, :, None] - queries + zero).clamp_(0, length - 1)
+
+
+def in_blocks(places: Tensor | None, numbers: Tensor, size: int) -> Tensor:
+    """Where the tokens of blocks with these numbers [·] stand, [·, b]; those beyond the last are somewhere."""
+    at = numbers[..., None] * size + torch.arange(size, device=numbers.device)
+    return at if places is None else F.pad(places, (0, -len(places) % size))[at]

@@ -53,18 +53,18 @@ def flex(
         "enable_gqa": q_BNTH.shape[1] != k_BKSH.shape[1],
         "return_aux": AuxRequest(lse=sinks_N is not None or rng_keys_BNT is not None),
     }
-    capped = _capped(variant.softcap) if variant.softcap else None
+    changed = _capped(variant.softcap) if variant.softcap else None
     if bias is not None:
-        capped = _biased(bias.to(q_BNTH.dtype), q_BNTH.shape[2], capped)
+        changed = _biased(bias.to(q_BNTH.dtype), q_BNTH.shape[2], changed)
     if rng_keys_BNT is None:
-        made, beside = run(q_BNTH, k_BKSH, v_BKSV, score_mod=capped, **options)
+        made, beside = run(q_BNTH, k_BKSH, v_BKSV, score_mod=changed, **options)
         if sinks_N is None:
             return made
         shares_BNT = torch.sigmoid(beside.lse - sinks_N.to(beside.lse.dtype)[:, None])
         return made * shares_BNT[..., None].to(made.dtype)
     threshold = round(variant.dropout * LEVELS)
-    made, left = run(q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, capped), **options)
-    _, beside = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=capped, **options)
+    made, left = run(q_BNTH, k_BKSH, v_BKSV, score_mod=_dropped(rng_keys_BNT, threshold, changed), **options)
+    _, beside = run(q_BNTH, k_BKSH, v_BKSV[..., :NARROW], score_mod=changed, **options)
     whole_BNT = beside.lse
     if sinks_N is not None:
         whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
@@ -103,17 +103,19 @@ def _capped(most: float) -> Callable[..., Tensor]:
     return cap
 
 
-def _biased(bias_NL: Tensor, total: int, capped: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _biased(bias_NL: Tensor, total: int, changed: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     def add(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        score = score if capped is None else capped(score, b, n, q, k)
+        score = score if changed is None else changed(score, b, n, q, k)
         return score + bias_NL[n, k - q + (total - 1)]
 
     return add
 
 
-def _dropped(keys_BNT: Tensor, threshold: int, capped: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def _dropped(
+    keys_BNT: Tensor, threshold: int, changed: Callable[..., Tensor] | None
+) -> Callable[..., Tensor]:
     def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        score = score if capped is None else capped(score, b, n, q, k)
+        score = score if changed is None else changed(score, b, n, q, k)
         return torch.where(keep_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
 
     return drop

@@ -17,6 +17,9 @@ from megatfm.ops.compiled import constant_when_compiled
 
 log = logging.getLogger("megatfm")
 
+LONG = 1024
+"""From so many queries of a CPU on, heads of two widths are padded to one."""
+
 PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MASKED = [SDPBackend.EFFICIENT_ATTENTION]
 """FlashAttention takes no mask, and cuDNN's backward pass under one gives NaN on Hopper GPUs (pytorch issue 196678)."""
@@ -41,16 +44,24 @@ def fused(
     if allowed and groups > 1 and (mask is not None or q_BNTH.dtype == torch.float32):
         # Of these kernels FlashAttention alone takes keys that heads share; torch would take the math kernel instead.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
+    width, of_values = q_BNTH.shape[-1], v_BKSV.shape[-1]
+    scale = width**-0.5 if variant.scale is None else variant.scale
+    if q_BNTH.device.type == "cpu" and width != of_values and q_BNTH.shape[2] >= LONG:
+        # The fused kernel of a CPU takes heads of one width; torch would hold all scores at once instead.
+        widest = max(width, of_values)
+        q_BNTH, k_BKSH = (F.pad(x, (0, widest - width)) for x in (q_BNTH, k_BKSH))
+        v_BKSV = F.pad(v_BKSV, (0, widest - of_values))
     with _only(allowed):
-        return F.scaled_dot_product_attention(
+        made = F.scaled_dot_product_attention(
             q_BNTH,
             k_BKSH,
             v_BKSV,
             attn_mask=mask,
             is_causal=causal and bias is None,
-            scale=variant.scale,
+            scale=scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )
+    return made[..., :of_values]
 
 
 def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend]:

@@ -36,7 +36,7 @@ class How:
     """What has no gradient. size: tokens of a block. softcap 0: none. threshold: so many of 65,536 are dropped.
 
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
-    queries: how many there are, without those that fill up the last block.
+    q_places: the same of the queries [T]. zero: the number of a bias by distance that is of no distance.
     """
 
     visits: Sequence[Piece | Band]
@@ -45,7 +45,8 @@ class How:
     softcap: float
     threshold: int
     places: Tensor | None = None
-    queries: int = 0
+    q_places: Tensor | None = None
+    zero: int = 0
 
     @property
     def is_banded(self) -> bool:
@@ -59,14 +60,15 @@ class How:
         size: int,
         width: int,
         variant: Variant,
+        *,
+        zero: int,
         places: Tensor | None = None,
-        queries: int = 0,
+        q_places: Tensor | None = None,
     ) -> Self:
         """width: of a head."""
         scale = width**-0.5 if variant.scale is None else variant.scale
-        return cls(
-            visits, size, scale, variant.softcap or 0.0, round(variant.dropout * LEVELS), places, queries
-        )
+        threshold = round(variant.dropout * LEVELS)
+        return cls(visits, size, scale, variant.softcap or 0.0, threshold, places, q_places, zero)
 
 
 def attend(

@@ -82,6 +82,18 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
     assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    """The commands that a user types, one process after the other."""
+    assert script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
+    (result,) = tmp_path.glob("*-gpu-run.md")
+    outcomes = {row[0]: row[2] for row in rows(result)}
+    assert outcomes["losses and norms, to the bit"] == "all 12 alike"
+    assert outcomes["train: stopped"] == "exit 75"
+    assert outcomes["generate"] == "exit 0"
+
+
 def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("gpu_packages")
     assert module.missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []

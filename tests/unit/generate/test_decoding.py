@@ -51,6 +51,18 @@ PATTERNS = {
         "block.all": {},
     },
     "dilated": {"attention.pattern": {"name": "window", "width": 2, "step": 2}},
+    "first": {"attention.pattern": {"name": "window", "width": 2, "first": 3}, "attention.n_kv_heads": 2},
+    "first, alibi": {
+        "attention.pattern": {"name": "window", "width": 2, "first": 3},
+        "position.name": "alibi",
+    },
+    "first, shaw": {
+        "attention.pattern": {"name": "window", "width": 2, "first": 1},
+        "position.name": "shaw",
+        "position.max_distance": 3,
+    },
+    "first, latent": {"attention.pattern": {"name": "window", "width": 2, "first": 2}, **MODELS["latent"]},
+    "bigbird": {"attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
     "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
     "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
     "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "summary": 1}},
@@ -173,6 +185,39 @@ def test_a_window_s_cache_keeps_a_window() -> None:
     )
     assert near.shape[2] == 2
     assert whole.shape[2] == max(LENGTHS) + NEW
+
+
+HELD = {
+    "window": 2,
+    "window of one token": 0,
+    "window, alibi": 3,
+    "window, shaw": 3,
+    "window, latent": 2,
+    "dilated": 2,
+    "chunked": 3,
+    "first": 3 + 1,
+    "first, shaw": 1 + 1,
+    "first, latent": 2 + 1,
+    "windows of two kinds": 1,
+    "local and compressed": 3,
+}
+"""Tokens whose keys a first block holds for the next one; patterns that may look at any token hold all."""
+
+
+@pytest.mark.parametrize("parts", PATTERNS)
+def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
+    model, prompts = made(parts, "decoder")
+    decoding = Decoding(model, Prompts(prompts.tokens[:1]), NEW)
+    for _ in range(NEW):
+        decoding.logits()
+        decoding.append(torch.full((1,), 3))
+    assert decoding.cache is not None
+    keys = decoding.cache.layers[0]._keys
+    assert keys is not None
+    everything = decoding.cache.layers[0].capacity
+    held = HELD.get(parts, everything)
+    assert keys.shape[2] == held
+    assert keys.untyped_storage().nbytes() == keys.nbytes, "no more is held than what is looked at"
 
 
 def test_a_prefix_and_a_window_need_all_of_it() -> None:

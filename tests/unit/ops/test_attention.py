@@ -1,12 +1,16 @@
 """Attention against its reference, and packed documents against each one alone."""
 
+from typing import Any, Literal
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.layers.attention.patterns import Full, Seen
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import CAUSAL, Case, Variant, Visible, attention_reference, choose, kernels
+from megatfm.ops.attention import CAUSAL, Case, Variant, Visible, attention_reference, choose, fused, kernels
+from megatfm.ops.attention.visible import Given
 
 B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
@@ -71,6 +75,33 @@ def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: i
             at = documents[b] == document
             alone = one_query_at_a_time(q[b : b + 1, :, at], k[b : b + 1, :, at], v[b : b + 1, :, at], 0)
             torch.testing.assert_close(packed[b : b + 1, :, at], alone)
+
+
+@pytest.mark.parametrize("word", ["causal", "all"])
+@pytest.mark.parametrize("of_values", [H - 1, H + 3])
+def test_values_of_another_width_than_keys(
+    monkeypatch: pytest.MonkeyPatch, word: Literal["all", "causal"], of_values: int
+) -> None:
+    """As of a row that is long, of which torch would hold all scores."""
+    monkeypatch.setattr(fused, "LONG", T)
+    flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            flash.append(function is kernel)
+            return function(*given, **(named or {}))
+
+    q, k, _ = heads(6)
+    v = torch.randn(B, 6, T, of_values, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with Watched():
+        made = fused.fused(*inputs, Given(word), None, Variant(), None)
+    assert any(flash)
+    wanted = attention_reference(*inputs, Given(word))
+    y = torch.randn(made.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(made, wanted)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, y) for x in (made, wanted)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_both_ways_for_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

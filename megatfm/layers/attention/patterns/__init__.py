@@ -7,9 +7,10 @@ from megatfm.layers.attention.patterns.fixed import Fixed
 from megatfm.layers.attention.patterns.full import Full, require_full
 from megatfm.layers.attention.patterns.longformer import Longformer
 from megatfm.layers.attention.patterns.memory import Memory
-from megatfm.layers.attention.patterns.pattern import Pattern, Seen, Span
+from megatfm.layers.attention.patterns.pattern import Pattern, Span
 from megatfm.layers.attention.patterns.reach import reached, wide_queries
 from megatfm.layers.attention.patterns.registry import PATTERNS
+from megatfm.layers.attention.patterns.seen import Seen
 from megatfm.layers.attention.patterns.strided import Strided
 from megatfm.layers.attention.patterns.window import Window
 

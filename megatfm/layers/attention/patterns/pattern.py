@@ -1,9 +1,9 @@
-"""What a query sees: the base of all patterns, and what kernels are given of one."""
+"""What a query sees: the base of all patterns."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,11 +11,10 @@ from torch import Tensor
 from megatfm.cost import Cost, Tokens
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Plain
-from megatfm.ops.attention.bands import Band, Sides, bands
+from megatfm.ops.attention.bands import Sides
 
 # B batch, T queries, S keys, n heads that differ (or 1), Q and J blocks of queries and of keys
 
-Made = TypeVar("Made")
 Runs = Sequence[tuple[int, int]]
 
 BLOCK = 64
@@ -94,6 +93,11 @@ class Pattern:
     def keeps(self) -> int | None:
         """Of how many tokens before a new one a cache has to keep keys and values; None: of all."""
         return None
+
+    @property
+    def keeps_first(self) -> int:
+        """And of how many of its document's first tokens."""
+        return 0
 
     def reach(self, first: int, last: int, length: int) -> Runs | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
@@ -213,15 +217,15 @@ class Pattern:
         """
         q, k = self.places(sequence)
         lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
-        of_q, of_k = _span(q, size, -1, lengths), _span(k, size, -2)
+        of_q, of_k = span(q, size, -1, lengths), span(k, size, -2)
         seen = self.whole(of_q, of_k, heads) if whole else self.blocks(of_q, of_k, heads)
         if sequence.opened is not None:
-            opened = _span(sequence.opened.long(), size, -2)
+            opened = span(sequence.opened.long(), size, -2)
             seen = seen | (opened.first if whole else opened.last).bool()
         numbers = sequence.document_numbers(of_memory=self.of_memory)
         if numbers is None:
             return seen
-        of_q, of_k = _span(numbers[0], size, -1), _span(numbers[1], size, -2)
+        of_q, of_k = span(numbers[0], size, -1), span(numbers[1], size, -2)
         if whole:
             return seen & (of_q.first == of_q.last) & (of_k.first == of_k.last) & (of_q.first == of_k.first)
         return seen & (of_k.first <= of_q.last) & (of_k.last >= of_q.first)
@@ -241,77 +245,6 @@ class Pattern:
         return sequence.document_places()
 
 
-class Seen:
-    """A pattern over a sequence, for heads from `first_head` on, as kernels ask for it (`ops.attention.Visible`)."""
-
-    def __init__(
-        self, pattern: Pattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
-    ) -> None:
-        self._pattern, self._sequence = pattern.within(sequence.length), sequence
-        self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
-
-    @property
-    def plain(self) -> Plain | None:
-        return self._pattern.plain if self._pattern.is_plain(self._sequence) else None
-
-    @property
-    def grain(self) -> int | None:
-        return self._pattern.grain
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        sequence = self._sequence
-        alone = sequence.is_whole and not sequence.past and sequence.opened is None
-        told = sequence.documents is None or sequence.starts is not None
-        return self._pattern.window if alone and told and not self._pattern.of_memory else None
-
-    def starts(self) -> Tensor:
-        return self._sequence.row_starts()
-
-    def mask(self) -> Tensor | None:
-        return self._sequence.mask(self._pattern, *self._heads)
-
-    def blocks(self, size: int) -> Tensor:
-        return self._pattern.table(self._sequence, size, *self._heads)
-
-    def whole(self, size: int) -> Tensor:
-        return self._pattern.table(self._sequence, size, *self._heads, whole=True)
-
-    def sees(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        pattern, sequence = self._pattern, self._sequence
-        of_q, of_k = pattern.places(sequence)
-        row = b if len(of_q) > 1 else b * 0
-        lengths = pattern.lengths(sequence).expand(len(of_q), of_q.shape[1])[row, q]
-        seen = pattern.sees_of(of_q[row, q], of_k[row, k], n + self._heads[0], lengths)
-        if sequence.opened is not None:
-            seen = seen | sequence.opened[b, k]
-        numbers = sequence.document_numbers(of_memory=pattern.of_memory)
-        return seen if numbers is None else seen & (numbers[0][b, q] == numbers[1][b, k])
-
-    def repeats(self, size: int) -> tuple[Tensor, Tensor] | None:
-        """Blocks of one document, in a pattern that distances say all of."""
-        if not (self._pattern.is_relative and self._sequence.is_whole) or self._sequence.opened is not None:
-            return None
-        numbers = self._sequence.document_numbers(of_memory=self._pattern.of_memory)
-        if numbers is None:
-            ones = self._sequence.indices.new_ones(1, 1).bool()
-            q, k = len(self._sequence.indices), len(self._sequence.key_indices)
-            return ones.expand(1, -(-q // size)), ones.expand(1, -(-k // size))
-        of_q, of_k = (_span(of, size, -1) for of in numbers)
-        return (of_q.first == of_q.last)[:, 0, :, 0], (of_k.first == of_k.last)[:, 0, :, 0]
-
-    def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """Of whole rows without a prefix: one tile after the other in each document."""
-        sides, sequence = self._pattern.sides, self._sequence
-        whole = sequence.is_whole and not sequence.past and sequence.opened is None
-        if sides is None or not whole or self._pattern.of_memory:
-            return None
-        return bands(sides, sequence.runs(), sequence.indices.device, fused=fused)
-
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        return self._sequence.once((key, self._pattern, self._heads), make)
-
-
 @cache
 def _pairs(pattern: Pattern, length: int, n_heads: int) -> float:
     """`pairs`, which may look at each of them, once for all layers."""
@@ -322,7 +255,7 @@ def _heads(first: int, n: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + n, device=device)[None, :, None, None]
 
 
-def _span(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> Span:
+def span(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> Span:
     """The least and the greatest value [B or 1, L] of each block, with the other side's dim beside it."""
     first, last = _bounds(values, size, dim)
     if lengths is None:

@@ -39,7 +39,11 @@ class Window(Pattern):
 
     @property
     def keeps(self) -> int | None:
-        return self.left if not (self.right or self.first) else None
+        return None if self.right else self.left
+
+    @property
+    def keeps_first(self) -> int:
+        return self.first
 
     def reach(self, first: int, last: int, length: int) -> Runs:
         return (first - self.left, last + self.right), (0, min(self.first, last))

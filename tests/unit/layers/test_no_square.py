@@ -1,0 +1,168 @@
+"""No attention makes a tensor of all pairs of a long row, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatfm.config import ModelConfig
+from megatfm.layers.attention import ATTENTIONS, core
+from megatfm.layers.attention.patterns import PATTERNS
+from megatfm.layers.initialisation import initialise
+from megatfm.layers.position import POSITIONS
+from megatfm.models import build
+from megatfm.ops.attention import banded, blocks, kernels, pieces
+
+SHORT, LONG = 2048, 4096
+"""Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
+AT_ONCE = 2**15
+"""So many scores and pairs are looked at together here, that what is chunked is far less than all pairs."""
+SMALL = {"d_model": 8, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 8, "vocab_size": 17}
+NO_POSITIONS = {"position": {"name": "none"}}
+LATENT = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
+PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"width": 100},
+    "chunked": {"size": 100},
+    "strided": {"stride": 64},
+    "fixed": {"stride": 64, "summary": 4},
+    "bigbird": {"block": 64, "random": 1},
+}
+OF_PATTERNS = {
+    name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    **OF_PATTERNS,
+    "softcap and sinks": {"attention": {"softcap": 2.0, "sinks": True}},
+    "first": {"attention": {"pattern": {"name": "window", "width": 100, "first": 2}}},
+    "dilated": {"attention": {"pattern": {"name": "window", "width": 50, "step": 3}}},
+    "compressed": {"attention": {"name": "compressed"}, **NO_POSITIONS},
+    "latent": {"attention": LATENT},
+    "latent, window": {"attention": {**LATENT, "pattern": {"name": "window", "width": 100}}},
+    "dropout": {"attention": {"dropout": 0.1}},
+    "none": NO_POSITIONS,
+    **{name: {"position": {"name": name}} for name in ("alibi", "t5", "sinusoidal")},
+}
+LINFORMER = {"attention": {"name": "linformer", "length": LONG, "rank": 4}, **NO_POSITIONS}
+ENCODERS: dict[str, dict[str, Any]] = {
+    **{name: OF_PATTERNS[name] for name in ("full", "window", "bigbird")},
+    "etc": {"attention": {"pattern": {"name": "bigbird", "block": 64, "random": 0, "extra": 2}}},
+    "longformer": {"attention": {"pattern": {"name": "longformer", "width": 100}}},
+    "longformer, global projections": {
+        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 100, "tokens": [0, 2]}},
+        **NO_POSITIONS,
+    },
+    **{f"linformer, {share}": {**LINFORMER, "attention": {**LINFORMER["attention"], "share": share}}
+       for share in ("none", "headwise", "key_value", "layerwise")},
+    **{name: {"position": {"name": name}} for name in ("alibi", "t5")},
+}  # fmt: skip
+WRITTEN_OUT = {"disentangled", "disentangled_shared", "shaw", "disentangled_buckets", "transformer_xl"}
+"""Attention that looks at all pairs at once: what is added to a score is another product with the query or key."""
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers of a tensor that is made, views of smaller ones left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.made_by = 0, ""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*given, **(named or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                numel = min(each.numel(), each.untyped_storage().nbytes() // each.element_size())
+                if numel > self.numel:
+                    self.numel, self.made_by = numel, str(function)
+        return made
+
+
+def packed(length: int) -> dict[str, Tensor]:
+    """A row of four documents and padding, of lengths that no block divides."""
+    documents = torch.arange(length) * 4 // (length - 5)
+    documents[-7:] = -1
+    starts = torch.searchsorted(documents[:-7], documents[:-7])
+    positions = torch.cat([torch.arange(length - 7) - starts, torch.arange(7)])
+    return {"documents": documents[None], "positions": positions[None]}
+
+
+def whole(length: int) -> dict[str, Tensor]:
+    return {"positions": torch.arange(length)[None]}
+
+
+def with_prefix(length: int) -> dict[str, Tensor]:
+    made = packed(length)
+    return made | {"prefix": made["positions"] < length // 8}
+
+
+ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "one document": whole, "packed": packed, "prefixes": with_prefix
+}  # fmt: skip
+
+
+def largest(family: str, kind: dict[str, Any], rows: str, length: int) -> Largest:
+    sections = {**SMALL, "family": family, **kind}
+    config = ModelConfig.of(**sections)
+    model = build(config).train()
+    initialise(model, 7)
+    fields = ROWS[rows](length)
+    tokens = torch.arange(length)[None] % 17
+    with Largest() as found:
+        model(tokens=tokens, targets=tokens, keys=torch.tensor([3]), **fields).losses.popitem()[1].backward()
+    return found
+
+
+CASES = [
+    *(("decoder", name, rows) for name in DECODERS for rows in ("one document", "packed")),
+    *(("decoder", name, "prefixes") for name in ("full", "window", "alibi", "t5")),
+    *(("encoder", name, rows) for name in ENCODERS for rows in ("one document", "packed")),
+]
+
+
+def kind_of(family: str, name: str) -> dict[str, Any]:
+    return (DECODERS if family == "decoder" else ENCODERS)[name]
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED")):
+        monkeypatch.setattr(module, name, AT_ONCE)
+
+
+@pytest.mark.parametrize(("family", "name", "rows"), CASES)
+def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, rows: str) -> None:
+    short, long = (largest(family, kind_of(family, name), rows, length) for length in (SHORT, LONG))
+    assert long.numel < LONG**2 / 8, long.made_by
+    assert long.numel <= 3 * short.numel, long.made_by  # two times, and blocks at borders; a square has four
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "rows"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
+)
+def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, rows: str) -> None:
+    products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
+    monkeypatch.setattr(core, "choose", lambda case: products)
+    assert largest(family, kind_of(family, name), rows, LONG).numel >= LONG**2
+
+
+def test_every_part_is_tried() -> None:
+    tried = [*DECODERS.values(), *ENCODERS.values()]
+    attention = {"heads", *(kind.get("attention", {}).get("name", "heads") for kind in tried)}
+    patterns = {kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried}
+    positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
+    assert set(megatfm_s(ATTENTIONS)) <= attention | WRITTEN_OUT
+    assert set(megatfm_s(PATTERNS)) <= patterns
+    assert set(megatfm_s(POSITIONS)) <= positions | WRITTEN_OUT
+
+
+def megatfm_s(registry: Any) -> list[str]:
+    """Parts of megatfm, without those of plugins that other tests load."""
+    return [
+        name for name in registry.names() if "plugins" not in getattr(registry.get(name), "__module__", "")
+    ]
