@@ -8,6 +8,8 @@ blocks are as large as what a rank computes: under tensor parallelism half of th
 Communication is what happens inside a call of the process group, and is taken off; what styles, copies and autograd add
 around it stays in. Rounds of layout and plain blocks alternate; a ratio is the median of the rounds' ratios of CPU
 seconds, the one with calls beside the one without. Traffic is what was dispatched in one forward and backward pass.
+Moved is what operators that only move or fill memory read and write in a pass, beyond those of plain blocks, and what
+that takes at the speed of a copy of COPIED bytes into memory that was written before: it explains what lies beyond it.
 Kept is what a block holds from its forward to its backward pass, gathered weights among it; state is weights, gradients
 and two moments; both counted by storages.
 """
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.data_parallel import DataParallel, Sharing
@@ -49,6 +53,12 @@ LAYOUTS = {
 TARGET = 1.15
 """For the styles of tensor parallelism, eager."""
 HEAD = 32
+COPIED = 2**26
+MOVES = (
+    *("copy_", "_to_copy", "clone", "cat", "zeros", "new_zeros", "zero_", "fill_"),
+    *("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "_foreach_copy_"),
+)
+"""Operators that compute nothing; the last line's are FSDP2's."""
 
 
 class Blocks(nn.Module):
@@ -63,6 +73,21 @@ class Blocks(nn.Module):
         for depth, block in enumerate(self.decoder.layers.values()):
             x_BTD = block(x_BTD, layout.at_layer(depth, 0.0), None, None, None)
         return x_BTD
+
+
+class Moved(TorchDispatchMode):
+    """While entered, adds up the bytes that such operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in MOVES:
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.bytes += sum({(t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())
+        return result
 
 
 class InCalls:
@@ -189,7 +214,20 @@ def state_bytes(blocks: nn.Module, data: DataParallel) -> int:
     return storage_bytes([*local_tensors(blocks, data), *data.gradients().values()]) + moments
 
 
-def seconds(run: Callable[[], None], times: int) -> float:
+def moved_bytes(run: Callable[[], None]) -> int:
+    """Of one pass."""
+    with Moved() as moved:
+        run()
+    return moved.bytes
+
+
+def copy_rate() -> float:
+    """Bytes read and written a second by a large copy: the best of several."""
+    source, target = torch.zeros(COPIED, dtype=torch.uint8), torch.zeros(COPIED, dtype=torch.uint8)
+    return 2 * COPIED / min(seconds(lambda: target.copy_(source), 1) for _ in range(5))
+
+
+def seconds(run: Callable[[], object], times: int) -> float:
     start = time.process_time()
     for _ in range(times):
         run()
@@ -209,6 +247,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
         ours()
     theirs()
     flows = traffic.flows()
+    moved = (moved_bytes(ours) - moved_bytes(theirs)) / args.layers
     rounds = []
     for _ in range(args.rounds):
         with InCalls() as inside:
@@ -223,6 +262,8 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
         f"{statistics.median(layout - calls - plain for layout, calls, plain in rounds):+.2f}",
         f"**{statistics.median((layout - calls) / plain for layout, calls, plain in rounds):.2f}**",
         f"{statistics.median(layout / plain for layout, _, plain in rounds):.2f}",
+        f"{moved / 1e6:.1f}",
+        f"{1e3 * moved / args.copy_rate:.2f}",
         sum(flow.calls for flow in flows),
         f"{sum(flow.sent_bytes for flow in flows) / 1e6:.2f}",
         f"{kept / args.layers / 1e6:.2f}",
@@ -247,6 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()  # as in training
+    args.copy_rate = copy_rate()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     lines = [
@@ -258,9 +300,9 @@ def main(arguments: list[str] | None = None) -> None:
         "measured. A pass goes forward and back through all blocks; times are CPU time of a block. More and ratio are ",
         f"without the process group's own calls. The target of the ratio is {TARGET} for tensor parallelism.",
         "",
-        "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | Collectives a pass | MB sent a pass | "
-        "MB kept a block | MB of state a block |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
+        "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for width in args.widths:
         for name in args.layouts:

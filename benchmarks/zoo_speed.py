@@ -10,27 +10,25 @@ others use. Times themselves mean nothing apart.
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from platform import processor, python_version
+from platform import python_version
 
 import torch
 import transformers
+from interleaved import Step, compare, cpu, summary
 from torch import nn
 
 from megatfm.config import load_config
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 
-Step = Callable[[], torch.Tensor]
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Loss = Callable[[], torch.Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Step, Step]:
+def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Next-token loss of all tokens; theirs shifts the targets by itself."""
     config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
     theirs = _ready(
@@ -45,7 +43,7 @@ def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[St
     )
 
 
-def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Step, Step]:
+def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Masked language model on 15 % of the tokens, and next-sentence prediction."""
     config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     theirs = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
@@ -81,25 +79,9 @@ def _ready(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
     return torch.compile(model) if compiled else model  # type: ignore[return-value]
 
 
-def seconds(step: Step) -> dict[str, float]:
-    """Of one forward and backward pass, by each of the clocks."""
-    start = {name: clock() for name, clock in CLOCKS.items()}
-    step().backward()
-    return {name: clock() - start[name] for name, clock in CLOCKS.items()}
-
-
-def compare(ours: Step, theirs: Step, rounds: int) -> dict[str, list[float]]:
-    """Their seconds over ours by each clock, round by round, after one round to warm up (and compile)."""
-    sides = {"ours": ours, "theirs": theirs}
-    for step in sides.values():
-        seconds(step)
-    ratios: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-    for number in range(rounds):
-        order = list(sides) if number % 2 else list(sides)[::-1]
-        taken = {side: seconds(sides[side]) for side in order}
-        for clock, values in ratios.items():
-            values.append(taken["theirs"][clock] / taken["ours"][clock])
-    return ratios
+def passes(loss: Loss) -> Step:
+    """Forward and backward."""
+    return lambda: loss().backward()
 
 
 def main() -> None:
@@ -123,19 +105,9 @@ def main() -> None:
             for state in args.states:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
-                steps = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                ratios = compare(*steps, args.rounds)
-                row: dict[str, str | float] = {
-                    "model": name,
-                    "dtype": dtype,
-                    "state": state,
-                }
-                for clock, values in ratios.items():
-                    row |= {
-                        clock: statistics.median(values),
-                        f"{clock}_lowest": min(values),
-                        f"{clock}_highest": max(values),
-                    }
+                ours, theirs = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+                found = summary(compare(passes(ours), passes(theirs), args.rounds))
+                row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **found}
                 results.append(row)
                 print(
                     "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
@@ -147,7 +119,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": python_version(),
-            "processor": processor(),
+            "processor": cpu(),
             "threads": args.threads,
             "rows": args.rows,
             "length": args.length,

@@ -32,21 +32,22 @@ class Bucket:
 
     def pack(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Whole tensors → the buffer; one that is missing counts as zeros. like: of the buffer's dtype and device."""
-        buffer = like.new_zeros(self.ranks, self.width)
+        buffer = like.new_empty(self.ranks, self.width)
         for name, start, size in self._columns:
-            if name in tensors:
-                rows = tensors[name].reshape(self.shapes[name][0], -1)
-                for rank in range(self.ranks):
-                    first, count = self.rows(name, rank)
-                    part = rows[first : first + count].reshape(-1)
-                    buffer[rank, start : start + size][: part.numel()] = part
+            if name not in tensors:
+                buffer[:, start : start + size] = 0
+                continue
+            rows = tensors[name].reshape(self.shapes[name][0], -1)
+            for rank in range(self.ranks):
+                first, count = self.rows(name, rank)
+                _fill(buffer[rank, start : start + size], rows[first : first + count])
         return buffer
 
     def pack_own(self, blocks: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The rows that this rank keeps → its row of the buffer [width]."""
-        row = like.new_zeros(self.width)
-        for name, start, _ in self._columns:
-            row[start : start + blocks[name].numel()] = blocks[name].reshape(-1)
+        row = like.new_empty(self.width)
+        for name, start, size in self._columns:
+            _fill(row[start : start + size], blocks[name])
         return row
 
     def unpack(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
@@ -80,6 +81,14 @@ class Bucket:
             columns.append((name, start, size))
             start += size
         return columns
+
+
+def _fill(room: Tensor, part: Tensor) -> None:
+    """Put a part at the beginning of a room, and zeros into what is left of it: most often nothing, and to write them
+    everywhere first is half as much again."""
+    room[: part.numel()] = part.reshape(-1)
+    if part.numel() < room.numel():
+        room[part.numel() :] = 0
 
 
 def deal(shapes: Mapping[str, Sequence[int]], ranks: int, most: int) -> Iterator[Bucket]:

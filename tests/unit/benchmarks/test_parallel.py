@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.forks import Command
 
 ROOT = Path(__file__).parents[3]
@@ -16,17 +18,20 @@ def test_it_writes_a_dated_result(tmp_path: Path) -> None:
     rows = [
         line.split("|") for line in result.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
     ]
-    calls = {row[1].strip(): int(row[7]) for row in rows[1:]}
+    calls = {row[1].strip(): int(row[9]) for row in rows[1:]}
     # A block gathers and scatters twice each way; without sequence parallelism it sums twice each way.
     assert calls["tp2"] == 2 * 8
     assert calls["tp2 without sequence parallel"] == 2 * 4
     # Two gathers and a reduction; stage 2 gathers once; stage 1 reduces all at once.
     assert (calls["zero3"], calls["zero2"], calls["zero1"]) == (2 * 3, 2 * 2, 1)
-    ratio, with_calls, kept, state = (
+    ratio, with_calls, moved, kept, state = (
         {row[1].strip(): float(row[column].strip().strip("*")) for row in rows[1:]}
-        for column in (5, 6, 9, 10)
+        for column in (5, 6, 7, 11, 12)
     )
     assert all(ratio[layout] <= with_calls[layout] for layout in ratio)
+    # A quarter of the state are gradients: stage 1 reads and writes them once, the others weights, too.
+    assert moved["zero1"] == pytest.approx(2 * state["zero2"] / 2, abs=0.1)
+    assert moved["zero3"] > moved["zero2"] > moved["zero1"]
     assert kept["zero2"] > kept["zero3"] > 0, "stage 2 keeps gathered weights"
     assert kept["tp2 without sequence parallel"] > kept["tp2"]
     assert state["zero1"] > state["zero2"] == state["zero3"], "stage 1 has whole weights"

@@ -1,0 +1,46 @@
+"""Two sides by turns: who goes when, and what is divided by what."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def interleaved() -> Any:
+    """The module beside the scripts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        import interleaved
+
+        yield interleaved
+
+
+def test_sides_take_turns_and_theirs_is_divided_by_ours(
+    interleaved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, order = [0.0], []
+
+    def step(side: str, seconds: float) -> None:
+        order.append(side)
+        now[0] += seconds
+
+    monkeypatch.setattr(interleaved, "CLOCKS", {"wall": lambda: now[0]})
+    ratios = interleaved.compare(lambda: step("ours", 2.0), lambda: step("theirs", 3.0), 3)
+    assert order == [
+        "ours",
+        "ours",
+        "theirs",
+        "theirs",
+        *("theirs", "ours"),
+        *("ours", "theirs"),
+        *("theirs", "ours"),
+    ]
+    assert ratios == {"wall": [1.5, 1.5, 1.5]}
+
+
+def test_the_middle_of_the_rounds_is_told_with_both_ends(interleaved: Any) -> None:
+    found = interleaved.summary({"wall": [1.0, 4.0, 2.0]})
+    assert found == {"wall": 2.0, "wall_lowest": 1.0, "wall_highest": 4.0}
