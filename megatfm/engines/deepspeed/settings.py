@@ -48,8 +48,9 @@ def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Setting
             "number that does"
         )
     if own.quantized:
-        load_quantizer(package, setup.device)
-        log.warning("%s: %s", " and ".join(f"deepspeed.{key}" for key in own.quantized), own.INEXACT)
+        keys = " and ".join(f"deepspeed.{key}" for key in own.quantized)
+        load_quantizer(package, setup.device, keys)
+        log.warning("%s: %s", keys, own.INEXACT)
     if own.nvme_path and own.in_files:
         files.install(package)
         folder = OwnFolder(Path(own.nvme_path))
