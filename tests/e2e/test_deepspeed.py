@@ -154,6 +154,7 @@ def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, p
     assert failed["ranks"] == [1]
 
 
+@pytest.mark.slow  # that it goes in and out of checkpoints to the bit is in tests/parity
 def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under_native(
     start: Start, workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
