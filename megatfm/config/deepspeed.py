@@ -62,6 +62,13 @@ class DeepSpeedConfig(Section):
         return self
 
 
+WHOLE_IN_FILES = (
+    "deepspeed.offload_parameters = 'nvme' and weights that one data rank holds whole, which DeepSpeed doesn't gather: "
+    "it computes with their buffer, and gives that away before the backward pass"
+)
+WHOLE_WAY_OUT = (
+    "set parallel.dp_shard = 2 or more, parallel.ep to less than that, or offload_parameters = 'cpu'"
+)
 WHOLE_TENSORS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 
 
@@ -120,6 +127,8 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if offload.offload_parameters != "none" and parallel.zero != 3:
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
+    if offload.offload_parameters == "nvme" and parallel.zero == 3 and _lies_whole(parallel):
+        yield f"{WHOLE_IN_FILES}: {WHOLE_WAY_OUT}"
     if offload.hpz > 1 and (problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)):
         yield f"deepspeed.hpz = {offload.hpz} and {problem}"
     for key in offload.quantized:
@@ -127,6 +136,14 @@ def _problems(config: "Config") -> Iterator[str]:
             yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
         if problem := _zero_plus_plus_problem(parallel):
             yield f"deepspeed.{key} and {problem}"
+
+
+def _lies_whole(parallel: ParallelConfig) -> bool:
+    """Whether there are weights, or experts, of which one rank holds all that its tensor parallelism leaves it; not
+    known before the start where dp_shard is −1."""
+    ranks = parallel.dp_shard * parallel.cp
+    experts = ranks * (parallel.tp if parallel.expert_tp == "folded" else 1)
+    return parallel.dp_shard != -1 and (ranks == 1 or parallel.ep == experts)
 
 
 def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:

@@ -160,7 +160,7 @@ def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, 
 IN_FILES: dict[str, list[Config]] = {
     "some": [
         in_files("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2),
-        in_files("moe", dp_shard=2, ep=2),
+        in_files("moe", dp_shard=2),
     ],
 }
 MORE_IN_FILES: dict[str, list[Config]] = {
@@ -170,6 +170,7 @@ MORE_IN_FILES: dict[str, list[Config]] = {
         in_files("t5", "train.freeze=['encoder.*']", dp_shard=2),
         in_precision(in_files("bert", dp_shard=2), "fp16"),
     ],
+    "experts": [in_files("moe", dp_shard=4, ep=2), in_files("decoder", dp_shard=2, tp=2)],
     "lion": [in_files("decoder", *OPTIMIZERS["lion"], dp_shard=2)],
     "schedule-free": [in_files("decoder", *OPTIMIZERS["schedule_free_adamw"], dp_shard=2)],
 }
@@ -179,7 +180,8 @@ MORE_IN_FILES: dict[str, list[Config]] = {
     "which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)]
 )
 def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
-    for found in workers.run(pairs, 2, tmp_path, (IN_FILES | MORE_IN_FILES)[which], 4, timeout=250):
+    cases = (IN_FILES | MORE_IN_FILES)[which]
+    for found in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):
         assert found == []
 
 

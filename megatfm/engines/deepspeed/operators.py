@@ -17,9 +17,8 @@ HOW = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' 
 
 
 @quiet()
-def load_quantizer(package: ModuleType, device: torch.device) -> None:
-    """What rounds to 8 and 4 bits. Raises UsageError where there is none."""
-    what = "deepspeed.quantized_…"
+def load_quantizer(package: ModuleType, device: torch.device, what: str) -> None:
+    """What rounds to 8 and 4 bits, for these keys. Raises UsageError where there is none."""
     if device.type != "cuda":
         raise UsageError(
             f"{what} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"

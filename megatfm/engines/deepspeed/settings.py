@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatfm.config import Config
-from megatfm.config.deepspeed import derive
+from megatfm.config.deepspeed import WHOLE_IN_FILES, WHOLE_WAY_OUT, derive
 from megatfm.engines.deepspeed import files
 from megatfm.engines.deepspeed.folders import OwnFolder
 from megatfm.engines.deepspeed.operators import load_quantizer
@@ -48,8 +48,9 @@ def settings(config: Config, setup: EngineSetup, package: ModuleType) -> Setting
             "number that does"
         )
     if own.quantized:
-        load_quantizer(package, setup.device)
-        log.warning("%s: %s", " and ".join(f"deepspeed.{key}" for key in own.quantized), own.INEXACT)
+        keys = " and ".join(f"deepspeed.{key}" for key in own.quantized)
+        load_quantizer(package, setup.device, keys)
+        log.warning("%s: %s", keys, own.INEXACT)
     if own.nvme_path and own.in_files:
         files.install(package)
         folder = OwnFolder(Path(own.nvme_path))
@@ -71,6 +72,8 @@ def _add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
         smallest = max(swapping.MIN_AIO_BYTES, derived.get("aio", {}).get("block_size", 2**20))
         bytes_each = PRECISIONS[setup.precision].computed.itemsize
         in_files = {name for name, size in sizes.items() if size * bytes_each >= smallest}
+        if any(math.prod(map(setup.mesh.size, setup.layout[name].data.all)) == 1 for name in in_files):
+            raise UsageError(f"{WHOLE_IN_FILES}: {WHOLE_WAY_OUT}")
         place["buffer_count"] = max(buffers_in_use(setup.model, in_files), place.get("buffer_count", 0))
         place["buffer_size"] = max(max(sizes.values()), place.get("buffer_size", 0))
 

@@ -13,6 +13,7 @@ from megatfm.config.deepspeed import derive
 from megatfm.errors import UsageError
 from megatfm.verify.shrink import shrink
 
+WEIGHTS_IN_FILES = ["deepspeed.offload_parameters=nvme", "deepspeed.nvme_path=/disk"]
 BASE = ["data.tokenizer=t", "data.train=d", "optimizer.name=adamw"]
 
 
@@ -72,6 +73,8 @@ def test_what_is_derived() -> None:
         (["deepspeed.offload_optimizer=cpu", "parallel.zero=0"], "set parallel.zero = 1, 2 or 3"),
         (["deepspeed.offload_parameters=cpu", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.offload_parameters=nvme"], "needs nvme_path"),
+        ([*WEIGHTS_IN_FILES, "parallel.dp_shard=1"], "set parallel.dp_shard = 2 or more"),
+        ([*WEIGHTS_IN_FILES, "parallel.dp_shard=4", "parallel.ep=4"], "parallel.ep to less than that"),
         (
             ["deepspeed.offload_optimizer=nvme", "deepspeed.nvme_path=/disk", "parallel.zero=2"],
             "set parallel.zero = 3",
@@ -232,8 +235,7 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
 def test_weights_in_files_need_what_a_usual_json_has_otherwise(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e9}
     theirs = {"zero_optimization": {"stage3_max_reuse_distance": 1e9, "offload_param": disk}}
-    words = ["deepspeed.offload_parameters=nvme", "deepspeed.nvme_path=/disk"]
-    assert said_of(tmp_path, theirs, *words) == [
+    assert said_of(tmp_path, theirs, *WEIGHTS_IN_FILES) == [
         f"zero_optimization.{key} = 1000000000.0, but deepspeed.offload_parameters = 'nvme' needs 0"
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu")
     ]

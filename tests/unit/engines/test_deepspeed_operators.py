@@ -49,5 +49,5 @@ def test_an_operator_that_can_t_be_had_is_refused_and_never_compiled(
 
 
 def test_rounding_is_for_gpus() -> None:
-    with pytest.raises(UsageError, match="leave it out, or run on GPUs"):
-        load_quantizer(operators, torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"deepspeed.quantized_weights on 'cpu': .*, or run on GPUs"):
+        load_quantizer(operators, torch.device("cpu"), "deepspeed.quantized_weights")

@@ -11,6 +11,7 @@ from torch import nn
 from megatfm.config import load_config
 from megatfm.config.deepspeed import derive
 from megatfm.engines.deepspeed.settings import _add_buffers, buffers_in_use
+from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Placement
 from megatfm.parallel.mesh import SHARD
@@ -64,6 +65,10 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     assert kept
     assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, kept), largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 4
+    mesh.size = lambda axis: 1
+    with pytest.raises(UsageError, match="weights that one data rank holds whole"):
+        _add_buffers(derived, setup)
+    mesh.size = lambda axis: 2 if axis == SHARD else 1
     place |= {"buffer_count": 1, "buffer_size": 10 * largest}
     derived["zero_optimization"]["offload_optimizer"]["buffer_count"] = 9
     _add_buffers(derived, setup)
