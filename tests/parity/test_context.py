@@ -61,6 +61,15 @@ def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> d
     return {**model, "n_layers": len(kinds), "blocks": [*kinds], "block": kinds}
 
 
+LATENT = {
+    **SMALL,
+    "attention.name": "latent",
+    "attention.kv_rank": 8,
+    "attention.q_rank": 6,
+    "attention.rope_dim": 4,
+    "attention.v_dim": 5,
+    "attention.dropout": 0.2,
+}
 MODELS = {
     "llama": DECODER,
     "bert": {**ENCODER, "heads": {"sentence": {}, "boundary": {}}},
@@ -71,15 +80,7 @@ MODELS = {
     "alibi, patterns": one_block_each({**DECODER, "position.name": "alibi"}, OF_BIASED),
     "t5 positions, patterns": one_block_each({**DECODER, "position.name": "t5"}, OF_BIASED),
     "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
-    "latent": {
-        **SMALL,
-        "attention.name": "latent",
-        "attention.kv_rank": 8,
-        "attention.q_rank": 6,
-        "attention.rope_dim": 4,
-        "attention.v_dim": 5,
-        "attention.dropout": 0.2,
-    },
+    "latent": LATENT,
 }
 MODELS["latent, patterns"] = one_block_each(
     MODELS["latent"],
@@ -99,6 +100,14 @@ FAMILIES["experts"] = ModelConfig.of(
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
+OF_LATENTS = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
+LATENTS = {
+    f"latent {name}": {"attention": {**OF_LATENTS, **OF_DECODERS[name]["attention"]}}
+    for name in ("window", "bigbird")
+}
+for family, base, kinds in (("decoders", DECODER, OF_DECODERS | LATENTS), ("encoders", ENCODER, OF_ENCODERS)):
+    dense = {key: value for key, value in base.items() if not key.startswith("ffn.")}
+    MODELS[f"patterns of {family}, experts"] = ModelConfig.of(**one_block_each({**dense, "ffn": MOE}, kinds))
 OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
 MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in OTHERS}
 UNEVEN = (
@@ -116,7 +125,11 @@ MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
-    2: {"cp2": ParallelConfig(cp=2), "cp2 by heads": ParallelConfig(cp=2, context="heads")},
+    2: {
+        "cp2": ParallelConfig(cp=2),
+        "cp2 by heads": ParallelConfig(cp=2, context="heads"),
+        "ep2 × cp2": ParallelConfig(ep=2, dp_shard=1, cp=2),
+    },
     3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
@@ -143,11 +156,13 @@ PATTERNS = ("patterns of decoders", "patterns of encoders")
 BIASED = ("alibi, patterns", "t5 positions, patterns")
 TOGETHER = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
 ONE = ("cp2",)
+EXPERTS = ("patterns of decoders, experts", "patterns of encoders, experts")
 """Where nothing is sent by heads."""
 SOME: dict[tuple[str, int], tuple[str, ...]] = {
     **{(name, 2): ONE for name in ("window", "compressed", "shaw", *APART, *OTHERS)},
     **{(f"{name}, rows of 11 tokens", 2): ONE for name in ("window", "deberta", "xlnet")},
     ("window, prefixes", 2): ONE,
+    **{(name, 2): ("ep2 × cp2",) for name in EXPERTS},
     ("patterns of encoders", 2): ONE,
     ("latent, patterns", 2): ONE,
     ("patterns of encoders, rows of 11 tokens", 2): ONE,
@@ -191,7 +206,8 @@ MANY = {
 
 def layouts_of(name: str, ranks: int) -> dict[str, ParallelConfig]:
     """The layouts of so many ranks under which a model is compared."""
-    return {each: LAYOUTS[ranks][each] for each in SOME.get((name, ranks), LAYOUTS[ranks])}
+    usual = [layout for layout, parallel in LAYOUTS[ranks].items() if parallel.ep == 1]
+    return {each: LAYOUTS[ranks][each] for each in SOME.get((name, ranks), usual)}
 
 
 def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, Any, float]:
