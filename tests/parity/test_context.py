@@ -1,5 +1,6 @@
 """Rows that are cut over ranks: loss and every gradient are those of one device, in float64."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -269,6 +270,30 @@ CASES.append(pytest.param("patterns of encoders", ["zero3 × cp2 × tp2"], 8, ma
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts
+
+
+def compare_recomputed(names: Sequence[str]) -> None:
+    """As `compare`, with blocks whose forward pass, and what travels in it, is run again."""
+    for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
+        config, batch, model, objective, loss = one_device(name)
+        engine = test_layouts.make_engine(
+            config, ParallelConfig(cp=2), test_layouts.ADAMW, recomputed=recomputed
+        )
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), name
+        assert test_pipelines.errors(engine, model) == {}, name
+
+
+def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
+    names = (
+        "patterns of decoders",
+        "patterns of encoders",
+        "xlnet",
+        "t5 positions, patterns",
+        "latent",
+        "deberta",
+    )
+    workers.run(compare_recomputed, 2, names, timeout=180.0)
 
 
 AGAIN = ("cp2", "cp2, recomputed")
