@@ -14,7 +14,7 @@ from megatfm.config.families import FAMILIES, meant_by
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
-from megatfm.config.patterns import BigBirdPatternConfig
+from megatfm.config.patterns import BigBirdPatternConfig, LongformerPatternConfig
 from megatfm.config.resilience import ResilienceConfig
 from megatfm.config.schedule import CosineSchedule, ScheduleConfig, WSDSchedule
 from megatfm.config.sections import (
@@ -202,6 +202,18 @@ class Config(Section):
                 "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
                 "'selective'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_global_tokens(self) -> Self:
+        length = self.data.sequence_length
+        for depth in range(max(1, len(self.model.blocks))):
+            pattern = self.model.at(depth).attention.pattern
+            if isinstance(pattern, LongformerPatternConfig) and max(pattern.tokens, default=0) >= length:
+                raise ValueError(
+                    f"model.attention.pattern.tokens has the place {max(pattern.tokens)}, but rows have "
+                    f"data.sequence_length = {length} tokens: name places below {length}"
+                )
         return self
 
     def refuses_compile(self) -> str | None:

@@ -6,6 +6,7 @@ import torch
 
 from megatfm.config import Config
 from megatfm.engines.interface import Engine, EngineSetup
+from megatfm.ops.attention import kernels
 from megatfm.registry import Registry
 
 ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
@@ -31,6 +32,7 @@ def native(setup: EngineSetup) -> Engine:
         recomputed=train.recompute,
         compile_blocks=compiles(setup.config, setup.device),
         autotune=train.compile == "autotune",
+        eager_attention=leaves_attention(setup.config, setup.device),
     )
 
 
@@ -40,6 +42,12 @@ def compiles(config: Config, device: torch.device) -> bool:
     if config.train.compile == "auto":
         return device.type == "cuda" and config.refuses_compile() is None and config.parallel.cp == 1
     return bool(config.train.compile)
+
+
+def leaves_attention(config: Config, device: torch.device) -> bool:
+    """Whether attention stays as it is in compiled blocks: on a CPU, where which blocks of keys long rows visit depends
+    on the batch, and compiled attention would look at a mask of all pairs."""
+    return device.type == "cpu" and config.data.sequence_length >= kernels.LONG
 
 
 @ENGINES.register("deepspeed")

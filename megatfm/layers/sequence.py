@@ -15,11 +15,16 @@ from megatfm.ops.dropout import mix
 
 Made = TypeVar("Made")
 
+ALL = slice(None)
+"""Of all queries."""
+
 
 class Pattern(Protocol):
     """See `megatfm.layers.attention.patterns.Pattern`."""
 
-    def mask(self, sequence: "SequenceMetadata", first_head: int, n_heads: int) -> Tensor | None: ...
+    def mask(
+        self, sequence: "SequenceMetadata", first_head: int, n_heads: int, rows: slice = ...
+    ) -> Tensor | None: ...
 
 
 class SequenceMetadata:
@@ -164,12 +169,16 @@ class SequenceMetadata:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
 
-    def mask(self, pattern: Pattern, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
+    def mask(
+        self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
+    ) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query may look; None where the pattern's `plain` says the same.
 
         One object serves all layers, so that each mask is made once. A padding token sees padding. The heads are those
-        of patterns that differ by head.
+        of patterns that differ by head. rows: of some of the queries alone, and made anew.
         """
+        if rows is not None and len(range(*rows.indices(self.positions.shape[1]))) < self.positions.shape[1]:
+            return pattern.mask(self, first_head, n_heads, rows)
         key = ("mask", pattern, first_head, n_heads)
         return self.once(key, lambda: pattern.mask(self, first_head, n_heads))
 
@@ -186,8 +195,10 @@ class SequenceMetadata:
         first, count = self.forgotten - self.length + 1, len(queries) + len(keys) - 1
         return self.once("distances once", lambda: torch.arange(first, first + count, device=queries.device))
 
-    def distances(self) -> Tensor:
-        """key − query in tokens, int64 [T, S]."""
+    def distances(self, rows: slice = ALL) -> Tensor:
+        """key − query in tokens, int64 [T, S], or of some of the queries."""
+        if len(range(*rows.indices(len(self.indices)))) < len(self.indices):
+            return self.key_indices[None, :] - self.indices[rows, None]
         return self.once("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
     def document_numbers(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -199,10 +210,10 @@ class SequenceMetadata:
             return None
         return self._documents(), self._kept(self._all_documents())
 
-    def same_document(self, *, of_memory: bool = False) -> Tensor | None:
-        """Boolean [B, 1, T, S], true where query and key are in one document; None where all are."""
+    def same_document(self, *, of_memory: bool = False, rows: slice = ALL) -> Tensor | None:
+        """Boolean [B, 1, T, S], true where query and key are in one document; None where all are. rows: see `mask`."""
         numbers = self.document_numbers(of_memory=of_memory)
-        return None if numbers is None else (numbers[0][:, :, None] == numbers[1][:, None, :])[:, None]
+        return None if numbers is None else (numbers[0][:, rows, None] == numbers[1][:, None, :])[:, None]
 
     def document_places(self) -> tuple[Tensor, Tensor]:
         """How many tokens of the same document come before each query [B, T] and each key [B, S]."""

@@ -3,16 +3,14 @@
 The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not here: a row is all that is seen.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.config.attention import TwoStreamAttentionConfig
 from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.attention.two_stream import Stream, TwoStreamAttention
@@ -25,18 +23,13 @@ from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
-from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import sequence_metadata
 from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
-from megatfm.ops.cross_entropy import IGNORE
+from megatfm.models.two_streams import Both, n_queries, places, stream, two_streams
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
-
-TOGETHER = TwoStreamAttentionConfig.queries_together
-"""Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
-
 
 PREDICTED_SHARE = 1 / 6
 """Of tokens, as the paper has it: these alone have queries."""
@@ -98,13 +91,6 @@ class XLNet(nn.Module):
             batch.losses["permutation"] = self.head(batch.carry["query"], targets.gather(1, places_BQ))
 
 
-class Both(NamedTuple):
-    """A field at the tokens that are here, and at all of their rows'."""
-
-    here_BT: Tensor
-    row_BS: Tensor
-
-
 class Query(nn.Module):
     """The learned vector with which the query stream starts; it stands for any token."""
 
@@ -156,7 +142,7 @@ class TwoStreamStack(nn.Module):
     def steps(self) -> Iterator[ModelStep]:
         """The carry's "content" [B, T, D] and, where something is predicted, its "query" [B, Q, D]."""
         content = {"content": Field("tokens", self.d_model)}
-        query = {"query": Field("tokens", self.d_model, _n_queries)}
+        query = {"query": Field("tokens", self.d_model, n_queries)}
         yield ModelStep(
             "encoder.embedding", self.embedding, self._into_embedding, ("encoder.embedding",), writes=content
         )
@@ -201,9 +187,9 @@ class TwoStreamStack(nn.Module):
         if batch.get("order") is not None or targets is not None:
             every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
             numbers_BQ = every_BQ if targets is None else places(targets)
-            return _two_streams(sequence, segments, field("order"), numbers_BQ, targets)
+            return two_streams(sequence, segments, field("order"), numbers_BQ, targets)
         everywhere = sequence.indices.expand_as(zeros)
-        return _stream(sequence, everywhere, *segments, sequence.mask(Full())), None
+        return stream(sequence, everywhere, *segments, sequence.mask(Full())), None
 
     def _is_last(self, depth: int) -> bool:
         return depth == len(self.order) - 1
@@ -280,55 +266,3 @@ class TwoStreamBlock(nn.Module):
 
         made = through(x_BTD, content), through(g_BQD, query)
         return extras.beside(made)
-
-
-def _two_streams(
-    sequence: SequenceMetadata, segments: Both, order: Both, numbers_BQ: Tensor, targets_BT: Tensor | None
-) -> tuple[Stream, Stream]:
-    """numbers: of the tokens here, at which the query stream runs."""
-    same_B1TS = sequence.mask(Full())
-    allowed_BTS = order.row_BS[:, None, :] <= order.here_BT[:, :, None]
-    below_BQS = order.row_BS[:, None, :] < order.here_BT.gather(1, numbers_BQ)[:, :, None]
-    allowed_B1TS, below_B1QS = allowed_BTS[:, None], below_BQS[:, None]
-    if same_B1TS is not None:
-        rows_B1QS = numbers_BQ[:, None, :, None].expand(-1, -1, -1, same_B1TS.shape[-1])
-        allowed_B1TS = allowed_B1TS & same_B1TS
-        below_B1QS = below_B1QS & same_B1TS.gather(2, rows_B1QS)
-    content = _stream(sequence, sequence.indices.expand_as(order.here_BT), *segments, allowed_B1TS)
-    # What is dropped of a query must not be what is dropped of the content at the same place.
-    keys = None if sequence.rng_keys is None else ~sequence.rng_keys
-    documents_BQ = sequence.real.long().gather(1, numbers_BQ) - 1
-    if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
-        documents_BQ = documents_BQ.masked_fill(targets_BT.gather(1, numbers_BQ) == IGNORE, -1)
-    at_places = SequenceMetadata(sequence.positions.gather(1, numbers_BQ), documents_BQ, rng_keys=keys)
-    places_BQ = sequence.indices[numbers_BQ]
-    at_places.once("indices", lambda: places_BQ)
-    segments_BQ = segments.here_BT.gather(1, numbers_BQ)
-    return content, _stream(at_places, places_BQ, segments_BQ, segments.row_BS, below_B1QS)
-
-
-def _stream(
-    sequence: SequenceMetadata,
-    places_BQ: Tensor,
-    of_queries_BQ: Tensor,
-    of_keys_BS: Tensor,
-    mask_B1QS: Tensor | None,
-) -> Stream:
-    """Queries at places of their rows, with their segments."""
-    n = of_keys_BS.shape[1]
-    distances_BQS = places_BQ[:, :, None] - torch.arange(n, device=places_BQ.device) + n - 1
-    segments_BQS = (of_queries_BQ[:, :, None] != of_keys_BS[:, None, :]).long()
-    return Stream(sequence, mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
-
-
-def places(targets_BT: Tensor) -> Tensor:
-    """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
-    first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
-    return first_others_BT[:, : _n_queries({"targets": targets_BT})]
-
-
-def _n_queries(inputs: Mapping[str, Tensor]) -> int:
-    """Q: the most targets of a row, rounded up to whole groups."""
-    targets_BT = inputs["targets"]
-    together, most = gcd(targets_BT.shape[1], TOGETHER), max(int((targets_BT != IGNORE).sum(1).max()), 1)
-    return -(-most // together) * together

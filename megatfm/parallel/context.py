@@ -65,7 +65,8 @@ def install(model: nn.Module, contexts: Contexts) -> None:
 
 
 def leave_uncompiled(block: nn.Module) -> None:
-    """Have what lets keys travel run as it is in a block that is compiled: what a rank sends depends on the batch."""
+    """Have what lets keys travel run as it is in a block that is compiled: what a rank sends, and which blocks of keys
+    are visited, depends on the batch."""
     for module in block.modules():
         if getattr(module, "context", None) in ACROSS:
             replace_forward(module, torch.compiler.disable(module.forward))

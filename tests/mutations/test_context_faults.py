@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns import BigBird, Window
 from megatfm.layers.part import Part
-from megatfm.models import xlnet
+from megatfm.models import two_streams
 from megatfm.ops.attention import blocks
 from megatfm.parallel import context, context_attention, context_exchange, context_tokens, context_wide
 from megatfm.parallel.mesh import SHARD, Mesh
@@ -125,10 +125,12 @@ def keys_of_a_row_are_one_further(patch: Patch) -> None:
 
 
 def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
-    real = xlnet._stream
-    patch.setattr(
-        xlnet, "_stream", lambda sequence, places, *rest: real(sequence, places - places.min(), *rest)
-    )
+    real = two_streams.stream
+
+    def stream(sequence: Any, places: Tensor, *rest: Any) -> Any:
+        return real(sequence, places - places.min(), *rest)
+
+    patch.setattr(two_streams, "stream", stream)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {

@@ -26,7 +26,13 @@ from megatfm.verify.reference import perturbation, reference_step
 from megatfm.verify.shrink import shrink
 from tests.workers import Workers
 
-FAMILIES = {"decoder": "quickstart", "bert": "bert-base", "t5": "t5-small", "moe": "mixtral-8x7b"}
+FAMILIES = {
+    "decoder": "quickstart",
+    "bert": "bert-base",
+    "t5": "t5-small",
+    "moe": "mixtral-8x7b",
+    "windows": "gemma3-1b",
+}
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],

@@ -1,7 +1,5 @@
 """Rows that are cut over ranks: loss and every gradient are those of one device, in float64."""
 
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,20 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
-from megatfm.config.objective import (
-    CausalObjective,
-    MaskedObjective,
-    PermutationObjective,
-    SpanBoundaryObjective,
-    SpanCorruptionObjective,
-)
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from tests.parity import test_experts, test_families, test_layouts, test_patterns, test_pipelines
 from tests.parity.cells import SLOW, cells
 from tests.parity.test_families import BERT, DROPPED, SMALL, PassOn, batch_for
-from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
 
 ROWS = 4
@@ -61,6 +51,15 @@ def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> d
     return {**model, "n_layers": len(kinds), "blocks": [*kinds], "block": kinds}
 
 
+LATENT = {
+    **SMALL,
+    "attention.name": "latent",
+    "attention.kv_rank": 8,
+    "attention.q_rank": 6,
+    "attention.rope_dim": 4,
+    "attention.v_dim": 5,
+    "attention.dropout": 0.2,
+}
 MODELS = {
     "llama": DECODER,
     "bert": {**ENCODER, "heads": {"sentence": {}, "boundary": {}}},
@@ -71,15 +70,7 @@ MODELS = {
     "alibi, patterns": one_block_each({**DECODER, "position.name": "alibi"}, OF_BIASED),
     "t5 positions, patterns": one_block_each({**DECODER, "position.name": "t5"}, OF_BIASED),
     "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
-    "latent": {
-        **SMALL,
-        "attention.name": "latent",
-        "attention.kv_rank": 8,
-        "attention.q_rank": 6,
-        "attention.rope_dim": 4,
-        "attention.v_dim": 5,
-        "attention.dropout": 0.2,
-    },
+    "latent": LATENT,
 }
 MODELS["latent, patterns"] = one_block_each(
     MODELS["latent"],
@@ -99,6 +90,14 @@ FAMILIES["experts"] = ModelConfig.of(
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
+OF_LATENTS = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
+LATENTS = {
+    f"latent {name}": {"attention": {**OF_LATENTS, **OF_DECODERS[name]["attention"]}}
+    for name in ("window", "bigbird")
+}
+for family, base, kinds in (("decoders", DECODER, OF_DECODERS | LATENTS), ("encoders", ENCODER, OF_ENCODERS)):
+    dense = {key: value for key, value in base.items() if not key.startswith("ffn.")}
+    MODELS[f"patterns of {family}, experts"] = ModelConfig.of(**one_block_each({**dense, "ffn": MOE}, kinds))
 OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
 MODELS |= {name: ModelConfig.of(**test_patterns.MODELS[name]) for name in OTHERS}
 UNEVEN = (
@@ -116,7 +115,11 @@ MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for
 MODELS["prefix language model"] = MODELS["llama"]
 MODELS["window, prefixes"] = MODELS["window"]
 LAYOUTS = {
-    2: {"cp2": ParallelConfig(cp=2), "cp2 by heads": ParallelConfig(cp=2, context="heads")},
+    2: {
+        "cp2": ParallelConfig(cp=2),
+        "cp2 by heads": ParallelConfig(cp=2, context="heads"),
+        "ep2 × cp2": ParallelConfig(ep=2, dp_shard=1, cp=2),
+    },
     3: {"cp3": ParallelConfig(cp=3)},
     4: {
         "cp4": ParallelConfig(cp=4),
@@ -143,11 +146,13 @@ PATTERNS = ("patterns of decoders", "patterns of encoders")
 BIASED = ("alibi, patterns", "t5 positions, patterns")
 TOGETHER = ("cp4", "cp2 × tp2", "pp2 1f1b × cp2", "zero3 × cp2")
 ONE = ("cp2",)
+EXPERTS = ("patterns of decoders, experts", "patterns of encoders, experts")
 """Where nothing is sent by heads."""
 SOME: dict[tuple[str, int], tuple[str, ...]] = {
     **{(name, 2): ONE for name in ("window", "compressed", "shaw", *APART, *OTHERS)},
     **{(f"{name}, rows of 11 tokens", 2): ONE for name in ("window", "deberta", "xlnet")},
     ("window, prefixes", 2): ONE,
+    **{(name, 2): ("ep2 × cp2",) for name in EXPERTS},
     ("patterns of encoders", 2): ONE,
     ("latent, patterns", 2): ONE,
     ("patterns of encoders, rows of 11 tokens", 2): ONE,
@@ -191,7 +196,8 @@ MANY = {
 
 def layouts_of(name: str, ranks: int) -> dict[str, ParallelConfig]:
     """The layouts of so many ranks under which a model is compared."""
-    return {each: LAYOUTS[ranks][each] for each in SOME.get((name, ranks), LAYOUTS[ranks])}
+    usual = [layout for layout, parallel in LAYOUTS[ranks].items() if parallel.ep == 1]
+    return {each: LAYOUTS[ranks][each] for each in SOME.get((name, ranks), usual)}
 
 
 def one_device(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, Any, float]:
@@ -253,85 +259,3 @@ CASES.append(pytest.param("patterns of encoders", ["zero3 × cp2 × tp2"], 8, ma
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=180.0)[0] == layouts
-
-
-AGAIN = ("cp2", "cp2, recomputed")
-TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {
-        "llama": (*AGAIN, "cp2 by heads, recomputed"),
-        "patterns of decoders": AGAIN,
-        "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
-        "latent, patterns": (*AGAIN, "cp2 by heads"),
-        "alibi, patterns": AGAIN,
-        "t5": ONE,
-        "bert": ONE,
-        "deberta": AGAIN,
-        "xlnet": AGAIN,
-        "linformer of an encoder-decoder": ONE,
-    },
-    4: {
-        "llama": ("cp4 by heads", "cp4 by a ring"),
-        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"),
-        "patterns of decoders": ("cp4",),
-        "patterns of encoders": ("cp4, one document",),
-    },
-}
-OBJECTIVES = {
-    "t5": SpanCorruptionObjective(),
-    "patterns of encoders": MaskedObjective(),
-    "deberta": MaskedObjective(),
-    "bert": SpanBoundaryObjective(),
-    "xlnet": PermutationObjective(),
-}
-OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
-
-
-@pytest.mark.parametrize("ranks", TRAFFIC)
-def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
-    configs = {}
-    for name, layouts in TRAFFIC[ranks].items():
-        for layout in layouts:
-            which, _, again = layout.partition(", ")
-            objective = OBJECTIVES.get(name, CausalObjective())
-            parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
-            model = MODELS[name].changed({"heads": {"boundary": {}} if name == "bert" else {}})
-            recompute = "full" if "recomputed" in again else "none"
-            config = config_of(model, objective, parallel, recompute=recompute)
-            whole = {"attend_across_documents": "one document" in again}
-            configs[f"{name}, {layout}"] = config.model_copy(
-                update={"data": config.data.model_copy(update=whole)}
-            )
-    assert missed(workers, ranks, configs) == {}
-
-
-def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
-    """As `compare`, with blocks that are compiled but for what travels; how many calls of dynamo's made graphs."""
-    graphs = [0]
-
-    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        graphs[0] += 1
-        return eager(graph, inputs)
-
-    def compile_block(block: nn.Module, **options: Any) -> None:
-        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
-
-    eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
-        patch.setattr(nn.Module, "compile", compile_block)
-        for name in names:
-            config, batch, model, objective, loss = one_device(name)
-            engine = test_layouts.make_engine(
-                config, ParallelConfig(cp=2), test_layouts.ADAMW, compile_blocks=True
-            )
-            stats = engine.forward_backward(microbatches(engine, batch), objective)
-            assert stats.loss == pytest.approx(loss, rel=1e-12), name
-            assert test_pipelines.errors(engine, model) == {}, name
-            torch._dynamo.reset()
-    return graphs[0]
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
-def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
-    """Without a backend that makes machine code: that takes minutes."""
-    assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2

@@ -63,6 +63,7 @@ MORE: dict[str, tuple[int, list[Config]]] = {
     "zbv": (10, [case("decoder", zero=1, dp_shard=2, pp=2, schedule="zbv")]),
     "experts, contexts": (10, [case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
     "experts, pipelines": (10, [case("moe", zero=0, dp_shard=2, ep=2, pp=2)]),
+    "windows, contexts": (10, [case("windows", zero=1, dp_shard=1, cp=2)]),
     "recomputed": (10, [case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 

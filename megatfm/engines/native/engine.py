@@ -70,6 +70,7 @@ class NativeEngine:
         recomputed: str = "none",
         compile_blocks: bool = False,
         autotune: bool = False,
+        eager_attention: bool = False,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
@@ -78,7 +79,9 @@ class NativeEngine:
         self.loss_scale = LossScale() if precision == "fp16" else None
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         if compile_blocks:
-            compile_all(blocks(model), autotune=autotune, whole=mesh.size(CONTEXT) == 1)
+            compile_all(
+                blocks(model), autotune=autotune, whole=mesh.size(CONTEXT) == 1 and not eager_attention
+            )
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
         weights = {
@@ -233,8 +236,8 @@ class NativeEngine:
 
 def compile_all(found: Iterable[nn.Module], *, autotune: bool, whole: bool = True) -> None:
     """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
-    ones that change, and the rest of the run would go by slower kernels. whole: what lets keys travel, too;
-    what says `is_compiled = False`, as experts do, never is."""
+    ones that change, and the rest of the run would go by slower kernels. whole: attention, which may let keys travel,
+    too; what says `is_compiled = False`, as experts do, never is."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, SHAPES)

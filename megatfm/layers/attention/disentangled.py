@@ -15,6 +15,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
+from megatfm.ops.attention.rows import by_rows
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -107,13 +108,20 @@ class DisentangledCore(nn.Module):
         """[B, N, T, H]. positions: queries and keys [N, R, H] of the table."""
         q_NRH, k_NRH = positions
         q_BNTH = q_BNTH * self.scale
-        distances_TS = -sequence.distances()  # query − key
-        of_keys, of_queries = (
-            self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
-        )
-        content_to_position = (q_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
-        position_to_content = ((k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)).gather(-1, of_queries)
-        scores_BNTS = q_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
-        scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
-        rng_keys = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
-        return probabilities(scores_BNTS, sequence.mask(self.pattern), self.dropout.rate, rng_keys) @ v_BNSH
+        of_keys_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+
+        def attend(rows: slice) -> Tensor:
+            distances_TS, some_BNTH = -sequence.distances(rows), q_BNTH[:, :, rows]  # query − key
+            of_keys, of_queries = (
+                self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
+            )
+            content_to_position = (some_BNTH @ k_NRH.transpose(-1, -2)).gather(-1, of_keys)
+            position_to_content = of_keys_BNSR.gather(-1, of_queries)
+            scores_BNTS = some_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
+            scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
+            drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
+            mask_B1TS = sequence.mask(self.pattern, rows=rows)
+            return probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn) @ v_BNSH
+
+        return by_rows(attend, q_BNTH.shape[2], q_BNTH.shape[:2].numel() * k_BNSH.shape[2])

@@ -13,6 +13,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
+from megatfm.ops.attention.rows import by_rows
 
 if TYPE_CHECKING:  # patterns live with attention, which reads positions
     from megatfm.layers.attention.patterns import Pattern
@@ -64,17 +65,29 @@ class ShawCore(nn.Module):
     ) -> Tensor:
         if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
             k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
-        distances_TS = sequence.distances().clamp(-self.farthest, self.farthest) + self.farthest
         q_BNTH = q_BNTH * self.scale
+        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+
+        def attend(rows: slice) -> Tensor:
+            drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
+            return self._attend(q_BNTH[:, :, rows], k_BKSH, v_BKSH, sequence, rows, drawn)
+
+        return by_rows(attend, q_BNTH.shape[2], q_BNTH.shape[:2].numel() * k_BKSH.shape[2])
+
+    def _attend(
+        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, rows: slice,
+        rng_keys_BNT: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Of some queries, scaled; written out."""
+        distances_TS = sequence.distances(rows).clamp(-self.farthest, self.farthest) + self.farthest
         index_BNTS = distances_TS.expand(*q_BNTH.shape[:2], *distances_TS.shape)
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
         heads = q_BNTH.shape[1] if self.pattern.differs_by_head else 1
-        mask_B1TS = sequence.mask(self.pattern, self.dropout.part * heads, heads)
+        mask_B1TS = sequence.mask(self.pattern, self.dropout.part * heads, heads, rows)
         if mask_B1TS is None and self.pattern.plain == "causal":
-            mask_B1TS = (sequence.distances() <= 0)[None, None]
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+            mask_B1TS = (sequence.distances(rows) <= 0)[None, None]
         probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
         zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
         by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)

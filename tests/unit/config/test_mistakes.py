@@ -94,6 +94,10 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.attention.n_heads=3", "model: attention.n_heads = 3 does not divide d_model = 8: choose n_heads = 2"),
         ("model.attention.n_kv_heads=4", "model: attention.n_kv_heads = 4 does not divide n_heads = 2: choose n_kv_he"),
         ("model.attention.head_dim=3", "model: rope turns pairs of channels, so attention.head_dim = 3 must be even: "),
+        (
+            'model.attention.pattern={name="longformer", width=4, tokens=[0, 9999]}',
+            "model.attention.pattern.tokens has the place 9999, but rows have data.sequence_length = ",
+        ),
         ("schedule.warmup_steps=11", "schedule.warmup_steps = 11 is longer than the run, train.steps = 10: choose"),
         ("train.micro_batch=3", "train.global_batch = 4 does not divide into micro-batches of train.micro_batch = 3"),
         ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),

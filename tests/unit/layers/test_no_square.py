@@ -15,7 +15,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
-from megatfm.ops.attention import banded, blocks, kernels, pieces
+from megatfm.ops.attention import banded, blocks, kernels, pieces, rows
 
 SHORT, LONG = 2048, 4096
 """Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
@@ -46,6 +46,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "dropout": {"attention": {"dropout": 0.1}},
     "none": NO_POSITIONS,
     **{name: {"position": {"name": name}} for name in ("alibi", "t5", "sinusoidal")},
+    "shaw": {"position": {"name": "shaw", "max_distance": 3}},
+    "shaw, window": {"position": {"name": "shaw", "max_distance": 3}, **OF_PATTERNS["window"]},
 }
 LINFORMER = {"attention": {"name": "linformer", "length": LONG, "rank": 4}, **NO_POSITIONS}
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -59,9 +61,14 @@ ENCODERS: dict[str, dict[str, Any]] = {
     **{f"linformer, {share}": {**LINFORMER, "attention": {**LINFORMER["attention"], "share": share}}
        for share in ("none", "headwise", "key_value", "layerwise")},
     **{name: {"position": {"name": name}} for name in ("alibi", "t5")},
+    "deberta": {"attention": {"name": "disentangled"}, "position": {"name": "disentangled", "max_distance": 4}},
+    "deberta v3": {
+        "attention": {"name": "disentangled_shared"},
+        "position": {"name": "disentangled_buckets", "buckets": 4, "max_distance": 8},
+    },
 }  # fmt: skip
-WRITTEN_OUT = {"disentangled", "disentangled_shared", "shaw", "disentangled_buckets", "transformer_xl"}
-"""Attention that looks at all pairs at once: what is added to a score is another product with the query or key."""
+WRITTEN_OUT = {"transformer_xl"}
+"""XLNet's attention looks at all pairs at once."""
 
 
 class Largest(TorchDispatchMode):
@@ -106,12 +113,12 @@ ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-def largest(family: str, kind: dict[str, Any], rows: str, length: int) -> Largest:
+def largest(family: str, kind: dict[str, Any], which: str, length: int) -> Largest:
     sections = {**SMALL, "family": family, **kind}
     config = ModelConfig.of(**sections)
     model = build(config).train()
     initialise(model, 7)
-    fields = ROWS[rows](length)
+    fields = ROWS[which](length)
     tokens = torch.arange(length)[None] % 17
     with Largest() as found:
         model(tokens=tokens, targets=tokens, keys=torch.tensor([3]), **fields).losses.popitem()[1].backward()
@@ -131,24 +138,24 @@ def kind_of(family: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED")):
+    for module, name in ((blocks, "SCORES"), (banded, "HELD"), (pieces, "MASKED"), (rows, "AT_ONCE")):
         monkeypatch.setattr(module, name, AT_ONCE)
 
 
-@pytest.mark.parametrize(("family", "name", "rows"), CASES)
-def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, rows: str) -> None:
-    short, long = (largest(family, kind_of(family, name), rows, length) for length in (SHORT, LONG))
+@pytest.mark.parametrize(("family", "name", "which"), CASES)
+def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, which: str) -> None:
+    short, long = (largest(family, kind_of(family, name), which, length) for length in (SHORT, LONG))
     assert long.numel < LONG**2 / 8, long.made_by
     assert long.numel <= 3 * short.numel, long.made_by  # two times, and blocks at borders; a square has four
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "rows"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
+    ("family", "name", "which"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
 )
-def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, rows: str) -> None:
+def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, which: str) -> None:
     products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
     monkeypatch.setattr(core, "choose", lambda case: products)
-    assert largest(family, kind_of(family, name), rows, LONG).numel >= LONG**2
+    assert largest(family, kind_of(family, name), which, LONG).numel >= LONG**2
 
 
 def test_every_part_is_tried() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatfm.cost import Cost, Tokens
-from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence import ALL, SequenceMetadata
 from megatfm.ops.attention import Plain
 from megatfm.ops.attention.bands import Sides
 
@@ -185,19 +185,22 @@ class Pattern:
             )
         )
 
-    def mask(self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1) -> Tensor | None:
+    def mask(
+        self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, rows: slice = ALL
+    ) -> Tensor | None:
         """Boolean [B or 1, n or 1, T, S], true where a query looks; None where `plain` says the same.
 
-        `sequence.mask(pattern)` makes it once for all layers.
+        `sequence.mask(pattern)` makes it once for all layers. rows: of some of the queries alone.
         """
         if self.is_plain(sequence):
             return None
-        same_B1TS = sequence.same_document(of_memory=self.of_memory)
+        same_B1TS = sequence.same_document(of_memory=self.of_memory, rows=rows)
         if self.plain == "all":
             return same_B1TS
         q, k = self.places(sequence)
-        heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)[:, None, :, None]
-        seen = self.sees_of(q[:, None, :, None], k[:, None, None, :], heads, lengths)
+        heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
+        lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
+        seen = self.sees_of(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
         if sequence.opened is not None:
             seen = seen | sequence.opened[:, None, None, :]
         return seen if same_B1TS is None else same_B1TS & seen

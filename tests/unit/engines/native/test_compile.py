@@ -1,14 +1,19 @@
 """Who compiles blocks unasked, and how."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import load_config
+from megatfm.config import ModelConfig, load_config
 from megatfm.engines.native.engine import SHAPES, compile_all
-from megatfm.engines.registry import compiles
+from megatfm.engines.registry import compiles, leaves_attention
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from megatfm.ops.attention import kernels
+from tests.unit.models.test_patterns_compose import batch, gradients
 from tests.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -33,6 +38,38 @@ def test_blocks_are_compiled_on_gpus_where_nothing_is_in_the_way(
     config = load_config("quickstart", overrides)
     assert compiles(config, GPU) is on_gpu
     assert compiles(config, CPU) is on_cpu
+
+
+def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
+    long, short = (load_config("quickstart", [f"data.sequence_length={n}"]) for n in (2048, 512))
+    assert leaves_attention(long, CPU)
+    assert not leaves_attention(short, CPU)
+    assert not leaves_attention(long, GPU)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients of a mask of all pairs."""
+    torch._dynamo.reset()
+    sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
+    position, pattern = {"position.name": "t5"}, {"attention.pattern": {"name": "window", "width": 5}}
+    model = build(ModelConfig.of({**sizes, **position, **pattern})).double().train()
+    initialise(model, 3)
+    inputs = batch("decoder", prefix=False)
+    by_mask, served, real = gradients(model, inputs), [], nn.Module.compile
+    blocked = kernels.KERNELS[1]
+    assert blocked.name == "blocks"
+    run = replace(blocked, run=lambda *given: (served.append(True), blocked.run(*given))[1])
+    monkeypatch.setattr(
+        kernels, "KERNELS", tuple(run if each is blocked else each for each in kernels.KERNELS)
+    )
+    monkeypatch.setattr(kernels, "LONG", 1)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
+    compile_all(model.decoder.layers.values(), autotune=False, whole=False)
+    for name, gradient in gradients(model, inputs).items():
+        torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
+    assert served
+    torch._dynamo.reset()
 
 
 class Norm(nn.Module):

@@ -1,0 +1,130 @@
+"""Rows that are cut: with blocks that are computed again or compiled, and what ranks send one another."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ParallelConfig
+from megatfm.config.objective import (
+    CausalObjective,
+    MaskedObjective,
+    PermutationObjective,
+    SpanBoundaryObjective,
+    SpanCorruptionObjective,
+)
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.cells import SLOW
+from tests.parity.test_context import LAYOUTS, MODELS, ONE, microbatches, one_device
+from tests.parity.test_traffic import config_of, missed
+from tests.workers import Workers
+
+
+def compare_recomputed(names: Sequence[str]) -> None:
+    """As `compare`, with blocks whose forward pass, and what travels in it, is run again."""
+    for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
+        config, batch, model, objective, loss = one_device(name)
+        engine = test_layouts.make_engine(
+            config, ParallelConfig(cp=2), test_layouts.ADAMW, recomputed=recomputed
+        )
+        stats = engine.forward_backward(microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12), name
+        assert test_pipelines.errors(engine, model) == {}, name
+
+
+def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
+    names = (
+        "patterns of decoders",
+        "patterns of encoders",
+        "xlnet",
+        "t5 positions, patterns",
+        "latent",
+        "deberta",
+    )
+    workers.run(compare_recomputed, 2, names, timeout=180.0)
+
+
+AGAIN = ("cp2", "cp2, recomputed")
+TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "llama": (*AGAIN, "cp2 by heads, recomputed"),
+        "patterns of decoders": AGAIN,
+        "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
+        "latent, patterns": (*AGAIN, "cp2 by heads"),
+        "alibi, patterns": AGAIN,
+        "t5": ONE,
+        "bert": ONE,
+        "deberta": AGAIN,
+        "xlnet": AGAIN,
+        "linformer of an encoder-decoder": ONE,
+    },
+    4: {
+        "llama": ("cp4 by heads", "cp4 by a ring"),
+        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"),
+        "patterns of decoders": ("cp4",),
+        "patterns of encoders": ("cp4, one document",),
+    },
+}
+OBJECTIVES = {
+    "t5": SpanCorruptionObjective(),
+    "patterns of encoders": MaskedObjective(),
+    "deberta": MaskedObjective(),
+    "bert": SpanBoundaryObjective(),
+    "xlnet": PermutationObjective(),
+}
+OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
+
+
+@pytest.mark.parametrize("ranks", TRAFFIC)
+def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
+    configs = {}
+    for name, layouts in TRAFFIC[ranks].items():
+        for layout in layouts:
+            which, _, again = layout.partition(", ")
+            objective = OBJECTIVES.get(name, CausalObjective())
+            parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
+            model = MODELS[name].changed({"heads": {"boundary": {}} if name == "bert" else {}})
+            recompute = "full" if "recomputed" in again else "none"
+            config = config_of(model, objective, parallel, recompute=recompute)
+            whole = {"attend_across_documents": "one document" in again}
+            configs[f"{name}, {layout}"] = config.model_copy(
+                update={"data": config.data.model_copy(update=whole)}
+            )
+    assert missed(workers, ranks, configs) == {}
+
+
+def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
+    """As `compare`, with blocks that are compiled but for what travels; how many calls of dynamo's made graphs."""
+    graphs = [0]
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs[0] += 1
+        return eager(graph, inputs)
+
+    def compile_block(block: nn.Module, **options: Any) -> None:
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, **options)  # type: ignore[assignment]
+
+    eager: Callable[..., Any] = torch._dynamo.lookup_backend(name_of_backend)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: its tracer looks at .grad of what is no leaf
+        patch.setattr(nn.Module, "compile", compile_block)
+        for name in names:
+            config, batch, model, objective, loss = one_device(name)
+            engine = test_layouts.make_engine(
+                config, ParallelConfig(cp=2), test_layouts.ADAMW, compile_blocks=True
+            )
+            stats = engine.forward_backward(microbatches(engine, batch), objective)
+            assert stats.loss == pytest.approx(loss, rel=1e-12), name
+            assert test_pipelines.errors(engine, model) == {}, name
+            torch._dynamo.reset()
+    return graphs[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
+def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
+    """Without a backend that makes machine code: that takes minutes."""
+    assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2

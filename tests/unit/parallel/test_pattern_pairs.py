@@ -1,0 +1,121 @@
+"""Every pattern under every layout, engine and compiled: refused in one line with the way out, or compared with one
+device in a test of its own."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config.objective import CausalObjective, MaskedObjective
+from megatfm.errors import UsageError
+from megatfm.layers.attention.patterns import PATTERNS
+from megatfm.models import build
+from megatfm.parallel.context import refuse
+from megatfm.parallel.plan import match
+from megatfm.train.build import cut_model
+from tests.parity import test_context, test_patterns
+from tests.parity.test_traffic import config_of
+from tests.unit.parallel.test_context import kinds
+
+MODELS: dict[str, dict[str, Any]] = {
+    f"{family}, {name}": test_context.one_block_each(base, {name: kind})
+    for family, base, kinds_of in (
+        ("decoder", test_context.DECODER, test_context.OF_DECODERS),
+        ("encoder", test_context.ENCODER, test_context.OF_ENCODERS),
+        (
+            "latent",
+            test_context.LATENT,
+            {name: test_context.OF_DECODERS[name] for name in ("window", "bigbird")},
+        ),
+        ("alibi", {**test_context.DECODER, "position.name": "alibi"}, test_context.OF_BIASED),
+        ("t5 positions", {**test_context.DECODER, "position.name": "t5"}, test_context.OF_BIASED),
+    )
+    for name, kind in kinds_of.items()
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "zero": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "cp": {"cp": 2},
+    "cp by heads": {"cp": 2, "context": "heads"},
+    "ep": {"ep": 2, "dp_shard": 2},
+    "deepspeed": {"engine": "deepspeed", "zero": 1},
+    "deepspeed, cp": {"engine": "deepspeed", "zero": 1, "cp": 2},
+    "another engine, cp": {"engine": "of a plugin", "cp": 2},
+    "compiled": {},
+}
+REFUSED = {
+    "another engine, cp": r"cp = 2: parallel\.engine = 'of a plugin' does not cut rows: choose engine = 'native'",
+    "compiled": r"pattern\.name = 'bigbird' draws random blocks .*: leave train\.compile out, or set .*random = 0",
+}
+AXES = {"zero": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp", "cp by heads": "cp", "ep": "ep"}
+
+
+def is_refused(name: str, way: str) -> bool:
+    return way == "another engine, cp" or (way == "compiled" and name.endswith("bigbird"))
+
+
+def accept(sections: dict[str, Any], way: str) -> None:
+    """All that is asked of a model and a layout before ranks meet."""
+    parallel = ParallelConfig(**{"dp_shard": 1, **WAYS[way]})
+    if parallel.ep > 1:
+        dense = {key: value for key, value in sections.items() if not key.startswith("ffn.")}
+        sections = {**dense, "ffn": test_context.MOE}
+    model = ModelConfig.of(**sections)
+    objective = MaskedObjective() if model.family == "encoder" else CausalObjective()
+    config = config_of(model, objective, parallel.model_copy(update={"engine": "native"}))
+    changed = {"precision": "fp32", "compile": way == "compiled"}
+    sections = config.model_dump() | {"parallel": parallel.model_dump()}
+    type(config).model_validate({**sections, "train": {**config.train.model_dump(), **changed}})
+    with torch.device("meta"):
+        built = build(config.model)
+    match(built, complete=parallel.tp > 1)
+    if parallel.cp > 1:
+        refuse(built)
+    if parallel.pp > 1:
+        cut_model(config, built)
+
+
+@cache
+def proven(way: str) -> set[tuple[str, ...]]:
+    """Kinds of attention that tests compare with one device in this way."""
+    return set(_proven(way))
+
+
+def _proven(way: str) -> Iterator[tuple[str, ...]]:
+    for ranks, names in test_context.MANY.items():
+        for name in names:
+            for parallel in test_context.layouts_of(name, ranks).values():
+                if getattr(parallel, AXES[way]) > 1:
+                    yield from kinds(test_context.MODELS[name])
+    if way in ("zero", "tp", "pp"):
+        for sections in test_patterns.MODELS.values():
+            yield from kinds(ModelConfig.of(sections))
+
+
+@pytest.mark.parametrize(("name", "way"), list(itertools.product(MODELS, WAYS)))
+def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
+    sections = MODELS[name]
+    if is_refused(name, way):
+        with pytest.raises((UsageError, ValidationError)) as caught:
+            accept(sections, way)
+        assert re.search(REFUSED[way], str(caught.value))
+        return
+    accept(sections, way)
+    if way == "ep":  # which positions there are is nothing to experts
+        sections = {key: value for key, value in sections.items() if not key.startswith("position")}
+    of_attention = {kind for kind in kinds(ModelConfig.of(**sections)) if kind[0] == "attention"}
+    if way in AXES:
+        assert of_attention <= proven(way)
+
+
+def test_every_pattern_is_here() -> None:
+    found = {ModelConfig.of(**sections).at(0).attention.pattern.name for sections in MODELS.values()}
+    shipped = {each for each in PATTERNS.names() if PATTERNS.get(each).__module__.startswith("megatfm.")}
+    assert shipped <= found
