@@ -11,6 +11,11 @@ ours, so above 1 ours is faster.
 Routing: random weights choose nearly evenly; `--skew` lets the logits fall by expert by so many nats (ours alone, so
 transformers is left out then). The busiest expert's load is stated. Memory is what is kept between the forward and the
 backward pass, without weights, by token.
+
+"bare products" are the matrix products that each of these mixtures has to make in a step, three for a weight matrix,
+one `torch.mm` after the other into memory that is there already, with even loads: no attention, norm, activation,
+gather, loss or optimizer. As long as torch multiplies, no step can be shorter, so transformers' ratio by it bounds
+every ratio to transformers.
 """
 
 import argparse
@@ -27,13 +32,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import ModelConfig
+from megatfm.engines.native.engine import compile_all
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe import MoE
 from megatfm.models import build
+from megatfm.parallel.blocks import blocks
 from megatfm.train.watching.memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY, HEAD = 4096, 64
+BARE = "bare products"
 
 
 class Candidate(NamedTuple):
@@ -71,6 +79,28 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
         return passed.losses["causal"] / tokens[:, 1:].numel()
 
     return Candidate(model, loss)
+
+
+class Bare:
+    """The products of a step's weight matrices, of rows [M, I] with W [O, I]: x Wᵀ, g W and gᵀ x."""
+
+    def __init__(self, args: argparse.Namespace, dtype: torch.dtype) -> None:
+        tokens, of_expert = args.rows * args.length, args.d_ff // args.top_k
+        chosen, d = tokens * args.top_k // args.experts, args.width
+        attention, expert = [(tokens, d, d)] * 4, [(chosen, d, of_expert)] * 2 + [(chosen, of_expert, d)]
+        block = [*attention, (tokens, d, args.experts), *expert * args.experts]
+        self._products = []
+        for m, i, o in [*block * args.layers, (tokens, d, VOCABULARY)]:
+            x, w, g = (torch.randn(shape, dtype=dtype) for shape in ((m, i), (o, i), (m, o)))
+            for left, right in ((x, w.T), (g, w), (g.T, x)):
+                self._products.append((left, right, left.new_empty(len(left), right.shape[1])))
+
+    def seconds(self) -> float:
+        """Of the CPU, over all threads."""
+        start = time.process_time()
+        for left, right, made in self._products:
+            torch.mm(left, right, out=made)
+        return time.process_time() - start
 
 
 def mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
@@ -140,30 +170,35 @@ def measure(args: argparse.Namespace, name: str) -> list[str]:
         "dense": ours(args, dtype),
         "capacity 1.25": ours(args, dtype, router=router, capacity=1.25),
     }
+    if args.compiled:
+        sides["dropless, compiled"] = compiled = ours(args, dtype, router=router)
+        compile_all(blocks(compiled.model), autotune=False)
     if not args.skew:
         for experts in args.experts_implementations:
             sides[f"transformers, {experts}"] = mixtral(args, dtype, experts)
     optimizers = {side: torch.optim.AdamW(one.model.parameters(), fused=True) for side, one in sides.items()}
-    taken: dict[str, list[float]] = {side: [] for side in sides}
-    names = list(sides)
+    bare = Bare(args, dtype)
+    taken: dict[str, list[float]] = {side: [] for side in (*sides, BARE)}
+    names = list(taken)
     for number in range(-args.warmup, args.rounds):
         tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
         first = number % len(names)
         for side in names[first:] + names[:first]:
-            spent = seconds(sides[side], optimizers[side], tokens)
+            spent = bare.seconds() if side == BARE else seconds(sides[side], optimizers[side], tokens)
             if number >= 0:
                 taken[side].append(spent)
     tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
     rows = []
-    for side, one in sides.items():
+    for side in names:
+        one = sides.get(side)
         ratios = [theirs / own for theirs, own in zip(taken[side], taken["dropless"], strict=True)]
         cells = (
             name,
             side,
             f"{tokens[:, 1:].numel() / statistics.median(taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{kept_bytes(one, tokens) / tokens[:, 1:].numel() / 1e3:.1f}",
-            f"{skew_of(one):.2f}" if any(isinstance(m, MoE) for m in one.model.modules()) else "",
+            f"{kept_bytes(one, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if one else "",
+            f"{skew_of(one):.2f}" if one and any(isinstance(m, MoE) for m in one.model.modules()) else "",
         )
         rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], flush=True)
@@ -194,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -66,8 +66,12 @@ def proven() -> Proven:
     for model, ranks in test_experts.OTHER_WAYS:
         for parallel in test_experts.TP_OTHERWISE[ranks].values():
             found[named(parallel)].add(f"experts, {model}")
-    for parallel in (*test_experts.OTHER_SCHEDULES.values(), *test_experts.CONTEXTS.values()):
-        found[named(parallel)].add("experts, top-k")
+    for models, layouts in (
+        (test_experts.IN_ANY_ORDER, test_experts.OTHER_SCHEDULES),
+        (test_experts.ON_PARTS, test_experts.CONTEXTS),
+    ):
+        for parallel in layouts.values():
+            found[named(parallel)] |= {f"experts, {model}" for model in models}
     return found
 
 

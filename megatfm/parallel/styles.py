@@ -232,7 +232,9 @@ LEAVE_EXPERTS = replace(PARTIAL_OUTPUT, name="leave experts", by_expert_tp={"fol
 TAKEN = replace(OWN_OUTPUT, name="taken choices", by_expert_tp={"folded": AT_HOME})
 """As `sequence output`, where experts are cut."""
 
-WHOLE_CHOICES = replace(AT_HOME, name="whole choices", by_expert_tp={"folded": WHOLE_OUTPUT})
+WHOLE_CHOICES = replace(
+    AT_HOME, name="whole choices", by_expert_tp={"folded": replace(WHOLE_OUTPUT, install=_whole_hook)}
+)
 OWN_CHOICES = replace(AT_HOME, name="own choices", by_expert_tp={"folded": OWN_OUTPUT})
 """A module that is given a row's choices and whose output every rank needs whole; and one whose output is whole, and
 every rank keeps its part. Where experts are cut, all ranks have the whole row anyway."""

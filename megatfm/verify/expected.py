@@ -164,8 +164,9 @@ def _activations(
             ledger.all_gather(TENSOR, given // tp)
         if "output whole" in sends and sequence:
             ledger.all_gather(TENSOR, made // tp, times=gathers)
-        if "parts summed" in sends:  # in float32 or better
-            ledger.all_reduce(TENSOR, call.made * max(size, 4), times=gathers + call.has_gradient)
+        if "parts summed" in sends:  # in float32 or better; "selective" keeps them
+            forwards = gathers if config.train.recompute == "full" else 1
+            ledger.all_reduce(TENSOR, call.made * max(size, 4), times=forwards + call.has_gradient)
         if "loss summed" in sends and sequence:
             ledger.all_reduce(TENSOR, call.made * max(size, 4), times=sums)  # in float32 or better
         _vocabulary(ledger, config, model, fitted, call)

@@ -2,10 +2,12 @@
 
 Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
 and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
-way.
+way. Experts' choices go to all other ranks where a capacity limits them, and where each row is balanced its counts are
+summed.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.attention.patterns import reached
+from megatfm.layers.moe import Experts
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context import SIDES, is_folded
 from megatfm.parallel.context_exchange import places
@@ -56,7 +59,7 @@ class RowsCut:
         """Add what a rank sends for one micro-batch."""
         for call in calls:
             module = self._model.get_submodule(call.path)
-            context = getattr(type(module), "context", None)
+            context = getattr(module, "context", None)
             if context in ("core", "latents"):
                 self._core(ledger, microbatch, rank, call, module, latents=context == "latents")
             elif context == "wide":
@@ -71,6 +74,13 @@ class RowsCut:
                 )
             elif context == "around":
                 self._around(ledger, microbatch, rank, call)
+            elif isinstance(module, Experts) and module.is_limited:
+                for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
+                    ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
+            elif call.path.endswith(".counted"):
+                again = self._config.train.recompute == "full" and call.in_block and call.keeps_more
+                computed = PRECISIONS[self._config.train.precision].computed.itemsize
+                ledger.all_reduce(CONTEXT, call.made * max(4, computed), times=1 + again)
 
     def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
         """Keys and values that are made of several tokens, of all heads, forward and backward."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.parallel import collectives
+from megatfm.layers.moe import MoE
+from megatfm.parallel import collectives, context, context_experts
 from megatfm.parallel.style import Ranks
 from megatfm.train.optimizers import stacked_muon
 from megatfm.train.optimizers.soap import Soap
@@ -47,6 +48,46 @@ def read_gradients_before_they_come(patch: Patch) -> None:
     )
 
 
+def forget_what_is_below_shared_ones(patch: Patch) -> None:
+    """Their tokens get no gradient from shared experts."""
+    share = MoE._share
+    patch.setattr(MoE, "_share", lambda self, made, x, sequence: share(self, made, x.detach(), sequence))
+
+
+def forget_shared_ones(patch: Patch) -> None:
+    def share(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
+        assert self.shared is not None
+        made.append(self.shared(x, sequence).detach())
+
+    patch.setattr(MoE, "_share", share)
+
+
+def count_shared_ones_twice(patch: Patch) -> None:
+    """In the backward pass alone."""
+    share = MoE._share
+
+    def doubled(self: MoE, made: list[Tensor], x: Tensor, sequence: Any) -> None:
+        share(self, made, x, sequence)
+        made[-1] = 2 * made[-1] - made[-1].detach()
+
+    patch.setattr(MoE, "_share", doubled)
+
+
+def limit_parts_of_rows(patch: Patch) -> None:
+    """A capacity is filled by the tokens here alone."""
+    patch.setattr(context, "of_whole_rows", lambda moe, contexts: None)
+
+
+def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
+    """A row's choices stand as the ranks do, which have a run from the front and one from the back."""
+
+    def unsorted(contexts: Any, choices_BTK: Tensor, sequence: Any) -> Tensor:
+        return genuine(contexts, choices_BTK, sequence)[:, torch.cat(contexts.places(sequence.length))]
+
+    genuine = context_experts._whole
+    patch.setattr(context_experts, "_whole", unsorted)
+
+
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
 CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]] = {
     "folded": (
@@ -71,7 +112,17 @@ CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]]
     "beside shared ones": (
         "deepseek-v3",
         EP2,
-        {read_gradients_before_they_come: BELOW},
+        {
+            read_gradients_before_they_come: BELOW,
+            forget_what_is_below_shared_ones: BELOW,
+            forget_shared_ones: "ffn.shared.w_up.weight",
+            count_shared_ones_twice: "ffn.shared.w_down.weight",
+        },
+    ),
+    "parts of limited rows": (
+        "switch",
+        ParallelConfig(dp_shard=1, cp=2),
+        {limit_parts_of_rows: UP, leave_parts_in_the_order_of_ranks: UP},
     ),
 }
 

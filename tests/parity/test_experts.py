@@ -283,8 +283,15 @@ TP_OTHERWISE = {
 }
 
 
-def test_stages_go_in_any_order(workers: Workers) -> None:
-    assert workers.run(compare, 4, "top-k", OTHER_SCHEDULES, timeout=300.0)[0] == list(OTHER_SCHEDULES)
+IN_ANY_ORDER = ("top-k", "switch", "expert-choice", "deepseek-v3")
+ON_PARTS = ("top-k", "switch", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "top-k" else SLOW) for name in IN_ANY_ORDER]
+)
+def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
+    assert workers.run(compare, 4, name, OTHER_SCHEDULES, timeout=300.0)[0] == list(OTHER_SCHEDULES)
 
 
 OTHER_WAYS = [("top-k", 2), ("deepseek-v3", 4), ("switch", 4)]
@@ -318,18 +325,24 @@ def test_tensor_parallel_ranks_take_experts_in_other_ways(
     assert workers.run(compare, ranks, name, tried, timeout=300.0)[0] == layouts
 
 
+OF_WHOLE_ROWS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
+
+
 @pytest.mark.parametrize(
-    "layouts",
+    ("name", "layouts"),
     [
-        [name for name in CONTEXTS if name not in AGAIN],
-        pytest.param([name for name in CONTEXTS if name in AGAIN], marks=SLOW),
+        ("by batch", [layout for layout in CONTEXTS if layout not in AGAIN]),
+        ("switch", [*OF_WHOLE_ROWS]),
+        pytest.param("by batch", [layout for layout in CONTEXTS if layout in AGAIN], marks=SLOW),
+        pytest.param("switch", [layout for layout in CONTEXTS if layout not in OF_WHOLE_ROWS], marks=SLOW),
+        *(pytest.param(name, [*CONTEXTS], marks=SLOW) for name in ON_PARTS if name != "switch"),
     ],
-    ids=["", "the others"],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} layouts",
 )
-def test_rows_are_cut_beside_experts(workers: Workers, layouts: list[str]) -> None:
-    """Of a router that balances no row by itself, for which rows must be whole."""
-    tried = {name: CONTEXTS[name] for name in layouts}
-    assert workers.run(compare, 4, "by batch", tried, timeout=300.0)[0] == layouts
+def test_rows_are_cut_beside_experts(workers: Workers, name: str, layouts: list[str]) -> None:
+    """Also where a capacity, and the balance of each row, follow from all tokens of rows."""
+    tried = {layout: CONTEXTS[layout] for layout in layouts}
+    assert workers.run(compare, 4, name, tried, timeout=300.0)[0] == layouts
 
 
 def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelConfig) -> list[str]:
@@ -595,6 +608,8 @@ COUNTED = {
     "switch, folded",
     "muon, channels",
     "muon × cp",
+    "switch, ep4 of tp2 × cp2, full",
+    "deepseek-v3, ep2 × cp2, zero0, none",
 }
 """Of four ranks: the others are slow."""
 
@@ -622,6 +637,8 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, others: 
         configs |= {
             f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)
         }
+        # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
+        configs["selective, tp2"] = traffic_of("deepseek-v3", TP2, **selective)
     assert test_traffic.missed(workers, ranks, of_these(configs, ranks, others)) == {}
 
 
@@ -638,6 +655,12 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
             configs[f"muon, {way}"] = traffic_of(
                 "deepseek-v3", TP_OTHERWISE[4][layout], optimizer=test_layouts.MUON
             )
+        configs |= {
+            f"{name}, {layout}, {how}": traffic_of(name, CONTEXTS[layout], recompute=how)
+            for name in ("switch", "deepseek-v3")
+            for layout in OF_WHOLE_ROWS
+            for how in ("none", "full")
+        }
         configs["muon × cp"] = traffic_of(
             "by batch", CONTEXTS["ep4 of 2 × cp2, zero1"], optimizer=test_layouts.MUON
         )
@@ -662,8 +685,9 @@ def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
         assert found.loss == pytest.approx(loss.item(), rel=1e-12), layout
         assert test_pipelines.errors(engine, model) == {}, layout
         for path, module in mixtures(model).items():
-            idle = module.observed["load"] == 0
-            assert idle.sum() == len(idle) - module.router.top_k
+            idle, chosen = module.observed["load"] == 0, module.router.top_k
+            assert idle.tolist() == [False] * chosen + [True] * (len(idle) - chosen), "ties go to the first"
+            assert (module.observed["dropped"] > 0) == module.experts.is_limited
             gradient = model.get_parameter(f"{path}.experts.w_up").grad
             assert gradient is not None
             assert gradient[~idle].abs().sum() > 0 == gradient[idle].abs().sum()
@@ -678,6 +702,21 @@ IDLE = {
 @pytest.mark.parametrize(("ranks", "others"), [(2, False), *PARTS_OF_FOUR])
 def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, others: bool) -> None:
     workers.run(one_choice_for_all, ranks, "top-k", of_these(IDLE[ranks], ranks, others), timeout=180.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (2, ["ep2, zero0", "ep2 of tp2"]),
+        pytest.param(2, ["ep2, zero3", "tp2 by channels"], marks=SLOW),
+        pytest.param(4, [*IDLE[4], *TP_OTHERWISE[4], *CONTEXTS], marks=SLOW),
+    ],
+    ids=["2", "2, the others", "4"],
+)
+def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layouts: list[str]) -> None:
+    every = {**EXPERTS_OVER_RANKS[ranks], **TP_OTHERWISE[ranks], **(CONTEXTS if ranks == 4 else {})}
+    tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
+    workers.run(one_choice_for_all, ranks, "switch", tried, timeout=300.0)
 
 
 def moved(parallel: ParallelConfig) -> None:

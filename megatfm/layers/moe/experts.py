@@ -13,6 +13,7 @@ from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.dispatch import Rows, by_expert, even_share, within_capacity
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped import grouped_linear, kernel_for
 from megatfm.ops.initial import Constant
 
@@ -20,6 +21,13 @@ from megatfm.ops.initial import Constant
 
 
 log = logging.getLogger("megatfm")
+
+
+class AsItIs(nn.Module):
+    """Numbers of tokens, or of the rows that these are of: the same where rows are whole."""
+
+    def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
+        return x
 
 
 class Experts(nn.Module):
@@ -76,7 +84,7 @@ class Experts(nn.Module):
         # Where ranks that share the experts get each other's tokens, and their parts of the sums.
         self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
         # Where ranks that have a part of each row get its other choices, and their part of what follows from all.
-        self.whole, self.own = nn.Identity(), nn.Identity()
+        self.whole, self.own = AsItIs(), AsItIs()
 
     def cost(self, tokens: Tokens) -> Cost:
         """A token meets those experts that it chooses."""
@@ -89,6 +97,11 @@ class Experts(nn.Module):
         )
 
     @property
+    def is_limited(self) -> bool:
+        """Whether an expert takes no more than so many tokens of a row."""
+        return self.capacity is not None or self.places is not None
+
+    @property
     def are_elsewhere(self) -> bool:
         """Whether rows travel to other ranks."""
         return self.groups > 1
@@ -98,6 +111,7 @@ class Experts(nn.Module):
         x_BTD: Tensor,
         weights_BTK: Tensor,
         choices_BTK: Tensor,
+        sequence: SequenceMetadata,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """y [B, T, D], and which choices were taken, boolean [B, T, K]. A choice of `n_experts` is none.
@@ -106,10 +120,10 @@ class Experts(nn.Module):
         """
         x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
         taken_BTK = choices_BTK < self.n_experts
-        if self.capacity is not None or self.places is not None:
-            of_row_BSK = self.whole(choices_BTK)
+        if self.is_limited:
+            of_row_BSK = self.whole(choices_BTK, sequence)
             places = self.places or even_share(of_row_BSK, self.n_experts, self.capacity or 1.0)
-            taken_BTK = taken_BTK & self.own(within_capacity(of_row_BSK, self.n_experts, places))
+            taken_BTK = taken_BTK & self.own(within_capacity(of_row_BSK, self.n_experts, places), sequence)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
         order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
         rows = Rows(order_M, ends_E, choices_BTK.shape[-1])

@@ -63,9 +63,10 @@ class MoE(nn.Module):
 
     @property
     def context(self) -> str | None:
-        """See `parallel.context`: a capacity, the balance of each row, and experts that choose need whole rows."""
-        limited = self.experts.capacity is not None or self.experts.places is not None
-        return None if self.options.sequence_balance or limited or self.options.of_encoders else "alone"
+        """See `parallel.context`. Experts that choose need whole rows."""
+        if self.options.of_encoders:
+            return None
+        return "experts" if self.options.sequence_balance or self.experts.is_limited else "alone"
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:
@@ -83,7 +84,7 @@ class MoE(nn.Module):
         routing, real_BT = self.router(x_BTD, sequence), self.real(sequence)
         choices_BTK = routing.choices.where(real_BT[..., None], len(self.shares))
         shared: list[Tensor] = []
-        inputs = [x_BTD, routing.weights, choices_BTK]
+        inputs = x_BTD, routing.weights, choices_BTK, sequence
         if self.shared is None:
             y_BTD, taken_BTK = self.experts(*inputs)
         elif self.experts.are_elsewhere:
