@@ -6,15 +6,15 @@
 
 listops: expressions of 500 to 2,000 tokens as Long Range Arena draws them, ten classes, packed into rows of 4,096
 tokens, after shorter ones of 10 to 100 and of 100 to 500. recall: 8 facts in rows of 8,192 tokens, trained on rows of
-64, then 1,024, then 8,192. text: bytes of Python's standard library or of other files, and the loss by how many bytes
-come before. Models of 2 blocks, 64 channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a
-number of steps, each on new rows of 4,096 (listops), 8,192 (recall) or 2,048 tokens (text, four rows), the same for
-all. Figures are of rows that were not trained on. A result holds the models of all runs of its day.
+64 for half of the steps and then on ever longer ones, and judged by how far back the fact lies. text: bytes of
+Python's standard library or of other files, and the loss by how many bytes come before. Models of 2 blocks, 64
+channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a number of steps, each on new rows of
+4,096 (listops), 8,192 (recall) or 2,048 tokens (text, four rows), the same for all. Figures are of rows that were not
+trained on. A result holds the models of all runs of its day.
 """
 
 import argparse
 import json
-import platform
 import sys
 import sysconfig
 import time
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from attention_layers import cpu
 from attention_tasks import LISTOPS, NONE, Batch, Expressions, ListOps, Recall, Text
 from torch import Tensor, nn
 
@@ -47,14 +48,20 @@ GROW = (0.6, 0.25, 0.15)
 
 
 class Sizes(NamedTuple):
-    """How much is done: tokens of a row, steps, rows that are judged."""
+    """How much is done: tokens of a row, steps, rows that are judged; seed: of weights and rows."""
 
     length: int
     steps: int
     judged: int
+    seed: int = 1
+
+    @property
+    def first(self) -> int:
+        """Number of the first draw: seeds share none."""
+        return (self.seed - 1) * 2**20
 
 
-FULL_SIZE = {"listops": Sizes(4096, 120, 60), "recall": Sizes(8192, 200, 16), "text": Sizes(2048, 100, 16)}
+FULL_SIZE = {"listops": Sizes(4096, 120, 60), "recall": Sizes(8192, 240, 64), "text": Sizes(2048, 100, 16)}
 
 
 def patterns(length: int, near: int, positions: str) -> Models:
@@ -98,10 +105,11 @@ def patterns(length: int, near: int, positions: str) -> Models:
     }  # fmt: skip
 
 
-def trained(model: dict[str, Any], batches: Iterator[Batch], steps: int, rate: float = 3e-3) -> nn.Module:
-    """A model after so many steps of AdamW, warmed up over a tenth of them."""
+def trained(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
+    """A model after as many steps of AdamW, warmed up over a tenth of them."""
+    steps = sizes.steps
     made = build(ModelConfig.of({**SMALL, **model})).train()
-    initialise(made, 1)
+    initialise(made, sizes.seed)
     optimizer = torch.optim.AdamW(made.parameters(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     recent: list[float] = []
@@ -152,10 +160,10 @@ def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
         encoder = "family" in model
         begun = time.process_time()
         batches = chain.from_iterable(
-            islice(stage.rows(i, encoder=encoder), round(sizes.steps * part))
+            islice(stage.rows(sizes.first + i, encoder=encoder), round(sizes.steps * part))
             for i, (stage, part) in enumerate(stages)
         )
-        made = trained({**model, "vocab_size": LISTOPS}, batches, sizes.steps)
+        made = trained({**model, "vocab_size": LISTOPS}, batches, sizes)
         spent = time.process_time() - begun
         found = {
             "{} to {} tokens".format(*each): share_right(
@@ -167,24 +175,42 @@ def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
 
 
 def recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
-    """Answers in the longest rows, trained on rows that grow."""
-    task, shortest, middle = Recall(), max(sizes.length // 128, 32), sizes.length // 8
-    each = zip((shortest, middle, sizes.length), GROW, strict=True)
-    lengths = [length for length, part in each for _ in range(round(sizes.steps * part))]
-    for name, model in patterns(sizes.length, sizes.length // 16, "none").items():
+    """Answers in the longest rows by how far back the fact is, trained on rows that double. No model has positions:
+    what a fact says does not depend on its place, and rotations would have to be learnt for each length."""
+    task, near = Recall(), sizes.length // 16
+    lengths = [2**n for n in range(6, 32) if 2**n < sizes.length]
+    short, each = sizes.steps // 2, sizes.steps // 2 // (len(lengths) + 1)
+    course = [lengths[0]] * short + [length for length in lengths[1:] for _ in range(each)]
+    course += [sizes.length] * (sizes.steps - len(course))
+    for name, model in patterns(sizes.length, near, "none").items():
         if only and name not in only:
             continue
         begun = time.process_time()
-        batches = (task.rows(sizes.length // length, length, step) for step, length in enumerate(lengths))
-        made = trained({**model, "vocab_size": task.vocabulary}, batches, sizes.steps)
+        batches = (
+            task.rows(sizes.length // length, length, sizes.first + step)
+            for step, length in enumerate(course)
+        )
+        whole = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
+        made = trained(whole, batches, sizes)
         spent = time.process_time() - begun
-        found = {
-            f"{length} tokens": share_right(
-                made, (task.rows(1, length, 2**40 + i) for i in range(sizes.judged))
-            )
-            for length in (shortest, middle, sizes.length)
-        }
-        yield name, {**found, "seconds": spent}
+        yield name, {**by_distance(made, task, sizes, near), "seconds": spent}
+
+
+def by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Found:
+    """How many questions are answered whose fact lies so many tokens back, in stretches that begin with a window."""
+    bounds = [0, *(2**n * near for n in range(20) if 2**n * near < sizes.length), sizes.length]
+    right, asked = torch.zeros(len(bounds) - 1), torch.zeros(len(bounds) - 1)
+    for row in range(sizes.judged):
+        batch = task.rows(1, sizes.length, 2**40 + row)
+        which = torch.bucketize(task.distances(batch), torch.tensor(bounds[1:-1]), right=True)
+        found = logits_of(model, batch).argmax(-1) == batch["targets"][batch["targets"] != NONE]
+        right.index_add_(0, which, found.float())
+        asked.index_add_(0, which, torch.ones(len(which)))
+    stretches = {
+        f"{low} to {high}": {"right": round(float(r / n), 3) if n else None, "of": int(n)}
+        for (low, high), r, n in zip(pairwise(bounds), right, asked, strict=True)
+    }
+    return {**stretches, "all": {"right": round(float(right.sum() / asked.sum()), 3), "of": int(asked.sum())}}
 
 
 def by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
@@ -213,9 +239,9 @@ def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tup
         if only and name not in only:
             continue
         begun = time.process_time()
-        batches = (text.rows(max(8192 // sizes.length, 1), step) for step in count())
+        batches = (text.rows(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
         wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
-        made = trained({**wider, **model}, batches, sizes.steps)
+        made = trained({**wider, **model}, batches, sizes)
         spent = time.process_time() - begun
         yield name, {"width": near, "nats a byte": by_position(made, text, sizes.judged), "seconds": spent}
 
@@ -237,10 +263,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
+    parser.add_argument("--seed", type=int, default=1, help="results of others than 1 are told by it")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sizes = Sizes(*options.sizes) if options.sizes else FULL_SIZE[options.task]
+    sizes = (Sizes(*options.sizes) if options.sizes else FULL_SIZE[options.task])._replace(seed=options.seed)
     tasks: dict[str, Callable[[], Iterator[tuple[str, Found]]]] = {
         "listops": lambda: listops(options.only, sizes),
         "recall": lambda: recall(options.only, sizes),
@@ -248,12 +275,15 @@ def main(arguments: list[str] | None = None) -> None:
     }
     settings = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, 1 thread, torch {torch.__version__}",
-        **sizes._asdict(),
+        "machine": f"{cpu()}, 1 thread, torch {torch.__version__}",
+        "length": sizes.length,
+        "steps": sizes.steps,
+        "judged": sizes.judged,
     }
     for name, found in tasks[options.task]():
         if "seconds" in found:
             found["seconds"] = round(found["seconds"])
+        name = name if sizes.seed == 1 else f"{name} (seed {sizes.seed})"
         print(name, json.dumps(found), flush=True)
         if options.out:
             keep(options.out, options.task, settings, name, found)

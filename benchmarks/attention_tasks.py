@@ -129,6 +129,15 @@ class Recall:
         targets[:, -self.facts :] = values.gather(1, asked)
         return {"tokens": tokens, "targets": targets}
 
+    def distances(self, batch: Batch) -> Tensor:
+        """How many tokens the fact of each question of one row lies before it, int64 [facts]."""
+        row = batch["tokens"][0]
+        places = (row < self.facts * self.values).nonzero()[:, 0]
+        of_key = torch.empty(self.facts, dtype=torch.int64)
+        of_key[row[places] // self.values] = places
+        asked = row[-self.facts :] - self.facts * self.values
+        return torch.arange(len(row) - self.facts, len(row)) - of_key[asked]
+
 
 class Text:
     """Bytes of files (each a document of its own, those that are too short left out), for models to go on with."""

@@ -127,8 +127,8 @@ class LinformerAttention(nn.Module):
         self, sketches: Pair, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, rng_keys_BNT: Tensor | None
     ) -> Tensor:
         """[B, N, T, H] of documents that begin at the first token; no other is in them."""
-        places_T = torch.arange(k_BNTH.shape[2], device=k_BNTH.device)
-        k_BNRH, v_BNRH = (sketched(x, of, places_T) for x, of in zip((k_BNTH, v_BNTH), sketches, strict=True))
+        tokens = k_BNTH.shape[2]
+        k_BNRH, v_BNRH = (sketched(x, of[:tokens]) for x, of in zip((k_BNTH, v_BNTH), sketches, strict=True))
         return self._looked(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class LinformerAttention(nn.Module):
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.places[at[2]] - start
-                made = [sketched(x[at], one, places_T) for x, one in zip((k_BNTH, v_BNTH), of, strict=True)]
+                made = [sketched(x[at], one[places_T]) for x, one in zip((k_BNTH, v_BNTH), of, strict=True)]
                 sketches.append(torch.cat(made, -1))
         k_MNRH, v_MNRH = self.summed(torch.cat(sketches)).chunk(2, -1)
         looked = []
@@ -200,8 +200,10 @@ class HeadSketch(Sketch):
         return (options.length, options.rank, options.n_heads)
 
 
-def sketched(x_BNTH: Tensor, weight: Tensor, places_T: Tensor) -> Tensor:
-    """Keys or values of a document's tokens, which stand there in it → [B, N, R, H]. weight: [P, R] or [P, R, N]."""
-    weight_PRN = weight if weight.dim() == 3 else weight[..., None]
-    weight_TRN = weight_PRN[places_T].expand(-1, -1, x_BNTH.shape[1])
-    return torch.einsum("trn,bnth->bnrh", weight_TRN, x_BNTH)
+def sketched(x_BNTH: Tensor, weight: Tensor) -> Tensor:
+    """Keys or values of a document's tokens → [B, N, R, H]. weight: rows of their places in it, [T, R] or [T, R, N]."""
+    if weight.dim() == 3:
+        return torch.einsum("trn,bnth->bnrh", weight, x_BNTH)
+    # Heads share it, so that one product serves them, and no gradient of each has to be summed.
+    n_heads = x_BNTH.shape[1]
+    return (weight.T @ x_BNTH.transpose(1, 2).flatten(2)).unflatten(2, (n_heads, -1)).transpose(1, 2)

@@ -20,7 +20,8 @@ SHORTEST = 64
 
 
 TILES = (64, 128, 256)
-"""Queries of a tile: wider ones multiply faster, and look at more keys that not all of them see."""
+"""Queries of a tile: wider ones multiply faster, and look at more keys that not all of them see (docs/LOG.md,
+2026-11-23). The widest are of documents that are seen whole."""
 
 ALIGNED = 64
 """Tiles have multiples of so many keys, where there are some to spare."""
@@ -118,7 +119,7 @@ def _tiles(sides: Sides, begin: int, end: int, fused: bool) -> Iterator[tuple[in
         yield begin, end, begin, end, right < length - 1
         return
     near, middle, far = TILES
-    size = far if left + right >= 448 or whole else middle if left + right >= 128 else near
+    size = far if whole else middle if left + right >= 128 else near
     for first in range(begin, end, size):
         last = min(first + size, end)
         before, after = (-(-side // ALIGNED) * ALIGNED for side in (left, right))

@@ -4,7 +4,7 @@ Blocks of keys are gathered for some blocks of queries, multiplied, and scattere
 scores again from the logarithm of their sum (Dao et al. 2022), and adds up what keys get from all their queries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +69,22 @@ def _visits(
         return list(bands), 1
     size = block_size(seen)
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
-    return seen.once(("pieces", size), lambda: list(pieces(seen, grid))), size
+    made = seen.once(("pieces", size), lambda: list(pieces(seen, grid)))
+    return made if drops else seen.once(("wide", size), lambda: wide_apart(made, grid)), size
+
+
+def wide_apart(made: Sequence[Piece], grid: Grid) -> list[Piece | Band]:
+    """Blocks of queries that see all keys, as BigBird's first and last, as tiles, whose keys need not be gathered."""
+    visits: list[Piece | Band] = []
+    for piece in made:
+        sees_all = piece.mask is None and piece.table.shape[-1] == grid.columns
+        if not sees_all or grid.queries % grid.size:
+            visits.append(piece)
+            continue
+        for number in piece.rows.tolist():
+            row, block = divmod(number, grid.rows)
+            visits.append(Band(row, block * grid.size, 0, grid.size, grid.keys))
+    return visits
 
 
 def block_size(seen: Visible) -> int:

@@ -21,8 +21,9 @@ FLASH = (torch.float32, torch.float64, torch.bfloat16)
 SCORES = 2**20
 """So many scores are held at once, besides what is linear in T."""
 
-ROOM = 32
-"""Columns that are added to bfloat16 keys and values for what is taken off the scores; matrix units take 32 at once."""
+ROOM = 32 if torch.cpu._is_amx_tile_supported() else 8
+"""Columns that are added to bfloat16 keys and values for what is taken off the scores: two, and zeros up to what matrix
+units take at once, or else to 16 bytes; 32 make the backward pass a fifth slower without such units (docs/LOG.md)."""
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of q, k and v, and of a bias that learns."""

@@ -77,6 +77,9 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
         assert len(facts) == 5
         for token, target in zip(tokens[-5:], targets[-5:], strict=True):
             assert target == facts[token - 5 * recall.values]
+    for at, distance in enumerate(recall.distances(batch).tolist(), 35):
+        fact = int(batch["tokens"][0, at - distance])
+        assert fact // recall.values == batch["tokens"][0, at] - 5 * recall.values
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,10 @@ def test_it_writes_a_dated_result(tmp_path: Path, task: str, length: int, only: 
         assert list(stretches) == ["0 to 64", "64 to 128", "128 to 256"]
         assert all(loss > 0 for loss in stretches.values())
     else:
-        stages = [found for name, found in models[only[-1]].items() if name.endswith("tokens")]
-        assert len(stages) == 3
-        assert all(found["of"] > 0 and 0 <= found["right"] <= 1 for found in stages)
+        stages = {name: found for name, found in models[only[-1]].items() if name != "seconds"}
+        if task == "recall":
+            assert list(stages) == ["0 to 32", "32 to 64", "64 to 128", "128 to 256", "256 to 512", "all"]
+            assert stages["all"]["of"] == sum(found["of"] for found in stages.values()) / 2 == 2 * 8
+        else:
+            assert len(stages) == 3
+        assert all(0 <= found["right"] <= 1 for found in stages.values() if found["of"])

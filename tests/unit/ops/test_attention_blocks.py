@@ -121,6 +121,23 @@ def test_gradients_against_the_reference(pattern: Pattern, kv_heads: int) -> Non
         assert compare(inputs(kv_heads), Seen(pattern, layout, 0, N)) < 1e-13
 
 
+@pytest.mark.parametrize("kv_heads", [N, 2])
+def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
+    """BigBird's first and last block, where blocks divide a row; with and without biases by distance."""
+    length = 64
+    tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
+    layout = SequenceMetadata(torch.arange(length).expand(B, -1))
+    seen = Seen(BigBird(4, 1, 0, N), layout, 0, N)
+    visits, _ = blocks._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
+    wide = [visit for visit in visits if isinstance(visit, bands.Band)]
+    assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
+        (row, first, 4, length) for row in range(B) for first in (0, length - 4)
+    ]
+    assert compare(tensors, seen) < 1e-13
+    near = biases()[:, T - length : T + length - 1].detach().requires_grad_()
+    assert compare(tensors, seen, bias=near) < 1e-13
+
+
 def biases(heads: int = N) -> Tensor:
     """A number for each head and distance, as large as scores."""
     generator = torch.Generator().manual_seed(heads)
