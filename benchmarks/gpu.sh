@@ -25,7 +25,8 @@ device=cuda
 }
 "$run" benchmarks/gpu_packages.py "$site" ${WHEELS:+--wheels "$WHEELS"} || exit 1
 export OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# The older name of it is still read by every torch, and not set here where the other is.
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 tests() {
   local log

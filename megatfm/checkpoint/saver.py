@@ -104,6 +104,7 @@ class Saver:
         )
         share = self._agreed_share(what, boxes)
         self._step, self._on_nodes = step, on_nodes
+        self._staging.begin(box.tensor for box in boxes.values())
         if self.mode == "async":
             self._copied.clear()
             self._thread = threading.Thread(
@@ -117,10 +118,14 @@ class Saver:
             self.finish()
 
     def settle(self) -> None:
-        """Wait until what is being saved is copied, and so may change, and help with it. Local, and short."""
+        """Wait until what is being saved is copied, and so may change, and help with it. Local, and short.
+
+        What is on a GPU may be changed by what this thread asks of the GPU from then on, which waits for the copies.
+        """
         while not self._copied.is_set():
             self._staging.help()
             self._copied.wait(HELP_SECONDS)
+        self._staging.release()
 
     @property
     def running(self) -> int | None:
@@ -185,6 +190,7 @@ class Saver:
         def pieces() -> Mapping[MetadataIndex, Tensor]:
             if failure is not None:  # raised where all ranks hear of it
                 raise failure
+            self._staging.arrive()
             return copies
 
         self._write(state, share, pieces)

@@ -1,8 +1,20 @@
-"""The staging copy: a rank's share in host memory, where no later step can touch it."""
+"""The staging copy: a rank's share in host memory, where no later step can touch it.
+
+From a GPU it goes over a stream of its own, beside what is trained meanwhile:
+
+| Stream | |
+|---|---|
+| training | the step that is saved, `begin`, the next passes, `release`: waits for the copies, the next update |
+| copies | after `begin`: the copies |
+
+The host waits for neither: only the thread that writes waits, by `arrive`, until the copies are there.
+"""
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,42 +34,92 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class Staging:
-    """One buffer, as large as what this rank writes, and used again by every save."""
+    """One buffer, as large as what this rank writes, and used again by every save.
 
-    def __init__(self) -> None:
+    cuda: what makes streams and events.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._gpu: torch.device | None = None
+        self._stream: Any = None
+        self._begun: Any = None  # events: what comes before the copies is done, and these are
+        self._copied: Any = None
+        self._unreleased: Any = None
         self._copying: _Copying | None = None
         self._helping = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Say that these are as they shall be copied: what this thread has asked of their GPU comes before."""
+        self._gpu = next((tensor.device for tensor in tensors if _is_elsewhere(tensor)), None)
+        self._begun = self._copied = self._unreleased = None
+        if self._gpu is not None:
+            self._begun = self._cuda.Event()
+            self._begun.record(self._cuda.current_stream(self._gpu))
+
     def copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Copies of the pieces, complete when this returns and valid until the next call."""
+        """Copies of the pieces, valid until the next call. Complete when this returns, those from a GPU when `arrive`
+        does."""
+        # A thread's own device may be another, where it would begin to use memory.
+        with nullcontext() if self._gpu is None else self._cuda.device(self._gpu):
+            return self._copy(pieces)
+
+    def release(self) -> None:
+        """From now on the tensors may change: what this thread asks of their GPU comes after the copies."""
+        copied, self._unreleased = self._unreleased, None
+        if copied is not None:
+            self._cuda.current_stream(self._gpu).wait_event(copied)
+
+    def arrive(self) -> None:
+        """Wait until the copies from a GPU are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, pieces: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         places, end = {}, 0
         # Those of whole blocks of the disk lie at blocks, so that they can be written right from there.
         for index, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes % BLOCK_BYTES > 0):
             places[index] = end
             end += piece.nbytes + -piece.nbytes % LINE_BYTES
-        gpu = next((piece.device for piece in pieces.values() if piece.is_cuda), None)
         if end > len(self._buffer):
-            self._allocate(end, gpu is not None)
+            self._allocate(end)
         copies = {}
         for index, piece in pieces.items():
             flat = self._buffer[places[index] : places[index] + piece.nbytes]
             copies[index] = flat.view(piece.dtype).view(piece.shape)
+        self._copy_from_gpu({i: piece for i, piece in pieces.items() if _is_elsewhere(piece)}, copies)
         parts: list[Part] = []
         for index, piece in pieces.items():
-            if piece.is_cuda or not piece.is_contiguous():
-                copies[index].copy_(piece.detach(), non_blocking=self._pinned)
-            else:  # NumPy takes less time for it than torch where it writes past the caches
+            if _is_elsewhere(piece):
+                continue
+            if (
+                piece.is_contiguous()
+            ):  # NumPy takes less time for it than torch where it writes past the caches
                 parts.extend(_parts(copies[index], piece.detach()))
+            else:
+                copies[index].copy_(piece.detach())
         copying = self._copying = _Copying(parts)
         copying.go_on()
         with self._helping:  # whoever helps has left
             self._copying = None
         copying.complete()
-        if gpu:  # the thread's own device may be another
-            torch.cuda.current_stream(gpu).synchronize()
         return copies
+
+    def _copy_from_gpu(
+        self, pieces: Mapping[MetadataIndex, Tensor], copies: Mapping[MetadataIndex, Tensor]
+    ) -> None:
+        if not pieces:
+            return
+        self._stream = self._stream or self._cuda.Stream(self._gpu)
+        self._stream.wait_event(self._begun)
+        with self._cuda.stream(self._stream):
+            for index, piece in pieces.items():
+                copies[index].copy_(piece.detach(), non_blocking=self._pinned)
+        copied = self._cuda.Event()
+        copied.record(self._stream)
+        self._copied = self._unreleased = copied
 
     def help(self) -> None:
         """Take part in what another thread copies: it has the lowest priority, and here somebody waits for it."""
@@ -65,7 +127,7 @@ class Staging:
             if self._copying is not None:
                 self._copying.go_on()
 
-    def _allocate(self, size: int, pin: bool) -> None:
+    def _allocate(self, size: int) -> None:
         self._release()
         try:
             # In huge pages, so that the first copy takes half the time.
@@ -76,16 +138,26 @@ class Staging:
                 "or shard over more ranks"
             ) from error
         self._buffer = torch.from_numpy(memory)
-        if pin:  # torch's own pinned memory comes in powers of two, up to twice the size
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
+        if self._gpu is not None:  # torch's own pinned memory comes in powers of two, up to twice the size
+            self._pinned = int(self._cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 0)) == 0
+            if not self._pinned:
+                log.warning(
+                    "no memory of %.2g GB that stays where it is: copies of what is saved are slower",
+                    size / 1e9,
+                )
 
     def _release(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
             self._pinned = False
 
     def __del__(self) -> None:
         self._release()
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU."""
+    return tensor.is_cuda
 
 
 class _Copying:

@@ -95,6 +95,13 @@ def _problems(config: "Config") -> Iterator[str]:
         )
     if parallel.reduce_dtype != "full":
         yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'full'"
+    if parallel.comm_memory != "torch":
+        yield "parallel.comm_memory = 'group', which is for FSDP2's buffers: set parallel.comm_memory = 'torch'"
+    if parallel.prefetch is not None:
+        yield (
+            "parallel.prefetch, which its ZeRO knows otherwise: leave it out, and set stage3_prefetch_bucket_size in "
+            "deepspeed.json_file"
+        )
     if parallel.dp_replicate > 1:
         yield (
             f"parallel.dp_replicate = {parallel.dp_replicate}: its ZeRO shards over all data ranks: set "

@@ -244,16 +244,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _rows_are_scaled_whole(self) -> Self:
-        if self.train.precision.startswith("fp8") and self.parallel.tp > 1:
-            raise ValueError(
-                f"train.precision = {self.train.precision!r} scales rows and columns of matrices, which parallel.tp = "
-                f"{self.parallel.tp} cuts: set parallel.tp = 1, and use dp_shard, pp or cp, or set train.precision = "
-                "'bf16'"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _soft_mixtures_are_whole(self) -> Self:
         kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
         for axis in ("tp", "cp", "ep") if any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds) else ():

@@ -25,6 +25,13 @@ class ParallelConfig(Section):
     reduce_dtype: Literal["full", "bf16"] = "full"
     """Type in which gradients are summed over data ranks; full: the weights' own. bf16 sends half of it, and each rank
     rounds what it has added up over its micro-batches."""
+    prefetch: NonNegativeInt | None = None
+    """With zero = 2 or 3: blocks ahead of the running one whose weights are asked for before it runs; 0: torch asks
+    when a block's turn comes, and one ahead in the backward pass; left out: 1 on GPUs, else 0. Each takes its gathered
+    weights of memory."""
+    comm_memory: Literal["torch", "group"] = "torch"
+    """With zero = 2 or 3: who allocates what gathering and scattering send; "group": the process group itself, where it
+    can (NCCL on a switch that computes), so that the network takes it without a copy."""
     tp: PositiveInt = Field(default=1, le=WIDEST)
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True

@@ -6,6 +6,7 @@ and attention itself.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import nn
@@ -33,8 +34,8 @@ def products_in_fp8(model: nn.Module) -> dict[str, Linear]:
     }
 
 
-def multiply_in_fp8(model: nn.Module, *, rowwise: bool) -> None:
-    """Have these products made so. Raises UsageError where there are none."""
+def multiply_in_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
+    """Have these products made so, and return the matrices by path. Raises UsageError where there are none."""
     chosen = products_in_fp8(model)
     if not chosen:
         raise UsageError(
@@ -43,3 +44,25 @@ def multiply_in_fp8(model: nn.Module, *, rowwise: bool) -> None:
         )
     for module in chosen.values():
         module.product = partial(fp8_linear, rowwise=rowwise)
+    return chosen
+
+
+def check_parts(chosen: Mapping[str, Linear], whole: Mapping[str, Sequence[int]], ranks: int) -> None:
+    """After tensor parallelism has cut the matrices. whole: the shapes they had, by parameter.
+
+    Raises UsageError for parts that are no multiples of 16, and for a matrix that is whole on each rank, which would
+    round its own share of a gradient.
+    """
+    for path, matrix in chosen.items():
+        part, shape = tuple(matrix.weight.shape), tuple(whole[f"{path}.weight"])
+        if part == shape:
+            raise UsageError(
+                f"train.precision = 'fp8': {path} stays whole on each of parallel.tp = {ranks} ranks, so that parts of "
+                "one gradient would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
+            )
+        if any(dim % MULTIPLE for dim in part):
+            raise UsageError(
+                f"train.precision = 'fp8': parallel.tp = {ranks} leaves {list(part)} of {path} {list(shape)}, and "
+                f"products in 8 bits take multiples of {MULTIPLE}: take a smaller parallel.tp, other sizes, or "
+                "train.precision = 'bf16'"
+            )

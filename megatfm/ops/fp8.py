@@ -9,6 +9,9 @@ tensors that share an element round it alike unless it is 2⁻¹⁴ of their lar
 | tensorwise: one for each tensor | e4m3 · e4m3 | e5m2 · e4m3 | e5m2 · e4m3 |
 
 Rowwise, what is made of a token depends on no other token, nor on how the batch is divided.
+
+Where tensor parallelism cuts what is multiplied, each rank scales its own part: no coarser than the whole, and with the
+same numbers but for those below 2⁻¹⁴ of the largest, which are then off by less. Nothing need be agreed on.
 """
 
 from typing import Any
@@ -42,13 +45,18 @@ def scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
     return power.clamp(min=SMALLEST_SCALE)
 
 
+def rounded(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x divided by its scale, in 8 bits."""
+    return (x * scale.reciprocal().to(x.dtype)).to(kind)
+
+
 def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, quick: bool) -> Tensor:
     """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. quick: sums are kept in fewer bits,
     where a GPU has that."""
     numbers, factors = [], []
     for x, kind in ((left_MK, dtype), (right_NK, E4M3)):
         scale = scales(x, rowwise, torch.finfo(kind).max)
-        numbers.append((x * scale.reciprocal().to(x.dtype)).to(kind).contiguous())
+        numbers.append(rounded(x, scale, kind).contiguous())
         factors.append(scale)
     if left_MK.dtype == torch.float64:  # what the same numbers give without rounding their product
         left, right = (n.double() * f.double() for n, f in zip(numbers, factors, strict=True))

@@ -12,10 +12,10 @@ from megatfm.engines.interface import PRECISIONS, Engine, EngineSetup
 from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.models.fp8 import multiply_in_fp8
+from megatfm.models.fp8 import check_parts, multiply_in_fp8
 from megatfm.objectives import predicted_share
 from megatfm.ops.fp8 import multiplies_fp8
-from megatfm.parallel.mesh import PIPELINE, Mesh
+from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
 from megatfm.parallel.pipeline_cut import Pipeline, cut, keep
 from megatfm.parallel.plan import lay
 from megatfm.ranks import run_on_rank_0
@@ -27,11 +27,13 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
     with torch.device("meta"):
         model = build_model(config)
-    if how := PRECISIONS[precision].fp8:
-        multiply_in_fp8(model, rowwise=how == "rowwise")
+    how = PRECISIONS[precision].fp8
+    in_fp8 = multiply_in_fp8(model, rowwise=how == "rowwise") if how else {}
     optimizers = optimizer_groups(config.optimizer, model)
     parallel = config.parallel
     layout = lay(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.context)
+    if (parts := mesh.size(TENSOR)) > 1:
+        check_parts(in_fp8, {name: placement.shape for name, placement in layout.items()}, parts)
     pipeline = None
     if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)

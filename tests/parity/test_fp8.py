@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.models import build
-from megatfm.models.fp8 import multiply_in_fp8, products_in_fp8
+from megatfm.models.fp8 import check_parts, multiply_in_fp8, products_in_fp8
+from megatfm.ops import fp8
 from tests.parity import test_pipelines as pipelines
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
     MODEL,
+    block,
     global_batch,
     gradient_errors,
     make_engine,
@@ -56,6 +59,81 @@ def test_by_rows_every_division_of_a_batch_is_one_computation(workers: Workers) 
         assert not errors
 
 
+def without_an_end(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """As many bits as these have, and exponents as small as any."""
+    mantissa, exponent = torch.frexp(x / scale.double())
+    steps = 2 / torch.finfo(kind).eps
+    return torch.ldexp((mantissa * steps).round() / steps, exponent)
+
+
+def cut_matrices(rowwise: bool) -> None:
+    """tp 2: gradients of one device where rounding knows no smallest number, and nearer to it than 8 bits are to the
+    truth where it does."""
+    batch = global_batch(seed=5)
+    _, exact = one_device_gradients(one_device(BIASES), batch)
+    for rounds in (without_an_end, fp8.rounded):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8, "rounded", rounds)
+            model = one_device(BIASES)
+            multiply_in_fp8(model, rowwise=rowwise)
+            one = {path: matrix.product for path, matrix in products_in_fp8(model).items()}
+            _, expected = one_device_gradients(model, batch)
+            for sequence_parallel in (True, False):
+                parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
+                engine = make_engine(BIASES, parallel, ADAMW)
+                for path, product in one.items():
+                    engine.model.get_submodule(path).product = product  # type: ignore[assignment]
+                # A tensor's scale is that of a micro-batch: all rows at once, as one device has them.
+                engine.forward_backward([batch], CAUSAL)
+                errors = gradient_errors(engine, expected)
+                if rounds is without_an_end:
+                    assert not errors, (sequence_parallel, errors)
+                    continue
+                for name, g in engine.gradients().items():
+                    wanted, true = (block(engine, name, tensors[name]) for tensors in (expected, exact))
+                    assert (g - wanted).norm() < (wanted - true).norm() + 1e-6 * true.norm(), name
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_under_tensor_parallelism_it_is_one_device_s_computation(workers: Workers, rowwise: bool) -> None:
+    workers.run(cut_matrices, 2, rowwise)
+
+
+@pytest.mark.parametrize("kind", [fp8.E4M3, fp8.E5M2])
+def test_a_part_is_rounded_as_in_the_whole_but_for_the_smallest(kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    random = torch.randn(64, 64, dtype=torch.float64, generator=generator)
+    lowest = -24 if kind == fp8.E4M3 else -12  # beyond what the one reaches, and not the other
+    whole = random * torch.exp2(torch.randint(lowest, 1, (64, 64), generator=generator).double())
+    largest = torch.finfo(kind).max
+
+    def values(x: Tensor) -> Tensor:
+        scale = fp8.scales(x, True, largest)
+        return fp8.rounded(x, scale, kind).double() * scale.double()
+
+    together, apart = values(whole), torch.cat([values(part) for part in whole.chunk(4, 1)], 1)
+    row = whole.abs().amax(1, keepdim=True)
+    # A scale is less than twice the largest by what the format reaches up to.
+    small = whole.abs() < row * 2 * torch.finfo(kind).smallest_normal / largest
+    differ = together != apart
+    assert bool(differ.any()) == (kind == fp8.E4M3)
+    assert not (differ & ~small).any()
+    assert ((apart - whole).abs() <= (together - whole).abs())[differ].all()
+
+
+def test_parts_that_the_kernel_does_not_take_are_refused() -> None:
+    with torch.device("meta"):
+        chosen = products_in_fp8(build(FOUR))
+    whole = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
+    with pytest.raises(UsageError, match=r"wq stays whole on each of parallel.tp = 2 ranks"):
+        check_parts(chosen, whole, 2)
+    twice = {name: (2 * rows, columns) for name, (rows, columns) in whole.items()}
+    check_parts(chosen, twice, 2)
+    chosen["decoder.layers.1.ffn.w_up"].weight = torch.nn.Parameter(torch.empty(40, 32, device="meta"))
+    with pytest.raises(UsageError, match=r"leaves \[40, 32\] of decoder.layers.1.ffn.w_up \[160, 32\]"):
+        check_parts(chosen, twice, 2)
+
+
 def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
     """‖g − r‖ / ‖r‖ of each parameter's gradient from one in float64 and in full."""
     batch = global_batch(seed=5)
@@ -70,12 +148,12 @@ def distances(precision: str, rowwise: bool | None) -> dict[str, float]:
 @pytest.mark.parametrize("rowwise", [True, False])
 def test_gradients_are_near_those_in_full(workers: Workers, rowwise: bool) -> None:
     (bf16,) = workers.run(distances, 1, "bf16", None)
-    (fp8,) = workers.run(distances, 1, "bf16", rowwise)
+    (found,) = workers.run(distances, 1, "bf16", rowwise)
     (alone,) = workers.run(distances, 1, "fp64", rowwise)
     assert min(alone.values()) > 1e-3, "some gradient knows nothing of 8 bits"
     # No more than the worst rounding of the two factors of a single product.
     assert max(alone.values()) < (1 + (2**-4 if rowwise else 2**-3)) * (1 + 2**-4) - 1
-    for name, error in fp8.items():
+    for name, error in found.items():
         assert error < 1.5 * (alone[name] + bf16[name]), name
 
 

@@ -33,18 +33,28 @@ class Sharing:
 
     zero: the stage. accumulate: gradients of a step's micro-batches, "whole": each rank adds up whole ones, reduced
     once; "shards": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3). reduced: the
-    dtype in which gradients are sent and summed over ranks; None: the stored one.
+    dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: of stages 2 and 3, blocks
+    whose weights are asked for before the one ahead of them runs; 0: as FSDP2 does by itself; None: as `ahead` says.
+    group_memory: what they send is allocated by the process group.
     """
 
     zero: Literal[0, 1, 2, 3] = 3
     accumulate: Literal["whole", "shards"] = "whole"
     reduced: torch.dtype | None = None
+    prefetch: int | None = None
+    group_memory: bool = False
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Self:
         """As a config says."""
         reduced = torch.bfloat16 if parallel.reduce_dtype == "bf16" else None
-        return cls(parallel.zero, parallel.accumulate, reduced)
+        return cls(
+            parallel.zero, parallel.accumulate, reduced, parallel.prefetch, parallel.comm_memory == "group"
+        )
+
+    def ahead(self, device_type: str) -> int:
+        """`prefetch` on a device. On CPUs asking early is no faster, since gathering takes the cores of what runs."""
+        return int(device_type != "cpu") if self.prefetch is None else self.prefetch
 
 
 class DataParallel(Beginnings, Protocol):

@@ -1,9 +1,11 @@
 """ZeRO stages 2 and 3 by FSDP2 (Zhao et al. 2023): each block is gathered before it runs, its gradients scattered."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -18,6 +20,8 @@ from megatfm.parallel.blocks import blocks
 from megatfm.parallel.layout import ParameterLayout, Region
 from megatfm.parallel.mesh import DENSE, DataAxes, Mesh
 from megatfm.parallel.torch_stage import reduce_gradients
+
+log = logging.getLogger("megatfm")
 
 OF_RECOMPUTATION = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 """What torch's selective recomputation watches operations by, in the forward pass and in the second one."""
@@ -42,6 +46,9 @@ class FullySharded:
         for stage in stages:
             stage.to(precision.stored)
             _shard(stage, layout, mesh, precision, sharing)
+            _prefetch(stage, sharing.ahead(device.type))
+            if sharing.group_memory:
+                _allocate_in_groups(stage, mesh, device)
             stage.to_empty(device=device)
         self._modules = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
         self._parameters = dict(named_parameters(stages))
@@ -132,6 +139,35 @@ def _shard(
             # gloo has no pre-multiplied sum, which FSDP2 would otherwise choose.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _prefetch(stage: nn.Module, ahead: int) -> None:
+    """Have each block ask for the weights of so many after it before it runs, and of so many before it before its
+    backward pass. Only within its own stack, whose blocks surely run one after another: what is asked for and not used
+    would stay."""
+    stacks: dict[str, list[FSDPModule]] = {}
+    for path, module in stage.named_modules():
+        if path.rpartition(".")[0].rpartition(".")[2] == "layers" and isinstance(module, FSDPModule):
+            stacks.setdefault(path.rpartition(".")[0], []).append(module)
+    for stack in stacks.values():
+        for place, block in enumerate(stack):
+            block.set_modules_to_forward_prefetch(stack[place + 1 : place + 1 + ahead])
+            block.set_modules_to_backward_prefetch(stack[max(place - ahead, 0) : place][::-1])
+
+
+def _allocate_in_groups(stage: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Have process groups allocate what is sent, where they can."""
+    group = mesh.group(DENSE.shard)
+    if not group._get_backend(device).supports_tensor_alloc(device):
+        log.warning(
+            "parallel.comm_memory = 'group': %s has no memory of its own for %s: torch allocates what is sent",
+            dist.get_backend(group),
+            device,
+        )
+        return
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def _hide_hooks(module: nn.Module) -> None:

@@ -5,7 +5,7 @@
 | 0 | whole | whole | – |
 | 1 | whole | shard | – |
 | 2 | shard; whole where micro-batches add up | shard | whole |
-| 3 | likewise | shard | a block, and what lies in none; whole in pipelines that split their backward passes |
+| 3 | likewise | shard | a block and those ahead, and what lies in none; whole in pipelines that split backward passes |
 
 "Whole" is what this rank's stages hold of the model, cut by tensor parallelism. Of activations only what every way to
 recompute keeps is counted: the input of each block, for as many micro-batches as a rank holds at a time.
@@ -64,7 +64,9 @@ def memory_needed(
     if sharing.zero == 2 or (sharing.zero == 3 and splits):
         gathered = whole * precision.computed.itemsize
     elif sharing.zero == 3:
-        gathered = (whole - in_blocks + max(sizes, default=0)) * precision.computed.itemsize
+        ahead = sharing.ahead(mesh.device_mesh.device_type)
+        together = sum(sorted(sizes)[-1 - ahead :])  # the block that runs, and those that are asked for
+        gathered = (whole - in_blocks + together) * precision.computed.itemsize
     if mesh.size(SHARD) == 1 and not precision.is_mixed:
         gathered = 0  # the weights themselves
     return MemoryNeeds(
