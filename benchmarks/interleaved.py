@@ -13,24 +13,30 @@ FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 """Instructions by which products are made, the best first."""
 
 Step = Callable[[], object]
+Side = Callable[[], dict[str, float]]
+"""Takes a step, and gives its seconds by each of the clocks."""
 
 
-def seconds(step: Step) -> dict[str, float]:
-    """Of one step, by each of the clocks."""
-    start = {name: clock() for name, clock in CLOCKS.items()}
-    step()
-    return {name: clock() - start[name] for name, clock in CLOCKS.items()}
+def timed(step: Step) -> Side:
+    """A step in this process."""
+
+    def side() -> dict[str, float]:
+        start = {name: clock() for name, clock in CLOCKS.items()}
+        step()
+        return {name: clock() - start[name] for name, clock in CLOCKS.items()}
+
+    return side
 
 
-def compare(ours: Step, theirs: Step, rounds: int) -> dict[str, list[float]]:
+def compare(ours: Side, theirs: Side, rounds: int) -> dict[str, list[float]]:
     """Their seconds over ours by each clock, round by round, after two steps to warm up; who goes first alternates."""
     sides = {"ours": ours, "theirs": theirs}
-    for step in sides.values():
-        step(), step()
+    for side in sides.values():
+        side(), side()
     ratios: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
     for number in range(rounds):
         order = list(sides) if number % 2 else list(sides)[::-1]
-        taken = {side: seconds(sides[side]) for side in order}
+        taken = {name: sides[name]() for name in order}
         for clock, values in ratios.items():
             values.append(taken["theirs"][clock] / taken["ours"][clock])
     return ratios

@@ -17,7 +17,7 @@ from platform import python_version
 
 import torch
 import transformers
-from interleaved import Step, compare, cpu, summary
+from interleaved import Step, compare, cpu, summary, timed
 from torch import nn
 
 from megatfm.config import load_config
@@ -106,7 +106,7 @@ def main() -> None:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
                 ours, theirs = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                found = summary(compare(passes(ours), passes(theirs), args.rounds))
+                found = summary(compare(timed(passes(ours)), timed(passes(theirs)), args.rounds))
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **found}
                 results.append(row)
                 print(

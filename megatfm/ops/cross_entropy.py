@@ -130,8 +130,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # One factor for the whole sum: scaling afterwards is exact up to rounding.
-        hidden, weight, *bias = (saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
+        # for another backward pass: on a CPU, memory for as much again costs more than the product.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        hidden, weight, *bias = (
+            torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
+            for saved in ctx.saved_tensors
+        )
         return hidden, weight, bias[0] if bias else None, None, None, None, None, None
 
 

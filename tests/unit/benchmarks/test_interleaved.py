@@ -28,7 +28,8 @@ def test_sides_take_turns_and_theirs_is_divided_by_ours(
         now[0] += seconds
 
     monkeypatch.setattr(interleaved, "CLOCKS", {"wall": lambda: now[0]})
-    ratios = interleaved.compare(lambda: step("ours", 2.0), lambda: step("theirs", 3.0), 3)
+    sides = [interleaved.timed(lambda: step("ours", 2.0)), interleaved.timed(lambda: step("theirs", 3.0))]
+    ratios = interleaved.compare(*sides, 3)
     assert order == [
         "ours",
         "ours",

@@ -1,8 +1,12 @@
 """Chunked cross-entropy against plain torch, values and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy, cross_entropy_reference
 
@@ -69,6 +73,40 @@ def test_bfloat16_sums_in_float32() -> None:
     for a, b in zip(gradients, wanted, strict=True):
         assert a.dtype == torch.bfloat16
         assert float((a.double() - b).norm() / b.double().norm()) < 0.01
+
+
+class AsLargeAsTheWeights(TorchDispatchMode):
+    """Counts operators that make another tensor as large as the weights."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.made = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self.made += (
+            isinstance(result, Tensor) and result.shape == self.shape and result.data_ptr() not in known
+        )
+        return result
+
+
+def test_a_gradient_is_scaled_where_it_lies_unless_another_pass_will_ask_for_it() -> None:
+    hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(0, 9, (6,))
+    wanted = torch.func.grad(lambda w: cross_entropy_reference(hidden, w, targets) / 6)(weight)
+    weight.requires_grad_()
+    loss = cross_entropy(hidden, weight, targets) / 6
+    found, made = [], []
+    for kept in (True, True, False):
+        weight.grad = None
+        with AsLargeAsTheWeights(weight.shape) as mode:
+            loss.backward(retain_graph=kept)
+        assert weight.grad is not None
+        found.append(weight.grad.clone())
+        made.append(mode.made)
+    assert made == [1, 1, 0]
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+    torch.testing.assert_close(found[0], wanted)
 
 
 def test_only_one_input_needs_a_gradient() -> None:
