@@ -69,7 +69,7 @@ def _row(module: nn.Module, ranks: Ranks, own: Own) -> None:
     biased = "bias" in own
 
     def forward(x: Tensor) -> Tensor:
-        y = ranks.leave(getattr(module, "product", F.linear)(x, module.weight, None))
+        y = ranks.leave(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
         # Added to the sum, and not by every rank to its part of it.
         return y + module.bias if biased else y  # type: ignore[operator]
 

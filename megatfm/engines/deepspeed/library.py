@@ -48,9 +48,6 @@ def load(device: torch.device) -> ModuleType:
         _forget_engines_before()
         # An all-reduce through shared memory would be compiled here, for half a minute.
         package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if device.type == "cpu":
-            # DeepSpeed refuses float16 on CPUs without instructions for it. torch computes in it on every CPU.
-            package.accelerator.get_accelerator().is_fp16_supported = lambda: True
         backend = "nccl" if device.type == "cuda" else "gloo"
         package.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return package

@@ -70,7 +70,7 @@ def _visits(
     size = block_size(seen)
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     made = seen.once(("pieces", size), lambda: list(pieces(seen, grid)))
-    return made if drops else seen.once(("wide", size), lambda: wide_apart(made, grid)), size
+    return [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid)), size
 
 
 def wide_apart(made: Sequence[Piece], grid: Grid) -> list[Piece | Band]:
