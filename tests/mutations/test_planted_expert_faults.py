@@ -115,7 +115,6 @@ CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]]
         {
             read_gradients_before_they_come: BELOW,
             forget_what_is_below_shared_ones: BELOW,
-            forget_shared_ones: "ffn.shared.w_up.weight",
             count_shared_ones_twice: "ffn.shared.w_down.weight",
         },
     ),
@@ -148,6 +147,18 @@ def test_a_planted_fault_is_found(workers: Workers, case: str) -> None:
     for fault, wanted in CASES[case][2].items():
         names = set[str]().union(*(found[fault.__name__] for found in of_ranks))
         assert any(name.endswith(wanted) for name in names), (fault.__name__, names)
+
+
+def without_shared_ones() -> None:
+    model = MODELS["deepseek-v3"]
+    with pytest.MonkeyPatch.context() as patch:
+        forget_shared_ones(patch)
+        test_experts.second_step("deepseek-v3", EP2, test_experts.objective_for(model, batch_for(model)))
+
+
+def test_shared_experts_that_get_no_gradient_are_loud(workers: Workers) -> None:
+    with pytest.raises(Exception, match=r"no loss depends on decoder\.layers\.1\.ffn\.shared"):
+        workers.run(without_shared_ones, 2, timeout=120.0)
 
 
 def measure_all_together(patch: Patch) -> None:

@@ -638,7 +638,7 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, others: 
             f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)
         }
         # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
-        configs["selective, tp2"] = traffic_of("deepseek-v3", TP2, **selective)
+        configs["selective, tp2"] = traffic_of("deepseek-v3", with_tp(0, dp_shard=1), **selective)
     assert test_traffic.missed(workers, ranks, of_these(configs, ranks, others)) == {}
 
 
