@@ -246,13 +246,20 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
+LATER = (
+    ("patterns of encoders", 8),
+    ("t5 positions, patterns", 4),
+    ("deberta v3", 4),
+    ("deberta, rows of 11 tokens", 2),
+)
+"""Dear ones that others are much like."""
 CASES = [
     case
     for ranks, names in MANY.items()
     for case in cells({name: layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
-    if (case.values[0], ranks) != ("patterns of encoders", 8)
+    if (case.values[0], ranks) not in LATER
 ]
-CASES.append(pytest.param("patterns of encoders", ["zero3 × cp2 × tp2"], 8, marks=SLOW))
+CASES += [pytest.param(name, [*layouts_of(name, ranks)], ranks, marks=SLOW) for name, ranks in LATER]
 
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)

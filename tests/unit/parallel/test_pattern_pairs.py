@@ -23,18 +23,29 @@ from tests.parity import test_context, test_patterns
 from tests.parity.test_traffic import config_of
 from tests.unit.parallel.test_context import kinds
 
+SHARED = ("linformer_headwise", "linformer_both", "linformer_all")
+"""Which sketches are shared is nothing to a layout."""
+OF_ENCODERS = {name: kind for name, kind in test_context.OF_ENCODERS.items() if name not in SHARED}
 MODELS: dict[str, dict[str, Any]] = {
     f"{family}, {name}": test_context.one_block_each(base, {name: kind})
     for family, base, kinds_of in (
         ("decoder", test_context.DECODER, test_context.OF_DECODERS),
-        ("encoder", test_context.ENCODER, test_context.OF_ENCODERS),
+        ("encoder", test_context.ENCODER, OF_ENCODERS),
         (
             "latent",
             test_context.LATENT,
             {name: test_context.OF_DECODERS[name] for name in ("window", "bigbird")},
         ),
-        ("alibi", {**test_context.DECODER, "position.name": "alibi"}, test_context.OF_BIASED),
-        ("t5 positions", {**test_context.DECODER, "position.name": "t5"}, test_context.OF_BIASED),
+        (
+            "alibi",
+            {**test_context.DECODER, "position.name": "alibi"},
+            {"window": test_context.OF_BIASED["window"]},
+        ),
+        (
+            "t5 positions",
+            {**test_context.DECODER, "position.name": "t5"},
+            {"full": test_context.OF_BIASED["full"]},
+        ),
     )
     for name, kind in kinds_of.items()
 }
