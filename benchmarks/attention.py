@@ -2,10 +2,10 @@
 
     python benchmarks/attention.py --out benchmarks/results [--parts speed --dtypes float32 --only window]
 
-One row of 2 heads of 64 channels, one thread. Each round runs every case once, in another order; medians of the ratios
-within a round are quoted, which other work on the machine disturbs little. What a call measures is added to the
-results of its day, so that a table can be made by several calls, of `--parts`, `--lengths`, `--dtypes` and `--only`
-(beginnings of cases' names).
+One row of 2 heads of 64 channels, one thread, whose own processor time is told. Each round runs every case once, in
+another order; medians of the ratios within a round are quoted, which other work on the machine disturbs little. What
+a call measures is added to the results of its day, so that a table can be made by several calls, of `--parts`,
+`--lengths`, `--dtypes` and `--only` (beginnings of cases' names).
 
 speed: how many times as fast as dense attention. flat: microseconds a token at all lengths, which take turns, and their
 ratio to the shortest. packed: rows of documents against one document of the same tokens. linformer, peers: see
@@ -78,11 +78,11 @@ def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def seconds(case: Case, tensors: Sequence[Tensor]) -> float:
-    """Of a forward and a backward pass."""
-    start = time.perf_counter()
+    """Of the processor, for a forward and a backward pass; the clock's would be those of other work, too."""
+    start = time.thread_time()
     made = case(*tensors)
     torch.autograd.grad(made, tensors, torch.ones_like(made))
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def rounds(timed: Mapping[str, Callable[[], float]], count: int) -> Times:
