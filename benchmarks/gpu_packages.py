@@ -16,7 +16,10 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
+try:
+    from packaging.requirements import Requirement
+except ImportError:  # a bare Python has what pip brings along
+    from pip._vendor.packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "transformers>=5.0"]

@@ -1,6 +1,7 @@
 """NCCL's flight recorder: the last collectives of every rank, for when a run hangs on GPUs."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ def dump_flight_recorder(file: int, rank: int) -> None:
         return
     from torch._C import _distributed_c10d
 
-    trace = _distributed_c10d._dump_fr_trace_json(  # type: ignore[attr-defined]
-        includeCollectives=True, onlyActive=True
-    )
+    # NCCL's groups have a recorder of their own, which that of all backends need not know of.
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = dump or _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    trace = dump(includeCollectives=True, onlyActive=True)
     os.write(file, f"Unfinished collectives of rank {rank}: ".encode() + trace + b"\n")

@@ -1,5 +1,6 @@
 """NCCL's flight recorder is switched on by environment variables, only where there are GPUs."""
 
+import json
 import os
 from pathlib import Path
 
@@ -49,3 +50,28 @@ def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tm
     with (tmp_path / "log").open("wb") as file:
         dump_flight_recorder(file.fileno(), 0)
     assert (tmp_path / "log").read_bytes() == b""
+
+
+def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
+    asked: list[dict[str, bool]] = []
+
+    def dump(**options: bool) -> bytes:
+        asked.append(options)
+        return b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
+
+    for name, value in (
+        ("is_initialized", True),
+        ("is_nccl_available", True),
+        ("get_backend_config", "cuda:nccl"),
+    ):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    with (tmp_path / "log").open("wb") as file:
+        dump_flight_recorder(file.fileno(), 3)
+    written = (tmp_path / "log").read_text()
+    assert written.startswith("Unfinished collectives of rank 3: ")
+    assert json.loads(written.partition(": ")[2])["entries"][0]["profiling_name"] == "nccl:all_reduce"
+    assert asked == [{"includeCollectives": True, "onlyActive": True}]

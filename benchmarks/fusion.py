@@ -1,0 +1,120 @@
+"""What torch.compile makes of a block: the kernels that inductor writes in Triton, forward and backward, by name.
+
+    python benchmarks/fusion.py --out benchmarks/results
+
+Needs Triton and no GPU: inductor takes the CPU's tensors through the code generator that it has for GPUs, and what it
+writes is counted, not run. Float32, in which attention on a CPU is one operator of torch, as it is on a GPU; products
+of matrices and attention are left out, since they are libraries'.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatfm.config import ModelConfig, load_config
+from megatfm.engines.native.engine import compile_all
+from megatfm.models import build
+from megatfm.parallel.blocks import blocks
+
+ONE_BLOCK = ["model.n_layers=1", "model.vocab_size=128", "model.dropout=0", "model.attention.dropout=0"]
+CASES = {
+    "GPT-2 (LayerNorm, GELU)": ("gpt2-124m", []),
+    "Llama (RMSNorm, SwiGLU, RoPE)": (
+        "llama3-8b",
+        [
+            "model.d_model=512",
+            "model.ffn.d_ff=1536",
+            "model.attention.n_heads=8",
+            "model.attention.n_kv_heads=2",
+        ],
+    ),
+}
+"""Name → preset, and what is smaller than in it."""
+
+
+def config_of(case: str) -> ModelConfig:
+    """A model of one block."""
+    preset, smaller = CASES[case]
+    return load_config(preset, [*smaller, *ONE_BLOCK]).model
+
+
+@contextmanager
+def written() -> Iterator[list[str]]:
+    """Within, compiling on a CPU writes Triton, and running notes the names of kernels and does nothing."""
+    from torch._functorch import config as functorch
+    from torch._inductor import async_compile, config
+
+    ran: list[str] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, *_: Any, **__: Any) -> None:
+            ran.append(self.name)
+
+    def triton(_: object, name: str, *__: Any, **___: Any) -> Kernel:
+        return Kernel(name)
+
+    torch._dynamo.reset()
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False))
+        stack.enter_context(functorch.patch(enable_autograd_cache=False))
+        stack.enter_context(patch.object(async_compile.AsyncCompile, "triton", triton))
+        stack.enter_context(patch("torch.utils._triton.triton_hash_with_backend", lambda: "no GPU"))
+        yield ran
+    torch._dynamo.reset()
+
+
+def kernels(config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Names of a block's kernels in the order in which they run: forward, backward."""
+    model = build(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    compile_all(blocks(model), autotune=False)
+    tokens = torch.arange(128).view(2, 64) % (config.vocab_size or 1)
+    with written() as ran:
+        hidden: Tensor = model(tokens, positions=torch.arange(64).expand(2, -1)).hidden
+        forward = list(ran)
+        hidden.sum().backward()
+        return forward, ran[len(forward) :]
+
+
+def report() -> str:
+    lines = [
+        f"# Kernels of a compiled block, {date.today().isoformat()}",
+        "",
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, written by inductor for Triton and "
+        "not run; `python benchmarks/fusion.py`. Matrix products and attention, which libraries do, are not counted.",
+    ]
+    for case in CASES:
+        for way, names in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
+            lines += ["", f"{case}, {way}: {len(names)}", "", *(f"- `{name}`" for name in names)]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the lists, and write them where asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder for DATE-fusion.md")
+    args = parser.parse_args(arguments)
+    text = report()
+    print(text)
+    if args.out:
+        (args.out / f"{date.today().isoformat()}-fusion.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
