@@ -120,6 +120,11 @@ def _problems(config: "Config") -> Iterator[str]:
             f"optimizer.name = {config.optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
             "ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw'"
         )
+    if config.optimizer.name == "schedule_free_adamw" and parallel.zero == 3:
+        yield (
+            "optimizer.name = 'schedule_free_adamw' and parallel.zero = 3, which steps by groups, so that its count of "
+            "steps runs ahead: set parallel.zero = 2"
+        )
     if getattr(config.optimizer, "moments", "full") != "full":
         yield (
             "optimizer.moments = 'bf16', which are rounded by where an element is in its tensor, while its ZeRO "

@@ -81,7 +81,8 @@ def _of_offload(config: "Config") -> dict[str, tuple[str, Any]]:
 
 def _their_names(name: str) -> str | tuple[str, ...]:
     """DeepSpeed's Adam is AdamW unless it is told otherwise."""
-    return ("AdamW", "Adam") if name == "adamw" else {"lion": "Lion"}.get(name, name)
+    names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
+    return names.get(name, name)
 
 
 FREE = {

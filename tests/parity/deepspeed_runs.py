@@ -217,7 +217,7 @@ def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]])
 
 def stages(family: str, layout: str, optimizer: str) -> list[Config]:
     """A row of the grid."""
-    last = 2 if layout == "pp2" else 4
+    last = 2 if layout == "pp2" else 3 if optimizer == "schedule_free_adamw" else 4
     words = OPTIMIZERS[optimizer]
     return [case(family, *words, zero=stage, **LAYOUTS[layout]) for stage in range(last)]
 

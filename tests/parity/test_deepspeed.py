@@ -173,7 +173,6 @@ MORE_IN_FILES: dict[str, list[Config]] = {
     ],
     "experts": [in_files("moe", dp_shard=4, ep=2), in_files("decoder", dp_shard=2, tp=2)],
     "lion": [in_files("decoder", *OPTIMIZERS["lion"], dp_shard=2)],
-    "schedule-free": [in_files("decoder", *OPTIMIZERS["schedule_free_adamw"], dp_shard=2)],
 }
 
 

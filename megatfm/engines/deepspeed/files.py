@@ -51,7 +51,7 @@ class FileHandle:
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def _move(self, call: Any, flags: int, buffer: Tensor, path: str, offset: int) -> int:
-        rest = memoryview(buffer.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        rest = buffer.detach().view(torch.uint8).numpy().data
         try:
             file = os.open(path, flags, 0o600)
             try:
