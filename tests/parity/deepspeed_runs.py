@@ -36,7 +36,8 @@ FAMILIES = {
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
-    "lion": ["~optimizer.eps", "optimizer.name=lion", "schedule.name=constant"],
+    # At a usual rate the losses would show a single sign, of a gradient that is nothing but rounding.
+    "lion": ["~optimizer.eps", "optimizer.name=lion", "optimizer.lr=1e-5", "schedule.name=constant"],
     "schedule_free_adamw": [
         "optimizer.name=schedule_free_adamw",
         "optimizer.eps=1e-2",
