@@ -28,7 +28,7 @@ def of_whole_rows(moe: nn.Module, contexts: Contexts) -> None:
 
 def _whole(contexts: Contexts, choices_BTK: Tensor, sequence: Any) -> Tensor:
     """[B, S, K], in the order of the rows."""
-    wanted = sequence.once("everything", lambda: everything(contexts, sequence))
+    wanted = sequence.once("everything", lambda: everything(contexts, sequence.length))
     return fetch(choices_BTK[:, None], wanted)[:, 0]
 
 

@@ -48,7 +48,7 @@ class SoftMoE(nn.Module):
         B, N, _, S = shares_BNTS.shape
         slots_BXD = torch.einsum("bnts,btd->bnsd", shares_BNTS.to(x_BTD.dtype), x_BTD).flatten(1, 2)
         choices_BX1 = (torch.arange(S, device=x_BTD.device) // self.slots).repeat(N).expand(B, -1)[..., None]
-        made_BXD, _ = self.experts(slots_BXD, torch.ones_like(slots_BXD[..., :1]), choices_BX1)
+        made_BXD, _ = self.experts(slots_BXD, torch.ones_like(slots_BXD[..., :1]), choices_BX1, sequence)
         means_BNTS = logits_BTS.softmax(-1)[:, None] * owners_BNT[..., None]
         made_BNSD = made_BXD.unflatten(1, (N, S))
         return torch.einsum("bnts,bnsd->btd", means_BNTS.to(x_BTD.dtype), made_BNSD)
