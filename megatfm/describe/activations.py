@@ -15,6 +15,7 @@ from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.embedding import Embedding
 from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
+from megatfm.ops.grouped import KERNELS
 from megatfm.parallel.blocks import blocks
 from megatfm.train.build import build_model
 
@@ -52,15 +53,15 @@ class Kept:
 def kept_by_blocks(config: Config) -> tuple[int, int] | None:
     """Bytes that all blocks keep of one micro-batch, one process having all of it: without `train.recompute`, and with
     "full", which keeps the blocks' inputs and in the backward pass one block's own. None where a part of the model
-    decides by values how much it keeps, as dropless experts do in float32.
+    decides by values how much it keeps.
 
-    Blocks are taken as they run eagerly; one of a kind stands for the others. Attention by blocks of keys keeps what a
-    fused kernel does, and is counted as one. Rows of one document are assumed.
+    Blocks are taken as they run eagerly, and experts as on a GPU; one of a kind stands for the others. Attention by
+    blocks of keys keeps what a fused kernel does, and is counted as one. Rows of one document are assumed.
     """
     of_library = logging.getLogger("torch._subclasses.fake_tensor")
     before, of_library.disabled = of_library.disabled, True
     try:
-        with FakeTensorMode():
+        with FakeTensorMode(), _experts_by_shapes():
             return _measured(config)
     except (
         Exception
@@ -69,6 +70,26 @@ def kept_by_blocks(config: Config) -> tuple[int, int] | None:
         return None
     finally:
         of_library.disabled = before
+
+
+class _Products(torch.autograd.Function):
+    """What experts' products keep."""
+
+    @staticmethod
+    def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_MI, weight_GOI, ends_G)
+        return x_MI.new_empty(len(x_MI), weight_GOI.shape[1])
+
+
+@contextmanager
+def _experts_by_shapes() -> Iterator[None]:
+    """Products of experts by their shapes: whose a row is is a matter of values, how many there are is not."""
+    before = dict(KERNELS)
+    KERNELS.update(dict.fromkeys(KERNELS, _Products.apply))
+    try:
+        yield
+    finally:
+        KERNELS.update(before)
 
 
 def _measured(config: Config) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from megatfm.config import (
     ShawConfig,
     T5PositionConfig,
 )
+from megatfm.config.experts import FFNConfig, MoEConfig
 
 if TYPE_CHECKING:
     from megatfm.describe.description import Description
@@ -34,7 +35,7 @@ def _architecture(model: ModelConfig) -> list[Line]:
     found = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
         ("attention", f"{_heads(model)}; {_position(model)}"),
-        ("feed-forward", f"{model.ffn.activation}, inner width {model.ffn.d_ff:,}"),
+        ("feed-forward", _feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
         ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
     ]
@@ -129,6 +130,20 @@ def _counts(found: "Description") -> list[Line]:
         ),
         ("activations", _activations(found)),
     ]
+
+
+def _feed_forward(model: ModelConfig) -> str:
+    """Of each kind of block."""
+    kinds = (model.at(depth).ffn for depth in range(max(1, len(model.blocks))))
+    return "; or ".join(dict.fromkeys(map(_network, kinds)))
+
+
+def _network(ffn: FFNConfig) -> str:
+    inside = f"{ffn.activation}, inner width {ffn.d_ff:,}"
+    if not isinstance(ffn, MoEConfig):
+        return inside
+    shared = f" and {ffn.n_shared_experts} for all" if ffn.n_shared_experts else ""
+    return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {inside}"
 
 
 def _activations(found: "Description") -> str:
