@@ -27,6 +27,10 @@ class Part(SequenceMetadata):
         self.row, self.places = row, places
         self.looked_at: Tensor | None = None
 
+    @property
+    def real_of_row(self) -> Tensor:
+        return self.row.real
+
     def of_row(self) -> SequenceMetadata:
         """The whole rows, with the random keys of the layer at hand."""
         row = copy.copy(self.row)

@@ -163,6 +163,11 @@ class SequenceMetadata:
         """Boolean [B, T], tokens that are no padding."""
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
+    @property
+    def real_of_row(self) -> Tensor:
+        """Boolean [B, S]: the same of the whole rows."""
+        return self.real
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
         if key not in self._made:

@@ -16,6 +16,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.attention.patterns import reached
 from megatfm.layers.moe import Experts
+from megatfm.layers.moe.expert_choice import ExpertChoiceRouter
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context import SIDES, is_folded
 from megatfm.parallel.context_exchange import places
@@ -77,10 +78,18 @@ class RowsCut:
             elif isinstance(module, Experts) and module.is_limited:
                 for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
                     ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
+            elif isinstance(module, ExpertChoiceRouter):
+                tokens = prod((call.inputs[0] or ())[:-1])
+                for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
+                    ledger.send(CONTEXT, tokens * module.n_experts * self._at_least_float32)
             elif call.path.endswith(".counted"):
                 again = self._config.train.recompute == "full" and call.in_block and call.keeps_more
-                computed = PRECISIONS[self._config.train.precision].computed.itemsize
-                ledger.all_reduce(CONTEXT, call.made * max(4, computed), times=1 + again)
+                ledger.all_reduce(CONTEXT, call.made * self._at_least_float32, times=1 + again)
+
+    @property
+    def _at_least_float32(self) -> int:
+        """Bytes of what routers compute with."""
+        return max(4, PRECISIONS[self._config.train.precision].computed.itemsize)
 
     def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
         """Keys and values that are made of several tokens, of all heads, forward and backward."""

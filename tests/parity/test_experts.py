@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatfm import checkpoint
 from megatfm.config import Config, ModelConfig, ParallelConfig
-from megatfm.config.objective import CausalObjective, SpanCorruptionObjective
+from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorruptionObjective
 from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
@@ -336,6 +336,10 @@ OF_WHOLE_ROWS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
         pytest.param("by batch", [layout for layout in CONTEXTS if layout in AGAIN], marks=SLOW),
         pytest.param("switch", [layout for layout in CONTEXTS if layout not in OF_WHOLE_ROWS], marks=SLOW),
         *(pytest.param(name, [*CONTEXTS], marks=SLOW) for name in ON_PARTS if name != "switch"),
+        ("expert-choice", [*OF_WHOLE_ROWS]),
+        pytest.param(
+            "expert-choice", [layout for layout in CONTEXTS if layout not in OF_WHOLE_ROWS], marks=SLOW
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} layouts",
 )
@@ -576,10 +580,16 @@ def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]
     assert not found.unpredicted
 
 
+OBJECTIVES: dict[str, Callable[[], Any]] = {
+    "decoder": CausalObjective,
+    "encoder": MaskedObjective,
+    "encoder_decoder": SpanCorruptionObjective,
+}
+
+
 def traffic_of(name: str, parallel: ParallelConfig, **options: Any) -> Config:
     config = MODELS[name]
-    objective = SpanCorruptionObjective() if config.family == "encoder_decoder" else CausalObjective()
-    return test_traffic.config_of(config, objective, parallel, **options)
+    return test_traffic.config_of(config, OBJECTIVES[config.family](), parallel, **options)
 
 
 COUNTED = {
@@ -610,6 +620,7 @@ COUNTED = {
     "muon × cp",
     "switch, ep4 of tp2 × cp2, full",
     "deepseek-v3, ep2 × cp2, zero0, none",
+    "expert-choice, ep4 of tp2 × cp2, full",
 }
 """Of four ranks: the others are slow."""
 
@@ -657,7 +668,7 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
             )
         configs |= {
             f"{name}, {layout}, {how}": traffic_of(name, CONTEXTS[layout], recompute=how)
-            for name in ("switch", "deepseek-v3")
+            for name in ("switch", "deepseek-v3", "expert-choice")
             for layout in OF_WHOLE_ROWS
             for how in ("none", "full")
         }

@@ -13,6 +13,7 @@ from megatfm.cost import Cost, Tokens
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.dispatch import Rows, by_expert, even_share, within_capacity
+from megatfm.layers.moe.router import AsItIs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.grouped import grouped_linear, kernel_for
 from megatfm.ops.initial import Constant
@@ -21,13 +22,6 @@ from megatfm.ops.initial import Constant
 
 
 log = logging.getLogger("megatfm")
-
-
-class AsItIs(nn.Module):
-    """Numbers of tokens, or of the rows that these are of: the same where rows are whole."""
-
-    def forward(self, x: Tensor, sequence: SequenceMetadata) -> Tensor:
-        return x
 
 
 class Experts(nn.Module):

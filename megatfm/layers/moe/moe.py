@@ -62,11 +62,10 @@ class MoE(nn.Module):
         self.observed: dict[str, Tensor] = {}
 
     @property
-    def context(self) -> str | None:
-        """See `parallel.context`. Experts that choose need whole rows."""
-        if self.options.of_encoders:
-            return None
-        return "experts" if self.options.sequence_balance or self.experts.is_limited else "alone"
+    def context(self) -> str:
+        """See `parallel.context`."""
+        of_rows = self.options.sequence_balance or self.options.of_encoders or self.experts.is_limited
+        return "experts" if of_rows else "alone"
 
     @staticmethod
     def terms(config: ModelConfig) -> dict[str, Term]:
