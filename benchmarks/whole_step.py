@@ -6,7 +6,8 @@ Forward, backward, clipping and AdamW. Ours is the engine as `megatfm train` bui
 that keeps what it frees, as training does; theirs is the model below with scaled_dot_product_attention, autocast for
 bfloat16, clip_grad_norm_ and fused AdamW, in a process of its own: "plain" as Python starts it, "alike" keeping what it
 frees, too. Same sizes, tokens, threads; no dropout on either side. Steps are interleaved, one process waiting for the
-other, and sides alternate who goes first; a figure is the median over rounds of (their seconds / our seconds): above 1,
+other, and sides alternate who goes first; since two processes of the same code differ, there are several
+pairs of them. A figure is the median over all rounds of (their seconds / our seconds): above 1,
 megatfm is faster. Seconds are taken of the clock and of the CPU over all threads. Times themselves mean nothing apart,
 but for the first step, which compiles.
 """
@@ -163,9 +164,13 @@ def work(job: argparse.Namespace) -> None:
 
 def row(precision: str, state: str, theirs: str, args: argparse.Namespace) -> str:
     """A line of the table."""
-    mine, other = Process(None, precision, state, args), Process(theirs, precision, state, args)
-    found = summary(compare(mine, other, args.rounds))
-    mine.end(), other.end()
+    ratios: dict[str, list[float]] = {}
+    for _ in range(args.pairs):
+        mine, other = Process(None, precision, state, args), Process(theirs, precision, state, args)
+        for clock, values in compare(mine, other, args.rounds).items():
+            ratios.setdefault(clock, []).extend(values)
+        mine.end(), other.end()
+    found = summary(ratios)
     return (
         f"| {precision} | {state} | {theirs} | **{found['wall']:.2f}** | {found['wall_lowest']:.2f} – "
         f"{found['wall_highest']:.2f} | {found['cpu']:.2f} | {other.first:.0f} / {mine.first:.0f} |"
@@ -177,7 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="of each pair of processes")
+    parser.add_argument("--pairs", type=int, default=3, help="of processes, one after the other")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
@@ -195,7 +201,7 @@ def main() -> None:
         f"# A whole step, {date.today().isoformat()}",
         "",
         f"torch {torch.__version__}, {cpu()}, {args.threads} threads, {args.rows} rows of {args.length} tokens, "
-        f"{args.rounds} rounds{', ' + ' '.join(args.set) if args.set else ''}; `python benchmarks/whole_step.py`, "
+        f"{args.pairs} pairs of processes with {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; `python benchmarks/whole_step.py`, "
         "whose head says how it is measured.",
         "",
         "| Precision | | Theirs | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | First step, s |",
