@@ -201,7 +201,8 @@ def main() -> None:
         f"# A whole step, {date.today().isoformat()}",
         "",
         f"torch {torch.__version__}, {cpu()}, {args.threads} threads, {args.rows} rows of {args.length} tokens, "
-        f"{args.pairs} pairs of processes with {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; `python benchmarks/whole_step.py`, "
+        f"{args.pairs} pairs of processes, {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
+        "`python benchmarks/whole_step.py`, "
         "whose head says how it is measured.",
         "",
         "| Precision | | Theirs | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | First step, s |",
