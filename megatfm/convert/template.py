@@ -48,9 +48,9 @@ def branch(config: Config, target: Path, step: int) -> Config:
     return Config.model_validate(values)
 
 
-def header(name: str) -> str:
-    """What stands at the top of config.toml."""
+def header(name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train") -> str:
+    """What stands at the top of config.toml; how: what `megatfm train` is to be told to go on."""
     return (
         f"# Made by `megatfm convert` from a {name}. [model] is what was converted, the rest a place to start: train\n"
-        "# on from its weights with `megatfm train --from THIS_FOLDER data.train=CORPUS/train`.\n\n"
+        f"# on from its weights with `megatfm train {how}`.\n\n"
     )

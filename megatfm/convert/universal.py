@@ -65,7 +65,8 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "tokenizer": tokenizers.load(partial / kept).hash if kept else None,
         }
         checkpoint.save_stream(partial / "checkpoints", step, opened.stored(step), state)
-        header = template.header(f"{opened.name} of DeepSpeed").encode()
+        how = "THIS_FILE data.train=CORPUS/train name=NEW"
+        header = template.header(f"{opened.name} of DeepSpeed", how).encode()
         disk.write_file(partial / "config.toml", [memoryview(header + to_toml(config).encode())])
     said = f"{opened.name}, {len(meta_shapes(opened.config))} tensors with Adam's state of step {step}"
     return [said, *opened.notes, *notes]

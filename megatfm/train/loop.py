@@ -111,6 +111,7 @@ class Trainer:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
         self.utilization: Utilization | None = None
+        self.branched = False
         self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
 
@@ -131,6 +132,7 @@ class Trainer:
             self.state.forget_after(-1)
             begins = f"seed {config.train.seed}"
             if branch:
+                self.branched = True
                 begins = "; ".join(
                     [f"from {config.train.branch_from}", *self.state.pick_up(branch, own=False)]
                 )
@@ -260,6 +262,7 @@ class Trainer:
             self.state.step,
             self.config.model_dump(mode="json"),
             self.config.log.wandb_project,
+            self.branched,
         )
         return MetricsLog(facts, self.config.log.sinks)
 

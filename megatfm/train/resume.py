@@ -182,17 +182,23 @@ def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: s
             f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the "
             f"run another name, and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
         )
-    allowed: list[str] = []
-    refused: dict[str, list[str]] = {}
+    unknown = {
+        name
+        for name, prefixes in GROUPS.items()
+        if not any(key.startswith(prefixes) and before[key] is not None for key in before)
+    }
+    changed: dict[str, list[str]] = {}
     for key in sorted(before.keys() | after.keys()):
         group = next((name for name, prefixes in GROUPS.items() if key.startswith(prefixes)), None)
         if group is None or before.get(key) == after.get(key):
             continue
-        line = f"{key.removeprefix('config.')}: {before.get(key)} → {after.get(key)}"
-        if group in allow:
-            allowed.append(line)
+        if group in unknown:
+            changed[group] = [f"{group}: none there"]
         else:
-            refused.setdefault(group, []).append(line)
+            line = f"{key.removeprefix('config.')}: {before.get(key)} → {after.get(key)}"
+            changed.setdefault(group, []).append(line)
+    allowed = [line for group, lines in changed.items() if group in allow for line in lines]
+    refused = {group: lines for group, lines in changed.items() if group not in allow}
     if unfit:
         changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
         raise UsageError(

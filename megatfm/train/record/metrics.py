@@ -47,13 +47,15 @@ class Sink(Protocol):
 class RunFacts:
     """What a sink may know about its run.
 
-    `first_step` is the step of the restored checkpoint, 0 for a run from the start.
+    `first_step` is the step of the restored checkpoint, 0 for a run from the start; `branched` whether that is
+    another run's, which has the steps before.
     """
 
     folder: Path
     first_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     wandb_project: str = "megatfm"
+    branched: bool = False
 
 
 SINKS = Registry[Callable[[RunFacts], Sink]]("log sink")
@@ -71,7 +73,7 @@ class MetricsLog:
         self._path = run.folder / METRICS
         with _naming(self._path):
             run.folder.mkdir(parents=True, exist_ok=True)
-            _rewind(self._path, run.first_step)
+            _rewind(self._path, run.first_step, expected=not run.branched)
         self._last_step = run.first_step or -1  # a run from the start may record a step 0
         self._sinks = [make(run) for make in makers]
         with _naming(self._path):
@@ -140,10 +142,10 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _rewind(path: Path, first_step: int) -> None:
-    """Keep the lines of steps 1 … first_step, by an atomic rewrite if any other is there."""
+def _rewind(path: Path, first_step: int, *, expected: bool) -> None:
+    """Keep the lines of steps 1 … first_step, by an atomic rewrite if any other is there. expected: that some are."""
     if not path.exists():
-        if first_step:
+        if first_step and expected:
             _log.warning("%s is missing: the steps up to %d are not in the record", path, first_step)
         return
     old = path.read_bytes()

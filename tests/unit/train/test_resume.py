@@ -156,6 +156,18 @@ def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
     assert resume.check(resume.ResumePoint(PATH, now), state(), []) == []
 
 
+def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
+    converted = state()
+    converted["data"], converted["tokenizer"] = {"position": 0}, None
+    found = resume.ResumePoint(PATH, converted)
+    allowed = resume.check(found, state(), ["data", "tokenizer"])
+    assert allowed == ["data: none there", "tokenizer: none there"]
+    with pytest.raises(
+        UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"
+    ):
+        resume.check(found, state(), [])
+
+
 def test_a_fact_that_an_older_checkpoint_lacks_is_a_difference() -> None:
     older = state()
     del older["config"]["optimizer"]["clip"]

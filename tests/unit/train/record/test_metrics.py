@@ -63,6 +63,13 @@ def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "the steps up to 5 are not in the record" in caplog.text
 
 
+def test_a_branch_has_no_record_of_what_another_run_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MetricsLog(RunFacts(tmp_path, first_step=5, branched=True)).close()
+    assert not caplog.messages
+
+
 def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
     log = MetricsLog(RunFacts(tmp_path, first_step=4))
     with pytest.raises(ValueError, match="step 4 was written already"):
