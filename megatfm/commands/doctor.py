@@ -32,7 +32,7 @@ OPTIONAL = {
 OPERATORS = """
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import all_ops
-for name in ("async_io", "cpu_adam", "fused_adam"):
+for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
     builder = all_ops.ALL_OPS.get(name)
     if builder is not None:
         installed = "installed" if installed_ops.get(name) else ""
@@ -40,7 +40,9 @@ for name in ("async_io", "cpu_adam", "fused_adam"):
         print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
 """
 SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
-"""What compiling takes of a core of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
+"""What compiling took of a core of a Xeon: async_io, with the pinned memory that it needs, is fifteen files."""
+USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
+"""Operator → what needs it here. The others are DeepSpeed's own business: offload and optimizers here do without."""
 COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
 
@@ -179,13 +181,13 @@ def deepspeed() -> Iterator[Finding]:
     ok, text = _ask([sys.executable, "-W", "ignore", "-c", OPERATORS], seconds=IMPORT_SECONDS)
     for line in (line for line in text.splitlines() if ok and line.count("|") == 2):  # DeepSpeed says more
         name, answer, how = line.split("|")
-        takes = (
-            f"compiles at first use, in about {SECONDS.get(name, 60)} s; megatfm never starts that by itself"
-        )
+        takes = f", in about {SECONDS[name]} s" if name in SECONDS else ""
+        takes = f"would compile{takes}; megatfm never starts that"
         if any(_extensions().glob(f"**/{name}/{name}.so")):
             answer = "installed"
         found = {"installed": "compiled", "yes": takes}.get(answer, "doesn't compile here")
-        yield Finding(name, answer != "no", found, how or "g++ and ninja are needed")
+        use = USES.get(name, "megatfm does without")
+        yield Finding(name, answer != "no", f"{found} ({use})", how or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_extensions().glob("**/lock")):
