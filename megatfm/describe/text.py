@@ -1,5 +1,6 @@
 """A description as lines of label and text."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from megatfm.config import (
@@ -35,6 +36,7 @@ def _architecture(model: ModelConfig) -> list[Line]:
     found = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
         ("attention", f"{_heads(model)}; {_position(model)}"),
+        *([("  looks at", _patterns(model))] if not _sees_all(model) else []),
         ("feed-forward", _feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
         ("vocabulary", f"{model.vocab_size:,}; {_embeddings(model)}"),
@@ -69,6 +71,23 @@ def _heads(model: ModelConfig) -> str:
         )
     kind = "" if model.attention.name == "heads" else f", {model.attention.name}"
     return f"{text}, {model.attention.kv_heads} of keys and values{kind}"
+
+
+def _patterns(model: ModelConfig) -> str:
+    """What blocks look at, and how many of them; of an encoder-decoder, those of the decoder."""
+    counted = Counter(_pattern(model.at(depth)) for depth in range(model.n_layers))
+    if len(counted) == 1:
+        return next(iter(counted))
+    return ", ".join(f"{number} × {what}" for what, number in counted.items())
+
+
+def _pattern(model: ModelConfig) -> str:
+    pattern = model.attention.pattern
+    if pattern.name == "full" and model.attention.name not in ("heads", "latent"):
+        return model.attention.name
+    own = pattern.model_dump(exclude_defaults=True, exclude={"name"})
+    told = ", ".join(f"{key} {value}" for key, value in own.items())
+    return f"{pattern.name} ({told})" if told else pattern.name
 
 
 def _position(model: ModelConfig) -> str:
@@ -182,9 +201,11 @@ def _flops(found: "Description") -> list[Line]:
 
 
 def _sees_all(model: ModelConfig) -> bool:
-    """Whether all blocks have full attention."""
+    """Whether all blocks have full attention, to all tokens by themselves."""
     kinds = [model, *(model.of_kind(kind) for kind in model.block)]
-    return all(kind.attention.pattern.name == "full" for kind in kinds)
+    return all(
+        kind.attention.pattern.name == "full" and kind.attention.name in ("heads", "latent") for kind in kinds
+    )
 
 
 def _half(found: "Description") -> str:

@@ -5,6 +5,7 @@ that see all go to the keys themselves; where all look at all, keys and values g
 2023), one part of the row a step. Of attention of its own, and of that to another row, all keys are fetched.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
+from megatfm.ops.compiled import constant_when_compiled
 from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
 from megatfm.parallel.context_heads import by_heads, goes_by_heads
 from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
@@ -23,10 +25,17 @@ from megatfm.parallel.context_wide import Wide, with_wide
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
+log = logging.getLogger(__name__)
+
+BY_HEADS = "each rank takes some heads of all tokens"
+BY_RING = "what keys are made of goes round a ring"
+BY_NEED = "the keys that are looked at are fetched"
+
 
 def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
     """What is run instead of a core's `forward`, by which it is computed once all keys are there."""
     alone: Callable[..., Tensor] = core.forward
+    shown = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
         core_: Any = core
@@ -34,12 +43,15 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         as_they_are = Heads(k.shape[-1], v.shape[-1])
         if looked_at is not sequence or not hasattr(core, "seen"):
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
+            _tell(shown, "all keys are fetched", contexts.size)
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
         needs = needs_of(core_, contexts, sequence)
         if needs is None and goes_by_heads(
             contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3])
         ):
+            _tell(shown, BY_HEADS, contexts.size)
             return by_heads(core_, q, k, v, bias, sequence, contexts)
+        _tell(shown, BY_RING if needs is None else BY_NEED, contexts.size)
         return travelling(core_, q, torch.cat([k, v], -1), as_they_are, bias, sequence, contexts, needs)
 
     return forward
@@ -47,14 +59,17 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
 
 def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
     """The same where keys and values are made of what is narrower than they are: that travels."""
+    shown = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, of_keys: Tensor, of_values: Tensor, sequence: Any) -> Tensor:
         core_: Any = core
         needs, n = needs_of(core_, contexts, sequence), q.shape[1]
         if needs is None and goes_by_heads(contexts, q, n, len(of_values) // n, latent.shape[-1]):
             k, v = core_.heads(latent, of_keys, of_values)
+            _tell(shown, BY_HEADS, contexts.size)
             return by_heads(core_, q, k, v, None, sequence, contexts)
         made = Made(core_.heads, (of_keys, of_values))
+        _tell(shown, BY_RING if needs is None else BY_NEED, contexts.size)
         return travelling(core_, q, latent, made, None, sequence, contexts, needs)
 
     return forward
@@ -73,6 +88,17 @@ def across_keys(whole: nn.Module, contexts: Contexts) -> Callable[..., tuple[Ten
 def everything(contexts: Contexts, length: int) -> Wanted:
     """All ranks look at all keys."""
     return Wanted.of(contexts, contexts.places(length), [torch.arange(length)] * contexts.size)
+
+
+@constant_when_compiled
+def _tell(pattern: str, way: str, ranks: int) -> None:
+    """Log once how attention of this pattern gets at what other ranks have."""
+    if (pattern, way, ranks) not in _TOLD:
+        _TOLD.add((pattern, way, ranks))
+        log.info("attention %s, cp %d: %s", pattern, ranks, way)
+
+
+_TOLD: set[tuple[str, str, int]] = set()
 
 
 def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:

@@ -8,10 +8,17 @@ import pytest
 
 from megatfm.config import Config
 from megatfm.errors import DONE, REQUEUE
+from megatfm.parallel import context_attention
 from tests.e2e.test_training import assert_bitwise_equal, curve, run_training, run_until
 from tests.workers import Workers
 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
+
+
+def run_told_nothing(config: Config) -> int:
+    """As in a process that has logged nothing yet: what is told once, it tells."""
+    context_attention._TOLD.clear()
+    return run_training(config)
 
 
 def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_their_number(
@@ -19,9 +26,11 @@ def test_two_context_ranks_train_like_one_process_stop_bit_for_bit_and_change_th
 ) -> None:
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [DONE]
     config = make_config("parallel.cp=2", run="cut")
-    assert workers.run(run_training, 2, config, timeout=PATIENCE) == [DONE, DONE]
+    assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [DONE, DONE]
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
+    log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
+    assert log.count("attention Full(causal=True), cp 2: each rank takes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", run="stopped")
     assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [REQUEUE, REQUEUE]
     assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [DONE, DONE]

@@ -283,6 +283,16 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     assert "as patterns see pairs; full attention in full" in told["  with attention"]
 
 
+def test_what_blocks_look_at_is_told_by_kind() -> None:
+    def told(preset: str) -> str | None:
+        return dict(lines(describe(load_config(preset)))).get("  looks at")
+
+    assert told("gemma3-1b") == "22 × window (width 512), 4 × full"
+    assert told("mistral-7b-v0.1") == "window (width 4096)"
+    assert told("t-dmca") == "3 × chunked (size 256), 2 × compressed"
+    assert told("llama3-8b") is None
+
+
 def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> None:
     @dataclass(frozen=True)
     class Widening(Pattern):
