@@ -1,4 +1,4 @@
-"""A checkpoint of rows that are cut opens under any other number of cuts, and the next step is that of the run before."""
+"""A checkpoint of rows that are cut opens under any other number: the next step is that of the run before."""
 
 from pathlib import Path
 
