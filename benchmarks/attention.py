@@ -42,13 +42,24 @@ MASKED = 4096
 PACKED = (1000, 250, 64, 32)
 """Tokens of documents in rows that are compared with one document."""
 
+UNEQUAL = 16, 500
+"""The shortest and the longest of documents whose lengths are drawn."""
+
 Times = dict[str, list[float]]
 
 
 def by_blocks(pattern: Pattern, length: int, document: int = 0) -> Case:
+    """document: tokens of each; 0: the row is one; −1: as many as are drawn."""
     places = torch.arange(length)[None]
-    seen = Seen(pattern, SequenceMetadata(places, places // document if document else None), 0, HEADS)
+    documents = unequal(length) if document < 0 else places // document if document else None
+    seen = Seen(pattern, SequenceMetadata(places, documents), 0, HEADS)
     return lambda q, k, v: blocks.blocked(q, k, v, seen, None, Variant(), None)
+
+
+def unequal(length: int) -> Tensor:
+    """Numbers [1, length] of documents of drawn lengths."""
+    drawn = torch.randint(*UNEQUAL, (length // UNEQUAL[0],), generator=torch.Generator().manual_seed(0))
+    return torch.arange(len(drawn)).repeat_interleave(drawn)[None, :length]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,9 +155,10 @@ def packed(options: argparse.Namespace, name: str, length: int) -> dict[str, flo
         if options.wanted(key):
             one = dense if key == "full" else by_blocks(pattern, length)
             chosen = {"one": one, **{str(n): by_blocks(pattern, length, n) for n in PACKED}}
+            chosen["{} to {}".format(*UNEQUAL)] = by_blocks(pattern, length, -1)
             timed = {n: lambda case=case: seconds(case, tensors) for n, case in chosen.items()}
             times = rounds(timed, options.rounds)
-            found |= {f"{key}, documents of {n}": ratio(times, "one", str(n)) for n in PACKED}
+            found |= {f"{key}, documents of {n}": ratio(times, "one", n) for n in chosen if n != "one"}
     return found
 
 

@@ -3,6 +3,7 @@
 `python docs/draw_patterns.py` writes docs/images/pattern-NAME.svg anew; a test says when that is due.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +23,10 @@ from megatfm.layers.attention.patterns import (
 from megatfm.layers.sequence import SequenceMetadata
 
 IMAGES = Path(__file__).parent / "images"
-LENGTH, CELL = 32, 5
+LENGTH, CELL, RANK = 32, 5, 8
+SEEN, MIXED = "#3f51b5", "#b5533f"
+"""A token, and one key that is made of several."""
+
 PATTERNS: dict[str, Pattern] = {
     "full": Full(causal=True),
     "window": Window(7),
@@ -46,27 +50,42 @@ def drawn(pattern: Pattern, documents: torch.Tensor | None = None) -> str:
     mask = Seen(pattern, layout).mask()
     if mask is None:
         mask = torch.ones(LENGTH, LENGTH).tril().bool()[None, None]
-    side = LENGTH * CELL
+    return svg(mask[0, 0].tolist(), pattern.factor if isinstance(pattern, Compressed) else 0)
+
+
+def svg(seen: list[list[bool]], summary: int = 0) -> str:
+    """Rows of queries, in a square of as many keys as tokens or of fewer, with nothing beside those. summary: so many
+    columns are one key, which is set off from the next."""
+    width, side = len(seen[0]) * CELL, LENGTH * CELL
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" viewBox="0 0 {side} {side}">',
-        f'<rect width="{side}" height="{side}" fill="#e8eaf0"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" viewBox="0 0 {side} {side}" '
+        'shape-rendering="crispEdges">',
+        f'<rect width="{width}" height="{side}" fill="#e8eaf0"/>',
     ]
-    for row, seen in enumerate(mask[0, 0].tolist()):
-        start = 0
-        while start < LENGTH:
-            end = start
-            while end < LENGTH and seen[end]:
-                end += 1
-            if end > start:
-                place = f'x="{start * CELL}" y="{row * CELL}" width="{(end - start) * CELL}" height="{CELL}"'
-                lines.append(f'<rect {place} fill="#3f51b5"/>')
-            start = end + 1
+    for row, columns in enumerate(seen):
+        for start, end in runs(columns, summary):
+            one = end - start == summary
+            place = f'x="{start * CELL}" y="{row * CELL}" width="{(end - start) * CELL - 2 * one}" height="{CELL}"'
+            lines.append(f'<rect {place} fill="{MIXED if one else SEEN}"/>')
     return "\n".join([*lines, "</svg>", ""])
+
+
+def runs(columns: list[bool], summary: int) -> Iterator[tuple[int, int]]:
+    """Where columns that are seen begin and end, those of a summary by themselves."""
+    start = 0
+    while start < len(columns):
+        end = start
+        while end < len(columns) and columns[end] and not (end > start and summary and end % summary == 0):
+            end += 1
+        if end > start:
+            yield start, end
+        start = max(end, start + 1)
 
 
 def pictures() -> dict[str, str]:
     """File name → SVG."""
     made = {f"pattern-{name}.svg": drawn(pattern) for name, pattern in PATTERNS.items()}
+    made["pattern-linformer.svg"] = svg([[True] * RANK] * LENGTH, summary=1)
     return made | {"pattern-packed.svg": drawn(Window(7), PACKED)}
 
 

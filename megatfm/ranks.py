@@ -73,6 +73,17 @@ def gather(mine: T, group: Group = None) -> list[T]:
     return theirs
 
 
+def tell(mine: T, holders: int, group: Group = None) -> list[T]:
+    """What each of the first so many ranks has, by rank; the others' is not looked at."""
+    told: list[Any] = []
+    for holder in range(holders):
+        each = [mine]
+        with lost_peers("the ranks can't tell each other what they have read"):
+            dist.broadcast_object_list(each, group=group, group_src=holder)
+        told += each
+    return told
+
+
 def gather_problems(mine: Sequence[str]) -> dict[str, list[str]]:
     """Whoever has problems, as "rank 3 on HOST" → these; empty if all is well, on all ranks alike."""
     everyone = gather((socket.gethostname(), list(mine)))

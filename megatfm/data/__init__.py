@@ -5,7 +5,7 @@ from megatfm.data.corpus import Corpus
 from megatfm.data.export import Codec, export
 from megatfm.data.foreign import Indexed, index_folder
 from megatfm.data.inspect import Checked, check, show
-from megatfm.data.loader import Loader, check_batch
+from megatfm.data.loader import Loader, Readers, check_batch
 from megatfm.data.manifest import Manifest
 from megatfm.data.members import Sample
 from megatfm.data.mixture import Mixture, Phase, source_seed
@@ -38,6 +38,7 @@ __all__ = [
     "Phase",
     "Piece",
     "Quarantine",
+    "Readers",
     "Remote",
     "RemoteFile",
     "RowAddress",

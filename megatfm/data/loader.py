@@ -5,23 +5,61 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
 from megatfm.data.batch_schedule import BatchSchedule, nearest_batch, split_rows
 from megatfm.data.packing import NO_DOCUMENT, Fields
 from megatfm.data.rows import Rows
-from megatfm.data.workers import Workers
+from megatfm.data.workers import Workers, portable
 from megatfm.errors import UsageError
 from megatfm.keyed import part_keys, row_keys
 
 STEPS_AHEAD = 2
 
+T = TypeVar("T")
+
+
+class Readers(Protocol):
+    """Ranks that train on the same rows: the first of them read some each, and tell the others."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them, from 0."""
+        ...
+
+    @property
+    def count(self) -> int: ...
+
+    def tell(self, mine: T, holders: int) -> list[T]:
+        """What the first so many ranks have, by rank, on all of them: a collective of these ranks."""
+        ...
+
+
+class _Alone:
+    rank, count = 0, 1
+
+    def tell(self, mine: T, holders: int) -> list[T]:
+        return [mine]
+
+
+ALONE: Readers = _Alone()
+"""A rank that reads all of its rows."""
+
+
+class _Asked(NamedTuple):
+    """A data rank's rows of a step: so many from a position on, each cut into parts."""
+
+    first: int
+    rows: int
+    parts: int
+
 
 class _Ahead(NamedTuple):
     global_batch: int
-    step: Future[tuple[list[Fields], float]]
+    asked: _Asked
+    read: Future[Fields | None]
 
 
 class Loader(Iterator[list[Fields]]):
@@ -38,9 +76,11 @@ class Loader(Iterator[list[Fields]]):
     there on are rows of padding, and iteration ends after the step that reaches it.
 
     Two threads fetch ahead, a step each, or one for which `workers` processes do the work; errors are raised here.
-    Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for data,
-    `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part of it
-    was padding.
+    Where several `readers` get the same rows, each fetches its part of a step, and they tell one another when the step
+    is asked for, not before: so nothing is under way between them when some of them stop. What one of them raises, all
+    do. Close the loader (or use `with`) when done. `waited` is the time in seconds that the consumer has waited for
+    data, `step_tokens` what the last step of all ranks together had room for, `padding` which share of this rank's part
+    of it was padding.
 
     Raises a UsageError if a global batch does not divide into micro-batches × data ranks.
     """
@@ -57,6 +97,7 @@ class Loader(Iterator[list[Fields]]):
         step: int = 0,
         stop: int | None = None,
         workers: int = 0,
+        readers: Readers = ALONE,
     ) -> None:
         self.steps = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.steps.batches:
@@ -71,7 +112,7 @@ class Loader(Iterator[list[Fields]]):
         self.position = position
         self.stop = stop
         self.waited, self.step_tokens, self.padding = 0.0, 0, 0.0
-        self._rank, self._ranks = data_rank, data_ranks
+        self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
         self._workers = Workers(rows, workers)
         # Two threads each make one of the steps ahead; a worker is asked by one.
         threads = 1 if workers else STEPS_AHEAD
@@ -84,7 +125,7 @@ class Loader(Iterator[list[Fields]]):
         if not self._ahead:
             raise StopIteration
         start = perf_counter()
-        step, self.padding = self._ahead[0].step.result()
+        step, self.padding = self._step(self._ahead[0])
         self.waited += perf_counter() - start
         taken = self._ahead.popleft().global_batch
         self.position += taken
@@ -97,9 +138,8 @@ class Loader(Iterator[list[Fields]]):
         while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
             stage = self.steps.stage(self._next_step)
             share = stage.global_batch // self._ranks
-            first = self._next_position + self._rank * share
-            fetched = self._executor.submit(self._fetch, first, share, stage.parts)
-            self._ahead.append(_Ahead(stage.global_batch, fetched))
+            asked = _Asked(self._next_position + self._rank * share, share, stage.parts)
+            self._ahead.append(_Ahead(stage.global_batch, asked, self._executor.submit(self._read, asked)))
             self._next_position += stage.global_batch
             self._next_step += 1
 
@@ -127,12 +167,37 @@ class Loader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _fetch(self, first: int, n: int, parts: int) -> tuple[list[Fields], float]:
-        positions = np.arange(first, first + n)
-        rows = self._workers.rows(
-            [None if self.stop is not None and at >= self.stop else at for at in positions.tolist()]
+    def _holders(self, asked: _Asked) -> int:
+        return min(asked.rows, self._readers.count)
+
+    def _read(self, asked: _Asked) -> Fields | None:
+        """The rows that this reader fetches, a run of them, so that from step to step it reads the same streams; None
+        where there are fewer rows than readers."""
+        reader, holders = self._readers.rank, self._holders(asked)
+        if reader >= holders:
+            return None
+        begin, end = (asked.first + asked.rows * each // holders for each in (reader, reader + 1))
+        return self._workers.rows(
+            [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
         )
-        rows = split_rows(rows, parts)
+
+    def _step(self, ahead: _Ahead) -> tuple[list[Fields], float]:
+        """The micro-batches of all readers' rows, and the share of padding."""
+        (first, n, parts), mine = ahead.asked, _outcome(ahead.read)
+        if self._readers.count == 1:
+            told = [mine]
+        else:
+            told = self._readers.tell(
+                portable(mine) if isinstance(mine, Exception) else mine, self._holders(ahead.asked)
+            )
+        for each in (mine, *told):
+            if isinstance(each, Exception):
+                raise each
+        fields = [each for each in told if isinstance(each, dict)]
+        rows = fields[0]
+        if len(fields) > 1:
+            rows = {name: np.concatenate([each[name] for each in fields]) for name in rows}
+        rows, positions = split_rows(rows, parts), np.arange(first, first + n)
         keys = row_keys(self.rows.seed, positions)
         if parts > 1:
             keys = part_keys(self.rows.seed, np.repeat(positions, parts), np.tile(np.arange(parts), n))
@@ -143,6 +208,13 @@ class Loader(Iterator[list[Fields]]):
             for start in range(0, n * parts, size)
         ]
         return step, padding_of(rows)
+
+
+def _outcome(read: Future[Fields | None]) -> Fields | Exception | None:
+    try:
+        return read.result()
+    except Exception as error:  # raised on all readers alike
+        return error
 
 
 def padding_of(rows: Fields) -> float:

@@ -125,14 +125,14 @@ def serve(pipe: Connection, pickled: bytes) -> None:
                 raise rows
             answer: Fields | Exception = rows.rows(positions)
         except Exception as error:
-            answer = _portable(error)
+            answer = portable(error)
         try:
             pipe.send(answer)
         except OSError:
             return
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error, with its traceback in words, or where it can't travel, its words alone."""
     error.add_note("".join(traceback.format_exception(error)))
     try:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,8 @@ from megatfm import ranks
 from megatfm.config import ParallelConfig
 from megatfm.config.base import nearest_divisor
 from megatfm.errors import UsageError
+
+T = TypeVar("T")
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 AXES = (PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR)
@@ -50,6 +52,19 @@ class DataAxes:
     def all(self) -> tuple[str, ...]:
         """All axes over which gradients are summed, the one that ZeRO cuts over in front."""
         return (self.shard, *self.copies)
+
+
+@dataclass(frozen=True)
+class ContextReaders:
+    """The ranks that rows are cut over: each reads some of the rows, and tells the others (`megatfm.data.Readers`)."""
+
+    rank: int
+    count: int
+    group: ProcessGroup
+
+    def tell(self, mine: T, holders: int) -> list[T]:
+        """What the first so many ranks have, on all of them."""
+        return ranks.tell(mine, holders, self.group)
 
 
 DENSE = DataAxes(SHARD, REPLICATE, CONTEXT)
@@ -98,6 +113,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of the `data_ranks` shares of a global batch is read here, from 0; replicas are the slower axis."""
         return self.rank(REPLICATE) * self.size(SHARD) + self.rank(SHARD)
+
+    @property
+    def readers(self) -> ContextReaders:
+        """Those who get the same rows, and read them together."""
+        return ContextReaders(self.rank(CONTEXT), self.size(CONTEXT), self.group(CONTEXT))
 
     @property
     def gradient_ranks(self) -> int:

@@ -48,6 +48,7 @@ def evaluate(
         data_rank=engine.mesh.data_rank,
         data_ranks=data_ranks,
         stop=stop,
+        readers=engine.mesh.readers,
     ) as loader:
 
         def batches() -> Iterator[dict[str, NDArray[Any]]]:

@@ -61,6 +61,7 @@ class RunState:
             position=self.position,
             step=self.step,
             workers=self.config.data.workers,
+            readers=mesh.readers,
         )
 
     def pick_up(self, found: resume.ResumePoint, *, own: bool = True) -> list[str]:

@@ -5,7 +5,7 @@ import socket
 import torch.distributed as dist
 
 from megatfm.errors import UsageError
-from megatfm.ranks import gather, gather_problems, run_on_rank_0
+from megatfm.ranks import gather, gather_problems, run_on_rank_0, tell
 from tests.workers import Workers
 
 
@@ -32,6 +32,16 @@ def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
 def test_all_ranks_know_the_same(workers: Workers) -> None:
     problems = {f"rank 2 on {socket.gethostname()}": ["bad"]}
     assert workers.run(agreed, 3) == [(7, "rank 0 says no", [0, 1, 2], problems)] * 3
+
+
+def told() -> list[list[str]]:
+    mine = f"of {dist.get_rank()}"
+    return [tell(mine, holders) for holders in (1, 2, 3)]
+
+
+def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
+    held = ["of 0", "of 1", "of 2"]
+    assert workers.run(told, 3) == [[held[:1], held[:2], held]] * 3
 
 
 def test_without_a_group_there_is_one_rank() -> None:

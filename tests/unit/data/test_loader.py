@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatfm.data import Corpus, Loader, PackedRows
+from megatfm.data.batch_schedule import BatchSchedule, Stage
 from megatfm.errors import UsageError
 
 Batch = dict[str, np.ndarray]
@@ -224,3 +225,70 @@ def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: Pack
     finally:
         sys.setswitchinterval(interval)
     assert len(rows._cache) == 0
+
+
+class Told:
+    """Readers that are threads of this process."""
+
+    def __init__(self, rank: int, count: int, meet: threading.Barrier, table: list[Any]) -> None:
+        self.rank, self.count, self._meet, self._table = rank, count, meet, table
+
+    def tell(self, mine: Any, holders: int) -> list[Any]:
+        self._table[self.rank] = mine
+        self._meet.wait(PATIENCE)
+        told = self._table[:holders]
+        self._meet.wait(PATIENCE)
+        return told
+
+
+def read_together(rows: PackedRows, count: int, n: int, **options: Any) -> list[Any]:
+    """What readers get of n steps, or the errors that they raise."""
+    meet, table = threading.Barrier(count), [None] * count
+
+    def read(rank: int) -> Any:
+        try:
+            return steps(rows, n, readers=Told(rank, count, meet, table), **options)
+        except ZeroDivisionError as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(read, range(count)))
+
+
+WARMING = BatchSchedule(8, (Stage(2, 4, 4), Stage(2, 2, 2)))
+
+
+@pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])
+def test_readers_of_the_same_rows_read_each_once_and_get_all(
+    rows: PackedRows, batch: int | BatchSchedule
+) -> None:
+    n, asked, read = 7, list[int | None](), rows.rows
+    whole = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+
+    def counted(positions: Sequence[int | None]) -> Batch:
+        asked.extend(positions)
+        return read(positions)
+
+    rows.rows = counted  # type: ignore[method-assign]
+    found = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
+    for each in found:
+        for one, two in zip(whole, each, strict=True):
+            for mine, theirs in zip(one, two, strict=True):
+                assert mine.keys() == theirs.keys()
+                for name, field in mine.items():
+                    np.testing.assert_array_equal(field, theirs[name])
+    assert len(asked) == len(set(asked)), "a row that was read twice"
+
+
+def test_what_one_reader_raises_all_do(rows: PackedRows) -> None:
+    read = rows.rows
+
+    def failing(positions: Sequence[int | None]) -> Batch:
+        if 12 in positions:
+            raise ZeroDivisionError("at 12")
+        return read(positions)
+
+    rows.rows = failing  # type: ignore[method-assign]
+    found = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
+    assert [str(each) for each in found] == ["at 12"] * 2
+    assert any("in failing" in "".join(traceback.format_exception(each)) for each in found)
