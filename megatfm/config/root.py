@@ -244,14 +244,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _soft_mixtures_are_whole(self) -> Self:
+    def _soft_mixtures_are_not_cut_by_channels(self) -> Self:
         kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
-        for axis in ("tp", "cp", "ep") if any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds) else ():
-            if (ranks := getattr(self.parallel, axis)) > 1:
-                raise ValueError(
-                    f"parallel.{axis} = {ranks}: ffn.name = 'soft_moe' is not cut over tensor-parallel, context- "
-                    f"or expert-parallel ranks: set parallel.{axis} = 1, and use dp_shard or pp"
-                )
+        if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):
+            raise ValueError(
+                f"parallel.tp = {self.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
+                "parallel.tp = 1, and use dp_shard, cp, ep or pp"
+            )
         return self
 
     @model_validator(mode="after")

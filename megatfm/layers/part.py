@@ -31,6 +31,10 @@ class Part(SequenceMetadata):
     def real_of_row(self) -> Tensor:
         return self.row.real
 
+    @property
+    def most_documents(self) -> int:
+        return self.row.most_documents
+
     def of_row(self) -> SequenceMetadata:
         """The whole rows, with the random keys of the layer at hand."""
         row = copy.copy(self.row)

@@ -168,6 +168,14 @@ class SequenceMetadata:
         """Boolean [B, S]: the same of the whole rows."""
         return self.real
 
+    @property
+    def most_documents(self) -> int:
+        """How many documents there are at most in one of the whole rows; 1 where there are none."""
+        documents = self.documents
+        return (
+            1 if documents is None else self.once("most documents", lambda: max(int(documents.max()) + 1, 1))
+        )
+
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
         if key not in self._made:

@@ -4,8 +4,8 @@ A part of a model says in `context` how it computes on some tokens of rows: "alo
 say it themselves); "core", attention of queries, keys and values; "latents", attention of queries and what keys and
 values are made of; "wide", attention of queries that see all; "keys", what makes keys and values of whole rows of those
 it is given; "around", what looks up the tokens around spans; "sums", of which the part `summed` is given some that are
-over the tokens here; "experts", of which numbers of rows follow from whole ones. What says nothing, nobody knows to be
-right, and is refused.
+over the tokens here; "experts", of which numbers of rows follow from whole ones; "slots", means of all tokens that go
+to experts. What says nothing, nobody knows to be right, and is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
+from megatfm.parallel import context_slots
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.collectives import copy_to_shards, sum_partial
 from megatfm.parallel.context_attention import across, across_keys, across_latents
@@ -66,6 +67,8 @@ def install(model: nn.Module, contexts: Contexts) -> None:
             replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
         elif context == "experts":
             of_whole_rows(module, contexts)
+        elif context == "slots":
+            context_slots.of_whole_rows(module, contexts)
 
 
 def leave_uncompiled(block: nn.Module) -> None:

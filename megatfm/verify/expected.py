@@ -204,7 +204,7 @@ def _rows_by_expert(config: Config, call: Call, at: MeshPosition, cut: RowsCut |
     chosen_BTK = call.taken
     assert chosen_BTK is not None
     if cut:
-        chosen_BTK = chosen_BTK[:, cut.here(call.path, at.cp)]
+        chosen_BTK = cut.of_rank(call.path, chosen_BTK, at.cp)
     if config.parallel.expert_tp == "folded":
         chosen_BTK = chosen_BTK.chunk(config.parallel.tp, 1)[at.tp]
     counts: list[int] = torch.bincount(chosen_BTK.flatten(), minlength=call.n_experts).tolist()

@@ -3,23 +3,26 @@
 Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
 and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
 way. Experts' choices go to all other ranks where a capacity limits them, and where each row is balanced its counts are
-summed.
+summed. Slots of soft mixtures are summed, each rank keeping its share, and what is made of them is gathered.
 """
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.layers.attention.patterns import reached
-from megatfm.layers.moe import Experts
+from megatfm.layers.moe import Experts, SoftMoE
 from megatfm.layers.moe.expert_choice import ExpertChoiceRouter
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context import SIDES, is_folded
 from megatfm.parallel.context_exchange import places
+from megatfm.parallel.context_slots import share
 from megatfm.parallel.context_tokens import around_spans
 from megatfm.parallel.mesh import CONTEXT
 from megatfm.verify.batch import Arrays
@@ -56,6 +59,16 @@ class RowsCut:
         is_encoder = path.startswith("encoder.") and "encoder_" in self._dealt
         return self._dealt["encoder_" if is_encoder else ""][rank]
 
+    def of_rank(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
+        """Choices of whole rows → those that a rank has: of its tokens, or of its share of the slots."""
+        owner = self._model.get_submodule(path.rpartition(".")[0])
+        if not isinstance(owner, SoftMoE):
+            return chosen_BTK[:, self.here(path, rank)]
+        ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
+        each = share(slots, ranks)
+        padded = F.pad(chosen_BTK, (0, 0, 0, each * ranks - slots), value=owner.experts.n_experts)
+        return padded[:, rank * each :][:, :each]
+
     def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
         """Add what a rank sends for one micro-batch."""
         for call in calls:
@@ -67,6 +80,8 @@ class RowsCut:
                 self._wide(ledger, microbatch, call, module, call.inputs[1:4])
             elif context == "sums":
                 self._sums(ledger, microbatch, call, module)
+            elif context == "slots":
+                self._slots(ledger, microbatch, call, module)
             elif context == "keys":
                 dealt = self._dealt[""]
                 everywhere = [torch.cat(dealt) for _ in dealt]
@@ -98,6 +113,20 @@ class RowsCut:
         forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
         elements = of_head * self._config.model.attention.n_heads // self._config.parallel.tp
         ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
+
+    def _slots(self, ledger: Ledger, microbatch: int, call: Call, module: Any) -> None:
+        """Logarithms of sums are gathered; means are summed and cut; what is made of these is gathered; and back."""
+        computed = PRECISIONS[self._config.train.precision].computed.itemsize
+        forwards, ranks = self._forwards(call), self._config.parallel.cp
+        (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), module.weight.shape
+        slots *= self._row(microbatch, self._side(call, module)).most_documents
+        of_rank = rows * share(slots, ranks) * d * computed
+        for gathered in (rows * slots * self._at_least_float32, of_rank):
+            ledger.all_gather(CONTEXT, gathered, times=forwards)
+            ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
+        sums = 1 if self._config.train.recompute == "selective" else forwards  # which it keeps
+        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=sums)
+        ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
 
     def _core(
         self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module, *, latents: bool

@@ -13,7 +13,15 @@ from megatfm.layers.attention.patterns import BigBird, Window
 from megatfm.layers.part import Part
 from megatfm.models import two_streams
 from megatfm.ops.attention import blocks
-from megatfm.parallel import context, context_attention, context_exchange, context_tokens, context_wide
+from megatfm.parallel import (
+    collectives,
+    context,
+    context_attention,
+    context_exchange,
+    context_slots,
+    context_tokens,
+    context_wide,
+)
 from megatfm.parallel.mesh import SHARD, Mesh
 from tests.mutations.test_planted_faults import EVERYTHING, Patch, patch_backward
 from tests.parity import test_layouts, test_pipelines
@@ -133,6 +141,33 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
     patch.setattr(two_streams, "stream", stream)
 
 
+def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:
+    real = context_slots.gather_shards
+
+    def gather(x: Tensor, dim: int, group: Any) -> Tensor:
+        return real(x if dim else torch.zeros_like(x), dim, group)
+
+    patch.setattr(context_slots, "gather_shards", gather)
+
+
+def gradients_of_slots_are_of_one_rank_s_tokens(patch: Patch) -> None:
+    real = context_slots.gather_shards
+
+    def gather(x: Tensor, dim: int, group: Any) -> Tensor:
+        return collectives.gather_replicated(x, dim, group) if dim else real(x, dim, group)
+
+    patch.setattr(context_slots, "gather_shards", gather)
+
+
+def gradients_of_the_sums_of_slots_stay(patch: Patch) -> None:
+    real = context_slots.gather_shards
+
+    def gather(x: Tensor, dim: int, group: Any) -> Tensor:
+        return real(x, dim, group) if dim else collectives.gather_replicated(x, dim, group)
+
+    patch.setattr(context_slots, "gather_shards", gather)
+
+
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_ring_step_is_skipped: ("llama", EVERYTHING),
     gradients_of_keys_stay_with_the_last_rank: ("llama", BELOW_ATTENTION),
@@ -150,6 +185,9 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     a_token_beside_a_span_is_lost_at_a_cut: ("bert", {"boundary.dense1.weight", "encoder.layers.*.weight"}),
     keys_of_a_row_are_one_further: ("deberta", {"encoder.layers.*.attn.w*.weight"}),
     queries_of_a_stream_count_from_the_cut: ("xlnet", {"encoder.layers.*.attn.wk_position.weight"}),
+    parts_of_a_row_count_alike_in_its_slots: ("soft experts", {"encoder.layers.1.ffn.*"}),
+    gradients_of_slots_are_of_one_rank_s_tokens: ("soft experts", {"encoder.layers.1.ffn.experts.*"}),
+    gradients_of_the_sums_of_slots_stay: ("soft experts", {"encoder.layers.1.ffn.weight"}),
 }
 """Fault → the model that shows it, and parameters whose gradients must be found wrong."""
 

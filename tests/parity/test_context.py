@@ -89,6 +89,10 @@ FAMILIES["experts"] = ModelConfig.of(
     dropout=0.2,
     ffn={**MOE, "router": {"name": "top_k", "balance": 0.3, "z_loss": 0.1}},
 )
+FAMILIES["soft experts"] = ModelConfig.of(
+    **{**ENCODER, "blocks": ["plain", "soft"], "block.plain": {}},
+    **{"block.soft.ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 4, "dropout": 0.0}},
+)
 MODELS = {name: ModelConfig.of(**model) for name, model in MODELS.items()} | FAMILIES
 OF_LATENTS = {"name": "latent", "kv_rank": 8, "q_rank": 6, "rope_dim": 4, "v_dim": 5}
 LATENTS = {
@@ -109,6 +113,7 @@ UNEVEN = (
     "alibi, patterns",
     "deberta",
     "xlnet",
+    "soft experts",
 )
 """Also on rows of one document each, of a length that no number of ranks divides."""
 MODELS |= {f"{name}, rows of 11 tokens": MODELS[name].changed({"heads": {}}) for name in UNEVEN}
@@ -136,6 +141,7 @@ LAYOUTS = {
         "zero2 × cp2": ParallelConfig(dp_shard=2, cp=2, zero=2),
         "zero3 × cp2": ParallelConfig(dp_shard=2, cp=2),
         "replicas × cp2": ParallelConfig(dp_replicate=2, dp_shard=1, cp=2),
+        "ep4 of 2 × cp2": ParallelConfig(dp_shard=2, ep=4, cp=2, zero=3),
     },
     8: {
         "zero3 × cp2 × tp2": ParallelConfig(dp_shard=2, cp=2, tp=2),
@@ -150,9 +156,11 @@ EXPERTS = ("patterns of decoders, experts", "patterns of encoders, experts")
 """Where nothing is sent by heads."""
 SOME: dict[tuple[str, int], tuple[str, ...]] = {
     **{(name, 2): ONE for name in ("window", "compressed", "shaw", *APART, *OTHERS)},
-    **{(f"{name}, rows of 11 tokens", 2): ONE for name in ("window", "deberta", "xlnet")},
+    **{(f"{name}, rows of 11 tokens", 2): ONE for name in ("window", "deberta", "xlnet", "soft experts")},
     ("window, prefixes", 2): ONE,
     **{(name, 2): ("ep2 × cp2",) for name in EXPERTS},
+    ("soft experts", 2): ("cp2", "ep2 × cp2"),
+    ("soft experts", 4): ("cp4", "pp2 1f1b × cp2", "pp2 zbv × cp2", "zero3 × cp2", "ep4 of 2 × cp2", "replicas × cp2"),
     ("patterns of encoders", 2): ONE,
     ("latent, patterns", 2): ONE,
     ("patterns of encoders, rows of 11 tokens", 2): ONE,
@@ -178,7 +186,11 @@ SOME: dict[tuple[str, int], tuple[str, ...]] = {
 ON_FOUR = ("latent, patterns, rows of 11 tokens", "alibi, patterns, rows of 11 tokens")
 MANY = {
     2: tuple(name for name in MODELS if name not in ON_FOUR),
-    3: ("llama, rows of 11 tokens", "patterns of decoders, rows of 11 tokens"),
+    3: (
+        "llama, rows of 11 tokens",
+        "patterns of decoders, rows of 11 tokens",
+        "soft experts, rows of 11 tokens",
+    ),
     4: (
         "llama",
         *PATTERNS,
@@ -188,6 +200,7 @@ MANY = {
         *BIASED,
         *APART,
         "bert",
+        "soft experts",
     ),
     8: ("llama", *PATTERNS),
 }

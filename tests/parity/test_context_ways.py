@@ -19,7 +19,7 @@ from megatfm.config.objective import (
 )
 from tests.parity import test_layouts, test_pipelines
 from tests.parity.cells import SLOW
-from tests.parity.test_context import LAYOUTS, MODELS, ONE, microbatches, one_device
+from tests.parity.test_context import LAYOUTS, MODELS, ONE, compare, microbatches, one_device
 from tests.parity.test_traffic import config_of, missed
 from tests.workers import Workers
 
@@ -44,6 +44,7 @@ def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) ->
         "t5 positions, patterns",
         "latent",
         "deberta",
+        "soft experts",
     )
     workers.run(compare_recomputed, 2, names, timeout=180.0)
 
@@ -61,8 +62,11 @@ TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
         "deberta": AGAIN,
         "xlnet": AGAIN,
         "linformer of an encoder-decoder": ONE,
+        "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed"),
     },
+    3: {"soft experts, rows of 11 tokens": ("cp3",)},
     4: {
+        "soft experts": ("ep4 of 2 × cp2",),
         "llama": ("cp4 by heads", "cp4 by a ring"),
         "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"),
         "patterns of decoders": ("cp4",),
@@ -75,6 +79,8 @@ OBJECTIVES = {
     "deberta": MaskedObjective(),
     "bert": SpanBoundaryObjective(),
     "xlnet": PermutationObjective(),
+    "soft experts": MaskedObjective(),
+    "soft experts, rows of 11 tokens": MaskedObjective(),
 }
 OBJECTIVES["linformer of an encoder-decoder"] = SpanCorruptionObjective()
 
@@ -86,7 +92,8 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
         for layout in layouts:
             which, _, again = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
-            parallel = LAYOUTS[ranks][which].model_copy(update={"dp_shard": 1})
+            parallel = LAYOUTS[ranks][which]
+            parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
             model = MODELS[name].changed({"heads": {"boundary": {}} if name == "bert" else {}})
             recompute = "full" if "recomputed" in again else "none"
             config = config_of(model, objective, parallel, recompute=recompute)
@@ -128,3 +135,17 @@ def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
 def test_compiled_blocks_have_the_gradients_of_one_device(workers: Workers, backend: str) -> None:
     """Without a backend that makes machine code: that takes minutes."""
     assert min(workers.run(compare_compiled, 2, ["latent"], backend, timeout=180.0)) >= 2
+
+
+def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
+    """Also where rows are whole, and where blocks are computed again in part."""
+    name, layout = "soft experts", ParallelConfig(dp_shard=2, ep=2)
+    assert workers.run(compare, 2, name, {"ep2": layout}, timeout=180.0)[0] == ["ep2"]
+    configs = {
+        f"ep{each.ep}, cp{each.cp}, {recompute}": config_of(
+            MODELS[name], MaskedObjective(), each, recompute=recompute
+        )
+        for each in (layout, LAYOUTS[2]["cp2"].model_copy(update={"dp_shard": 1}), LAYOUTS[2]["ep2 × cp2"])
+        for recompute in ("none", "selective")
+    }
+    assert missed(workers, 2, configs) == {}

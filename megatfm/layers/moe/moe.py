@@ -151,16 +151,17 @@ class MoE(nn.Module):
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float | list[float]]:
         """Of a step. load: how often each expert was chosen, as a multiple of the mean; load_max, load_min: of the
-        busiest and the idlest; dropped: share of the choices that a capacity left out; entropy: of a token's
-        probabilities, in nats."""
+        busiest and the idlest; dropped: share of the choices that a capacity left out, if there is one; entropy: of
+        a token's probabilities, in nats."""
         load_E = observed["load"].double()
         chosen = load_E.sum().clamp(min=1)
         loads = (load_E / chosen * len(load_E)).tolist()
+        dropped = {"dropped": float(observed["dropped"] / chosen)} if self.experts.is_limited else {}
         return {
             "load": loads,
             "load_max": max(loads),
             "load_min": min(loads),
-            "dropped": float(observed["dropped"] / chosen),
+            **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
         }
 

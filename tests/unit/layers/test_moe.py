@@ -248,6 +248,9 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     assert made.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
     assert int(made.counts["dropped"]) == int((~taken[real]).sum())
     assert (int(made.counts["dropped"]) > 0) == (capacity is not None)
+    assert ("dropped" in module.statistics(made.counts)) == (capacity is not None), (
+        "else there is nothing to draw"
+    )
     p = (x @ module.router.weight.T).softmax(-1)[real]
     torch.testing.assert_close(made.counts["entropy"], -(p * p.log()).sum())
     alone = module(x[1:2], sequence(rows=1))

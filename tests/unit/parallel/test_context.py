@@ -72,14 +72,13 @@ def test_every_model_is_compared_with_one_device() -> None:
 
 
 def test_what_needs_whole_rows_is_refused_by_name() -> None:
-    soft = {"name": "soft_moe", "d_ff": 8, "n_experts": 2, "dropout": 0.0}
-    config = test_families.MODELS["bert"].changed({"ffn": soft, "heads": {}})
     with torch.device("meta"):
-        model = build(config)
+        model = build(test_families.MODELS["bert"].changed({"heads": {}}))
+    model.get_submodule("encoder.layers.0.ffn").context = None  # type: ignore[assignment]
     with pytest.raises(UsageError) as error:
         refuse(model)
     (line,) = str(error.value).splitlines()
-    assert line.startswith("parallel.cp > 1: SoftMoE (encoder.layers.0.ffn) needs whole rows")
+    assert line.startswith("parallel.cp > 1: FFN (encoder.layers.0.ffn) needs whole rows")
     assert "use parallel.cp = 1 with dp_shard, tp or pp, or another part" in line
 
 
