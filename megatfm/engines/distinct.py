@@ -71,10 +71,19 @@ def sum_partial(gradients: Mapping[str, Tensor], layout: ParameterLayout, mesh: 
             gradient.copy_(total.view_as(gradient))
 
 
-def clip_gradients(gradients: Mapping[str, Tensor], norm: float, largest: float) -> None:
-    """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are)."""
-    if gradients and largest and norm > largest:  # a pipeline rank may have none, where all is frozen
-        torch._foreach_mul_(list(gradients.values()), largest / (norm + 1e-6))
+def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, largest: float) -> None:
+    """Scale gradients down, in place, to a global norm of at most `largest` (0: as they are). A norm that is a scalar
+    on the device is not looked at: there gradients are multiplied by 1 that need not be smaller."""
+    own = list(gradients.values())
+    if not own or not largest:  # a pipeline rank may have none, where all is frozen
+        return
+    if isinstance(norm, Tensor):
+        factor = torch.where(norm > largest, largest / (norm + 1e-6), 1.0)
+        torch._foreach_mul_(
+            own, factor.to(own[0].dtype)
+        )  # one kernel for many tensors only in their own dtype
+    elif norm > largest:
+        torch._foreach_mul_(own, largest / (norm + 1e-6))
 
 
 def _axes(placement: Placement, sharded: bool, copies: bool) -> tuple[str, ...]:

@@ -17,11 +17,14 @@ from megatfm.parallel.mesh import Mesh
 class HostReads:
     """Numbers on the device that the host will look at: once it needs one, all that wait are read together.
 
-    A read waits until the device has done all that was asked of it, so a step should have one.
+    A read waits until the device has done all that was asked of it before the numbers were sent, so a step should have
+    one.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, list[float]]] = []
+        self._sent: list[tuple[Tensor, list[float]]] = []
+        self._there: torch.cuda.Event | None = None
 
     def later(self, values: Tensor) -> Callable[[], list[float]]:
         """Float64 values [n] → what gives them, reading if that was not done."""
@@ -35,19 +38,38 @@ class HostReads:
 
         return read
 
+    def send(self) -> None:
+        """Have the device copy all that wait to the host: a read then waits for that, and for nothing asked later."""
+        values = torch.cat([values for values, _ in self._waiting])
+        if values.device.type != "cpu":
+            sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = sent.copy_(values, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+        places = [own.numel() for own, _ in self._waiting]
+        self._sent += zip(values.split(places), [found for _, found in self._waiting], strict=True)
+        self._waiting = []
+
     def read(self) -> None:
-        """Read all that wait."""
-        waiting, self._waiting = self._waiting, []
-        numbers = iter(torch.cat([values for values, _ in waiting]).tolist())
-        for values, found in waiting:
-            found.extend(next(numbers) for _ in range(values.numel()))
+        """Read all that wait, or were sent."""
+        if self._waiting:
+            self.send()
+        if self._there:
+            self._there.synchronize()
+        for values, found in self._sent:
+            found.extend(values.tolist())
+        self._sent, self._there = [], None
 
 
 class LossSums:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
-    reads: those with which the result's are joined.
+    reads: those with which the result's are joined. summed: the result's sums and counts, on the device, and what reads
+    them.
     """
+
+    summed: Tensor
+    read: Callable[[], list[float]]
 
     def __init__(
         self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: HostReads | None = None
@@ -88,7 +110,9 @@ class LossSums:
         """Sums and counts over all ranks. A collective."""
         sums = self._sums.clone()
         self._mesh.sum(sums, self._mesh.loss_axes)
-        return Sums(self._objective.weights, self._reads.later(torch.cat([sums, self._counts])))
+        self.summed = torch.cat([sums, self._counts])
+        self.read = self._reads.later(self.summed)
+        return Sums(self._objective.weights, self.read)
 
 
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:

@@ -35,27 +35,45 @@ class TorchOptimizer:
             options["params"] = [part for name in names for part in self._parts[name]]
         # A rank may own nothing, and torch refuses an optimizer without parameters.
         self.optimizer = group.make([options for _, options in made]) if made else None
+        # By torch's own protocol (`torch.amp.GradScaler`): `found_inf` on the device, of which a step makes no step.
+        self.can_skip = self.optimizer is None or getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._counted: list[dict[str, Any]] = []  # counters as they were before the last step
         groups = self.optimizer.param_groups if self.optimizer else []
         self.options: dict[str, dict[str, Any]] = {
             name: options for (names, _), options in zip(made, groups, strict=True) for name in names
         }
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors."""
+    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
+        """Move the tensors; lr: before each group's own ratio. Does nothing where the rank owns no tensors.
+
+        spoiled: with `can_skip` only, a float32 scalar on the device: 1, and nothing moves but counters, which
+        `not_taken` has to set back, as the host doesn't know; or 0.
+        """
         if self.optimizer is None:
             return
+        self._counted = [{key: group[key] for key in self.counters} for group in self.optimizer.param_groups]
+        if spoiled is not None:
+            self.optimizer.found_inf = spoiled  # type: ignore[attr-defined]
         for options in self.optimizer.param_groups:
             options["lr"] = lr * options["lr_ratio"]
         for name, parts in self._parts.items():
             for part, gradient in zip(parts, self._split(name, gradients[name]), strict=True):
                 part.grad = gradient
         self.optimizer.step()
+        if spoiled is not None:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
         for part in (part for parts in self._parts.values() for part in parts):
             part.grad = None
             state = self.optimizer.state[part]
             for key, value in state.items():  # LAPACK, for one, gives columns, where a resume would have rows
                 if isinstance(value, Tensor):
                     state[key] = aligned(value)
+
+    def not_taken(self) -> None:
+        """The last step was spoiled: counters are what they were."""
+        if self.optimizer is not None:
+            for options, counted in zip(self.optimizer.param_groups, self._counted, strict=True):
+                options.update(counted)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensor's name → its state, counters included; not copies but of stacks, and empty before the first step."""
@@ -101,6 +119,7 @@ class ElementwiseOptimizer:
 
     def __init__(self, group: OptimizerGroup, local: Mapping[str, Tensor]) -> None:
         self._torch, self._averaged = TorchOptimizer(group, local), group.averaged
+        self.can_skip = self._torch.can_skip
 
     def place(self, places: Mapping[str, Place]) -> None:
         """Say where each block is in its whole tensor, to an optimizer that asks for it."""
@@ -111,9 +130,13 @@ class ElementwiseOptimizer:
         """What the optimizer moves: name → block."""
         return self._torch.tensors
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Move the blocks in place by gradients [block] of the same names."""
-        self._torch.step(gradients, lr)
+    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
+        """Move the blocks in place by gradients [block] of the same names; spoiled: see `TorchOptimizer.step`."""
+        self._torch.step(gradients, lr, spoiled)
+
+    def not_taken(self) -> None:
+        """The last step was spoiled."""
+        self._torch.not_taken()
 
     def refresh(self) -> None:
         """Nothing: the blocks are the weights themselves."""
@@ -166,15 +189,20 @@ class WholeTensorOptimizer:
         self._whole = WholeTensors(local, boxes, shapes, ranks)
         self._whole.refresh()
         self._torch = TorchOptimizer(group, self._whole.full)
+        self.can_skip = False  # no such optimizer can; and ranks must be of one mind about what is sent
 
     def blocks(self) -> Mapping[str, Tensor]:
         """Whole tensors by name, of those alone that this rank owns."""
         return self._whole.full
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+    def step(self, gradients: Mapping[str, Tensor], lr: float, spoiled: Tensor | None = None) -> None:
         """Gather the gradients to the owners, move the tensors, and scatter them to their blocks. A collective."""
+        assert spoiled is None, "it can't skip"
         self._torch.step(self._whole.gather(gradients), lr)
         self._whole.scatter()
+
+    def not_taken(self) -> None:
+        """Never: it takes no step that is spoiled."""
 
     def refresh(self) -> None:
         """Copy the weights anew from their blocks."""

@@ -50,6 +50,8 @@ class Dropout(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016): leaves out a sublayer for whole rows, at the sequence's `skip_rate`."""
 
+    plan = (("", "keys of own tokens"),)
+
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = zlib.crc32(place.encode())
@@ -57,9 +59,14 @@ class DropPath(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training or sequence.skip_rate is None:
             return x_BTD
-        draws_B1 = keyed.uniform(keyed.mix(rng_keys_of(sequence), self.place), 1)
-        scale_B1 = (draws_B1 >= sequence.skip_rate) / (1 - sequence.skip_rate)
-        return x_BTD * scale_B1[..., None].to(x_BTD.dtype)
+        draws_BT1 = keyed.uniform(self.token_rng_keys(sequence), 1)
+        scale_BT1 = (draws_BT1 >= sequence.skip_rate) / (1 - sequence.skip_rate)
+        return x_BTD * scale_BT1.to(x_BTD.dtype)
+
+    def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
+        """int64 [B, T], one for all tokens of a row."""
+        keys_B = keyed.mix(rng_keys_of(sequence), self.place)
+        return keys_B[:, None].expand(sequence.positions.shape)
 
 
 def rng_keys_of(sequence: SequenceMetadata) -> Tensor:

@@ -1,13 +1,19 @@
 """How a module runs under tensor parallelism: which dim of its weights is cut, and what travels around it.
 
-A style is laid over any module from outside. With sequence parallelism, activations between the styles are sharded
-along the sequence (dim 1); without, they are replicated.
+A style is laid over any module from outside. With sequence parallelism, activations between the styles are sharded by
+tokens; without, they are replicated.
+
+The tokens of a micro-batch [B, T, ...] count through, row after row, and each rank has an equal part of them, whose
+shape is [B, T/ranks, ...]: so parts lie in memory one after another, and neither a gather nor a scatter copies what it
+sends or got. Where ranks divide rows a part is whole rows, else it begins or ends within one. So whatever runs on a
+part must take each token by itself.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -21,8 +27,6 @@ from megatfm.parallel.collectives import (
 )
 from megatfm.parallel.layout import Placement
 from megatfm.parallel.mesh import Mesh
-
-SEQUENCE_DIM = 1
 
 Own = Mapping[str, Placement]
 """The placements of a module's own tensors, by their names in it."""
@@ -43,22 +47,43 @@ class Ranks:
     def enter(self, x: Tensor) -> Tensor:
         """Residual stream → replicated input of cut weights."""
         if self.sequence_parallel:
-            return gather_shards(x, SEQUENCE_DIM, self.group)
+            return _in_rows(gather_shards(x.flatten(0, 1), 0, self.group), x)
         return copy_to_shards(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial output of cut weights → residual stream."""
-        return (
-            scatter_sum(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else sum_partial(x, self.group)
-        )
+        if self.sequence_parallel:
+            return _in_rows(scatter_sum(x.flatten(0, 1), 0, self.group), x)
+        return sum_partial(x, self.group)
 
     def whole(self, x: Tensor) -> Tensor:
         """Residual stream → replicated, for what every rank computes alike."""
-        return gather_replicated(x, SEQUENCE_DIM, self.group) if self.sequence_parallel else x
+        if self.sequence_parallel:
+            return _in_rows(gather_replicated(x.flatten(0, 1), 0, self.group), x)
+        return x
 
     def own(self, x: Tensor) -> Tensor:
-        """Replicated → residual stream; every rank keeps its part of the sequence."""
-        return x.chunk(self.group.size(), SEQUENCE_DIM)[self.rank] if self.sequence_parallel else x
+        """Replicated → residual stream; every rank keeps its part of the tokens."""
+        if self.sequence_parallel:
+            return _in_rows(x.flatten(0, 1).chunk(self.group.size())[self.rank], x)
+        return x
+
+    def row_sums(self, x_BTX: Tensor) -> Tensor:
+        """Residual stream → sums [B, X] over the tokens of each row that are here."""
+        if not self.sequence_parallel:
+            return x_BTX.sum(1)
+        rows, length = x_BTX.shape[:2]
+        first = self.rank * rows * length
+        numbers = torch.arange(first, first + rows * length, device=x_BTX.device)
+        precise = torch.promote_types(x_BTX.dtype, torch.float32)
+        sums_BX = torch.zeros(rows, x_BTX.shape[2], dtype=precise, device=x_BTX.device)
+        rows_N = numbers // (length * self.group.size())
+        return sums_BX.index_add(0, rows_N, x_BTX.flatten(0, 1).to(precise)).to(x_BTX.dtype)
+
+
+def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+    """Tokens [N, ...] in as many rows as another tensor has."""
+    return x.unflatten(0, (len(like), -1))
 
 
 Install = Callable[[nn.Module, Ranks, Own], None]

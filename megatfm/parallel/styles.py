@@ -59,6 +59,10 @@ def _summed_over_parts(module: nn.Module, ranks: Ranks, own: Own) -> None:
     )
 
 
+def _row_sums(module: nn.Module, ranks: Ranks, own: Own) -> None:
+    replace_forward(module, ranks.row_sums)
+
+
 def _token_sum(module: nn.Module, ranks: Ranks, own: Own) -> None:
     all_real: Callable[..., Tensor] = module.real  # type: ignore[assignment]
     module.real = lambda layout: ranks.own(all_real(layout))  # type: ignore[assignment]
@@ -203,6 +207,9 @@ SUMMED_OVER_PARTS = Style(
 )
 """A module whose output is a sum over cut channels, which every rank then uses for its own."""
 
+ROW_SUMS = Style("sums of rows", install=_row_sums, shown=True, sends=())
+"""A module that sums numbers for each token over each row: over the tokens that are here, whose rows others share."""
+
 TOKEN_SUM = Style("token sum", install=_token_sum, shown=True, sends=("loss summed",))
 """The same, of numbers for each token, given the layout that says which tokens are no padding."""
 
@@ -288,6 +295,7 @@ for _style in (
     PART_DROPOUT,
     SEQUENCE_SUM,
     SUMMED_OVER_PARTS,
+    ROW_SUMS,
     TOKEN_SUM,
     STACKED_EXPERTS,
     ENTER_EXPERTS,

@@ -206,7 +206,7 @@ def _rows_by_expert(config: Config, call: Call, at: MeshPosition, cut: RowsCut |
     if cut:
         chosen_BTK = cut.of_rank(call.path, chosen_BTK, at.cp)
     if config.parallel.expert_tp == "folded":
-        chosen_BTK = chosen_BTK.chunk(config.parallel.tp, 1)[at.tp]
+        chosen_BTK = chosen_BTK.flatten(0, 1).chunk(config.parallel.tp)[at.tp]
     counts: list[int] = torch.bincount(chosen_BTK.flatten(), minlength=call.n_experts).tolist()
     return counts[: call.n_experts]
 

@@ -19,7 +19,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective, SpanCorru
 from megatfm.engines.native import engine as native
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import initialise
-from megatfm.layers.moe import Experts, MoE, balance, moe
+from megatfm.layers.moe import Experts, MoE
 from megatfm.layers.terms import block_terms
 from megatfm.models import build
 from megatfm.objectives.registry import ONE_SIDE, TWO_SIDES, WithBlockTerms
@@ -407,13 +407,9 @@ def count_one_rank_s_choices(patch: Patch) -> None:
     patch.setattr(Mesh, "sum", lambda self, tensor, axes: None, raising=True)
 
 
-def balance_each_part_of_a_row(patch: Patch) -> None:
-    real = balance.over_sequences
-
-    def own(routing: Any, real_BT: Tensor, counts_BX: Tensor) -> Tensor:
-        return real(routing, real_BT, balance.counts_of_rows(routing, real_BT))
-
-    patch.setattr(moe.balance, "over_sequences", own)
+def balance_parts_as_if_they_were_rows(patch: Patch) -> None:
+    """A rank's part of the tokens has the shape of rows, but is the first of them."""
+    patch.setattr(Ranks, "row_sums", lambda self, x_BTX: x_BTX.sum(1))
 
 
 def give_each_rank_the_first_experts(patch: Patch) -> None:
@@ -473,7 +469,7 @@ MATRICES = {f"decoder.layers.1.ffn.experts.{key}" for key in ("w_gate", "w_up", 
 ROUTER, BELOW = "decoder.layers.1.ffn.router.weight", "decoder.layers.0.ffn.w_up.weight"
 FAULTS: dict[Callable[[Patch], None], tuple[ParallelConfig, str]] = {
     count_one_rank_s_choices: (ParallelConfig(dp_shard=2, zero=3), ROUTER),
-    balance_each_part_of_a_row: (TP2, ROUTER),
+    balance_parts_as_if_they_were_rows: (TP2, ROUTER),
     give_each_rank_the_first_experts: (TP2, ROUTER),
     forget_the_weights_other_shares: (TP2, ROUTER),
     leave_rows_in_the_order_of_experts: (EP2, ROUTER),

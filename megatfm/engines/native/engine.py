@@ -100,7 +100,9 @@ class NativeEngine:
         )
         self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
         self.reads = HostReads()
-        self.passed: list[Sums] = []  # the losses whose gradients these are
+        self.passed: list[LossSums] = []  # the losses whose gradients these are
+        # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
+        self.early = [each for each in self.optimizers if each.can_skip] if device.type != "cpu" else []
         self.passes: Passes = WholeModel(model)
         self.between: list[ProcessGroup] = []
         if pipeline:
@@ -137,26 +139,43 @@ class NativeEngine:
         sum_partial(self.gradients(), self.layout, self.mesh)
         if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
-        self.passed.append(losses.result())
-        return self.passed[-1]
+        self.passed.append(losses)
+        return losses.result()
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
-        """See `Engine.step`. The host reads norm and losses together, once. A step that is skipped, or is not finite,
-        lowers float16's loss scale."""
+        """See `Engine.step`. The host reads norm and losses together, once, while the device is at the steps of those
+        optimizers that decide there whether there is one; the others wait for the host to say so. A step that is
+        skipped, or is not finite, lowers float16's loss scale."""
         gradients = self.gradients()
-        (norm,) = self.reads.later(self.distinct.norm(gradients, spoiled=skip)[None])()
-        if not all(math.isfinite(sums.loss) for sums in self.passed):
-            norm = math.nan
-        if self.loss_scale:
-            self.loss_scale.update(math.isfinite(norm))
-        if math.isfinite(norm):
+        norm = self.distinct.norm(gradients, spoiled=skip)
+        if self.early:
+            for losses in self.passed:
+                norm = norm + (losses.summed * 0).sum()  # NaN if one of them is not finite
+        read = self.reads.later(norm[None])
+        if self.early:
+            self.reads.send()
             clip_gradients(gradients, norm, clip)
+            spoiled = (norm - norm).ne(0).float()  # 0 of a finite one, else NaN, which is not 0
+            for optimizer in self.early:
+                optimizer.step(gradients, lr, spoiled)
+        (found,) = read()
+        if not all(math.isfinite(value) for losses in self.passed for value in losses.read()):
+            found = math.nan
+        if self.loss_scale:
+            self.loss_scale.update(math.isfinite(found))
+        if math.isfinite(found):
+            if not self.early:
+                clip_gradients(gradients, found, clip)
             for optimizer in self.optimizers:
-                optimizer.step(gradients, lr)
+                if optimizer not in self.early:
+                    optimizer.step(gradients, lr)
             self.module_state.update()
             self.data.weights_changed()
+        else:
+            for optimizer in self.early:
+                optimizer.not_taken()
         self.zero_grad()
-        return norm
+        return found
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:

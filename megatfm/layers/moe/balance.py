@@ -1,8 +1,10 @@
 """Terms of the loss that keep a router even, and its logits small."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.layers.moe.router import Routing
 
@@ -19,20 +21,30 @@ def over_batch(routing: Routing, real_BT: Tensor, shares_E: Tensor) -> Tensor:
     return weighted_BT.masked_fill(~real_BT, 0).sum()
 
 
-def counts_of_rows(routing: Routing, real_BT: Tensor) -> Tensor:
+class RowSums(nn.Module):
+    """Sums over the tokens of each row."""
+
+    def forward(self, numbers_BTX: Tensor) -> Tensor:
+        """[B, X]."""
+        return numbers_BTX.sum(1)
+
+
+def counts_of_rows(routing: Routing, real_BT: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
     """[B, 1 + E]: tokens of each row, and how often each expert was chosen for them."""
     places_BTX = F.pad(torch.zeros_like(routing.probabilities), (0, 1))  # the last for none
     chosen_BTE = places_BTX.scatter(-1, routing.choices, 1.0)[..., :-1].detach()
     kept_BT1 = real_BT[..., None].to(chosen_BTE.dtype)
-    return torch.cat([kept_BT1.sum(1), (chosen_BTE * kept_BT1).sum(1)], dim=-1)
+    return torch.cat([sums(kept_BT1), sums(chosen_BTE * kept_BT1)], dim=-1)
 
 
-def over_sequences(routing: Routing, real_BT: Tensor, counts_BX: Tensor) -> Tensor:
+def over_sequences(
+    routing: Routing, real_BT: Tensor, counts_BX: Tensor, sums: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Σ over rows of E Σₑ fₑ Pₑ, with shares of a row's choices and mean probabilities of its tokens (DeepSeek-AI 2024,
     equations 17 to 20): 1 a row where all is even. counts: as of `counts_of_rows`, over whole rows."""
     tokens_B1, chosen_BE = counts_BX[:, :1].clamp(min=1), counts_BX[:, 1:]
     shares_BE = chosen_BE / (tokens_B1 * routing.choices.shape[-1])
-    summed_BE = routing.probabilities.masked_fill(~real_BT[..., None], 0).sum(1)
+    summed_BE = sums(routing.probabilities.masked_fill(~real_BT[..., None], 0))
     return (shares_BE * summed_BE / tokens_B1).sum() * chosen_BE.shape[-1]
 
 

@@ -42,6 +42,7 @@ class MoE(nn.Module):
         ("", "sequence"),
         ("router", "sequence"),
         ("real", "sequence output"),
+        ("row_sums", "sums of rows"),
         ("counted", "sequence sum"),
         ("total", "sequence sum"),
     )
@@ -55,7 +56,7 @@ class MoE(nn.Module):
         if options.n_shared_experts:
             self.shared = FFN(config.changed({"ffn": options.shared}), initial)
         # Where sums over a part of the row become those over all of it.
-        self.counted, self.total = nn.Identity(), nn.Identity()
+        self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), balance.RowSums()
         self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.balance > 0)
         self.shares: Tensor
         self.initial = {"shares": Constant(1 / options.n_experts)}
@@ -107,8 +108,8 @@ class MoE(nn.Module):
         if self.options.balance:
             losses["balance"] = balance.over_batch(routing, real_BT, self.shares)
         if self.options.sequence_balance:
-            counts_BX = self.counted(balance.counts_of_rows(routing, real_BT))
-            losses["sequence_balance"] = balance.over_sequences(routing, real_BT, counts_BX)
+            counts_BX = self.counted(balance.counts_of_rows(routing, real_BT, self.row_sums))
+            losses["sequence_balance"] = balance.over_sequences(routing, real_BT, counts_BX, self.row_sums)
         if self.options.z_loss:
             losses["router_z"] = balance.of_logits(routing, real_BT)
         for name, numbers_BTE in routing.evened.items():

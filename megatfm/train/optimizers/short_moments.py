@@ -31,11 +31,13 @@ class Piece:
 
 class ShortMomentsAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019). Moments are rounded by hashes of the step, the parameter's name and the
-    element: as a rank that holds another part of the tensor would round them."""
+    element: as a rank that holds another part of the tensor would round them. Of a step that `found_inf` spoils, only
+    the count moves: moments in bfloat16 are rounded to themselves."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
         self._places: dict[Tensor, Place] = {}
+        self._step_supports_amp_scaling = True
 
     def place(self, places: Mapping[Tensor, Place]) -> None:
         """Say where weights are in the whole tensors; one without a place is a whole one without a name."""
@@ -80,6 +82,7 @@ class ShortMomentsAdamW(torch.optim.Optimizer):
             weights, [piece.gradient for piece in pieces], means, squares, [], [before.clone() for _ in pieces],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            found_inf=getattr(self, "found_inf", None),
         )  # fmt: skip
         for piece, mean, square in zip(pieces, means, squares, strict=True):
             place = piece.place

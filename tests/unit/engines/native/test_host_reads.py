@@ -30,9 +30,12 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits_of_a_step(parallel: ParallelConfig, precision: str) -> tuple[list[str], int]:
-    """Operators that wait, and reads of what was put together, in a step that is clipped."""
+def waits_of_a_step(parallel: ParallelConfig, precision: str, early: bool) -> tuple[list[str], int]:
+    """Operators that wait, and reads of what was put together, in a step that is clipped. early: which the device may
+    skip by itself, as a GPU does."""
     engine = make_engine(TIED, parallel, ADAMW, precision=precision)
+    if early:
+        engine.early = list(engine.optimizers)
     batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
     reads, real = [], HostReads.read
     for batch in batches:
@@ -56,9 +59,10 @@ def waits_of_a_step(parallel: ParallelConfig, precision: str) -> tuple[list[str]
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("early", [False, True])
 def test_the_host_waits_once_a_step(
-    workers: Workers, ranks: int, parallel: ParallelConfig, precision: str
+    workers: Workers, ranks: int, parallel: ParallelConfig, precision: str, early: bool
 ) -> None:
-    for waits, reads in workers.run(waits_of_a_step, ranks, parallel, precision):
+    for waits, reads in workers.run(waits_of_a_step, ranks, parallel, precision, early):
         assert waits == []
         assert reads == 1

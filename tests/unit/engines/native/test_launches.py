@@ -49,10 +49,12 @@ class Launches(TorchDispatchMode):
 
 
 def launches(
-    model: ModelConfig, parallel: ParallelConfig, precision: str
+    model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool = False
 ) -> tuple[Counter[str], Counter[str]]:
-    """Of the second step: forward and backward; clipping and the optimizer's step."""
+    """Of the second step: forward and backward; clipping and the optimizer's step. early: decided on the device."""
     engine = make_engine(model, parallel, ADAMW, precision=precision)
+    if early:
+        engine.early = list(engine.optimizers)
     for seed in range(2):
         batch = microbatches(engine, global_batch(seed=seed))
         with Launches() as passes:
@@ -83,3 +85,14 @@ def test_a_step_asks_for_no_more_than_its_budget(workers: Workers, model: str, p
     assert (four[0].total() - two[0].total()) / (2 * MICRO_BATCHES) <= block, four[0] - two[0]
     assert two[1].total() <= step, two[1]
     assert four[1].total() <= step, four[1]
+
+
+EARLY = 34
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_step_that_the_device_decides_on_asks_for_little_more(workers: Workers, layers: int) -> None:
+    """Whether the loss is finite, the factor of the gradients, and step counts that are set back."""
+    config = MODEL.changed({"n_layers": layers})
+    ((_, step),) = workers.run(launches, 1, config, ParallelConfig(), "bf16", True)
+    assert step.total() <= EARLY, step

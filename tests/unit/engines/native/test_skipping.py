@@ -1,0 +1,116 @@
+"""Steps that the device leaves out by itself: the same bits as where the host decides, and it is asked once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm import checkpoint
+from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
+from megatfm.engines.losses import HostReads
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.optimizers import ElementwiseOptimizer
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MUON,
+    TIED,
+    global_batch,
+    make_engine,
+    microbatches,
+)
+from tests.workers import Workers
+
+SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, clip=0.3, moments="bf16")
+SPOILED = {"gradient", "loss", "asked"}
+STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
+
+
+def early(engine: NativeEngine) -> NativeEngine:
+    """As an engine on a GPU decides."""
+    engine.early = [each for each in engine.optimizers if each.can_skip]
+    return engine
+
+
+def take(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[float]:
+    """Steps of which some are spoiled; their norms."""
+    norms = []
+    for number, kind in enumerate(steps, first):
+        engine.forward_backward(microbatches(engine, global_batch(seed=number)), CAUSAL)
+        if kind == "gradient":
+            next(iter(engine.gradients().values())).view(-1)[:1] = torch.inf
+        if kind == "loss":
+            engine.passed[-1].summed[0] = torch.nan
+        norms.append(engine.step(1e-2, 1e-3 if kind == "clipped" else 1e3, skip=kind == "asked"))
+    return norms
+
+
+def bits(engine: NativeEngine) -> dict[str, Tensor]:
+    """All that a checkpoint would hold."""
+    return {
+        name: (value if isinstance(value, Tensor) else value.tensor).clone()
+        for name, value in engine.state_dict().items()
+    }
+
+
+def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: str, folder: Path) -> int:
+    """The number of optimizers that decide on the device."""
+    host = make_engine(TIED, parallel, optimizer, precision=precision)
+    device = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    norms = take(host, STEPS)
+    assert torch.equal(torch.tensor(take(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
+    assert [torch.tensor(n).isfinite().item() for n in norms] == [kind not in SPOILED for kind in STEPS]
+    if host.loss_scale:
+        assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
+    path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
+    resumed = early(make_engine(TIED, parallel, optimizer, precision=precision))
+    state = resumed.empty_state_dict(checkpoint.names(path))
+    checkpoint.load(path, state)
+    resumed.load_state_dict(state)
+    for engine in (host, device, resumed):
+        take(engine, ("gradient", "", "clipped"), len(STEPS))
+    wanted = bits(host)
+    for engine in (device, resumed):
+        found = bits(engine)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    return len(device.early)
+
+
+def compare_all(cases: list[tuple[ParallelConfig, OptimizerSection, str]], folder: Path) -> list[int]:
+    return [compare(*case, folder / f"{cases[0][0].dp_shard}-{number}") for number, case in enumerate(cases)]
+
+
+def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_path: Path) -> None:
+    alone, sharded, cut = ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=2, zero=1)
+    one = [(alone, ADAMW, "fp32"), (alone, SHORT, "bf16"), (alone, ADAMW, "fp16"), (alone, MUON, "fp32")]
+    two = [(sharded, ADAMW, "fp32"), (cut, SHORT, "bf16"), (cut, MUON, "bf16")]
+    for early_ones in (
+        *workers.run(compare_all, 1, one, tmp_path),
+        *workers.run(compare_all, 2, two, tmp_path),
+    ):
+        assert set(early_ones) == {1}
+
+
+def order_of_a_step() -> list[str]:
+    """Who did what, of a step whose gradients are clipped."""
+    engine = early(make_engine(TIED, ParallelConfig(), MUON))
+    said: list[str] = []
+    take(engine, ("",))
+    engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
+    send, read = HostReads.send, HostReads.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostReads, "send", lambda self: (said.append("sent"), send(self)))
+        patch.setattr(HostReads, "read", lambda self: (said.append("read"), read(self)))
+        for each in engine.optimizers:
+            kind = "AdamW" if isinstance(each, ElementwiseOptimizer) else "Muon"
+            step = each.step
+            patch.setattr(each, "step", lambda *args, s=step, k=kind: (said.append(k), s(*args)))
+        engine.step(1e-2, clip=1e-3)
+    return said
+
+
+def test_what_decides_on_the_device_runs_before_the_host_reads(workers: Workers) -> None:
+    (said,) = workers.run(order_of_a_step, 1)
+    assert said == ["sent", "AdamW", "read", "Muon"]
