@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from megatfm.config import Config
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
-"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too. `ep` divides dp_shard."""
+"""Fixed axes; dp_shard takes the ranks that are left, or is fixed too."""
 
 
 def misfit(config: Config, processes: int) -> str | None:
@@ -27,15 +27,26 @@ def misfit(config: Config, processes: int) -> str | None:
         named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
         layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
-    if shard % parallel.ep:
-        return f"parallel.ep = {parallel.ep} does not divide {shard} ranks of dp_shard"
+    within = shard * abs(parallel.ep_within // parallel.dp_shard)
+    if within % parallel.ep:
+        return f"parallel.ep = {parallel.ep} does not divide the {within} ranks over which experts lie"
     data_ranks = sizes["dp_replicate"] * shard
     if train.global_batch % (train.micro_batch * data_ranks):
         return (
-            f"train.global_batch = {train.global_batch} does not divide into micro-batches of {train.micro_batch} on "
-            f"{data_ranks} data ranks"
+            f"train.global_batch = {train.global_batch} does not divide into micro-batches of train.micro_batch = "
+            f"{train.micro_batch} on {data_ranks} data ranks"
+            + _smaller(train.global_batch, train.micro_batch, data_ranks)
         )
     return None
+
+
+def _smaller(batch: int, micro_batch: int, data_ranks: int) -> str:
+    """A micro-batch that would do."""
+    if batch % data_ranks:
+        return ""
+    each = batch // data_ranks
+    fits = max(n for n in range(1, min(each, micro_batch) + 1) if each % n == 0)
+    return f" (train.micro_batch = {fits} would)"
 
 
 def most_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:

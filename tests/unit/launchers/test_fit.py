@@ -18,6 +18,8 @@ LAYOUTS = [
     ["parallel.pp=2", "parallel.tp=2"],
     ["parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.tp=2"],
     [*EXPERTS, "parallel.ep=2", "parallel.dp_replicate=2"],
+    [*EXPERTS, "parallel.ep=4", "parallel.cp=2"],
+    [*EXPERTS, "parallel.ep=4", "parallel.dp_shard=2", "parallel.tp=2", "parallel.expert_tp=folded"],
 ]
 
 
@@ -57,4 +59,18 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert most_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
     assert most_nodes(config, range(3, 4), 1) is None
     assert most_nodes(config, range(5, 4), 1) is None
-    assert "does not divide into micro-batches of 1 on 3 data ranks" in str(misfit(config, 3))
+    assert "does not divide into micro-batches of train.micro_batch = 1 on 3 data ranks" in str(
+        misfit(config, 3)
+    )
+
+
+def test_a_micro_batch_that_would_fit_is_told() -> None:
+    config = load_config("quickstart", ["train.global_batch=16", "train.micro_batch=16"])
+    assert str(misfit(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-moe"])
+def test_small_presets_fit_the_processes_that_their_commands_start(name: str) -> None:
+    config = load_config(name, [])
+    assert misfit(config, 1) is None
+    assert misfit(config, 2) is None
