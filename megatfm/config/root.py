@@ -244,6 +244,31 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _graphs_are_of_one_process(self) -> Self:
+        if not self.train.cuda_graphs:
+            return self
+        kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
+        data = self.parallel.dp_shard, self.parallel.dp_replicate
+        axes = {name: getattr(self.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+        axes |= {"dp_shard": data[0] if data[0] > 0 else 1, "dp_replicate": data[1]}
+        reasons = {
+            f"parallel.engine = {self.parallel.engine!r} records none": self.parallel.engine != "native",
+            **{
+                f"parallel.{name} = {n} has ranks send what is not recorded": n > 1
+                for name, n in axes.items()
+            },
+            "train.device = 'cpu' has none": self.train.device == "cpu",
+            f"train.recompute = {self.train.recompute!r} measures passes": self.train.recompute.endswith("B"),
+            f"objective.name = {self.objective.name!r} has the host count targets in each pass": (
+                self.objective.name not in ("causal", "prefix")
+            ),
+            "experts have the host count the rows of each": any(hasattr(k.ffn, "n_experts") for k in kinds),
+        }
+        for why in (why for why, holds in reasons.items() if holds):
+            raise ValueError(f"train.cuda_graphs = true: {why}: set train.cuda_graphs = false")
+        return self
+
+    @model_validator(mode="after")
     def _soft_mixtures_are_not_cut_by_channels(self) -> Self:
         kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
         if self.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in kinds):

@@ -149,6 +149,9 @@ class TrainConfig(Section):
     compile: bool | Literal["auto", "autotune"] = "auto"
     """Compile each block with torch.compile. auto: on GPUs, wherever it is not refused. autotune: kernels are chosen by
     trying, for minutes at the start."""
+    cuda_graphs: bool = False
+    """Record forward and backward pass of a micro-batch as a CUDA graph, for each of its shapes: of a small model on
+    one GPU, asking for thousands of kernels takes longer than running them."""
     recompute: str = Field(
         default="none",
         pattern=r"^(none|full|selective|\d+(\.\d+)? ?[kMG]B|\d{1,2} ?%)$",

@@ -1,6 +1,7 @@
 """The loss of a global batch: each term's sum over all micro-batches of all ranks, divided by its count over them."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -61,6 +62,20 @@ class HostReads:
         self._sent, self._there = [], None
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What terms of a micro-batch count for in the loss of a global batch: factors [terms], in float64 on the device,
+    by the places of terms."""
+
+    factors: Tensor
+    places: Mapping[str, int]
+
+    def __call__(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """The share of one micro-batch's terms, a scalar."""
+        weighted = [self.factors[self.places[name]].to(term.dtype) * term for name, term in terms.items()]
+        return torch.stack(weighted).sum()
+
+
 class LossSums:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
@@ -92,14 +107,12 @@ class LossSums:
         self._mesh.sum(counts, self._mesh.data_axes)
         self._counts += counts
 
-    def weigh(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """The share of one micro-batch's terms in the loss of all that was counted."""
+    def shares(self, scale: float = 1.0) -> Shares:
+        """What terms count for in the loss of all that was counted, times a scale that is a power of 2."""
         counts = self._counts.clamp(min=1)
-        weighted = []
-        for name, term in terms.items():
-            factor = self._objective.weights[name] / counts[self._places[name]]
-            weighted.append(factor.to(term.dtype) * term)
-        return torch.stack(weighted).sum()
+        weights = self._objective.weights.items()
+        factors = [scale * (weight / counts[self._places[name]]) for name, weight in weights]
+        return Shares(torch.stack(factors), self._places)
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
         """Add the terms of one micro-batch to what this rank reports."""

@@ -1,13 +1,18 @@
 """Engines by name, as `parallel.engine` chooses one."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatfm.config import Config
 from megatfm.engines.interface import Engine, EngineSetup
+from megatfm.errors import UsageError
 from megatfm.ops.attention import kernels
 from megatfm.registry import Registry
+
+if TYPE_CHECKING:
+    from megatfm.engines.native.graphed import Recorder
 
 ENGINES: Registry[Callable[[EngineSetup], Engine]] = Registry("engine")
 
@@ -33,7 +38,23 @@ def native(setup: EngineSetup) -> Engine:
         compile_blocks=compiles(setup.config, setup.device),
         autotune=train.compile == "autotune",
         eager_attention=leaves_attention(setup.config, setup.device),
+        graphs=recorder(setup.config, setup.device),
     )
+
+
+def recorder(config: Config, device: torch.device) -> "Recorder | None":
+    """Who records passes, where it was asked for. Raises UsageError where they can't be."""
+    if not config.train.cuda_graphs:
+        return None
+    from megatfm.engines.native.graphed import CudaGraphs
+
+    processes = torch.distributed.get_world_size()
+    if device.type != "cuda" or processes > 1:
+        raise UsageError(
+            f"train.cuda_graphs = true is for one process on a GPU, and this run has {processes} on {device.type}: "
+            "set train.cuda_graphs = false"
+        )
+    return CudaGraphs()
 
 
 def compiles(config: Config, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.data_parallel import Sharing
 from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.graphed import CudaGraphs
 from megatfm.errors import MegatfmError
 from megatfm.models import build
 from megatfm.models.fp8 import multiply_in_fp8
@@ -153,6 +154,28 @@ def test_gradients_at_real_sizes(case: str, how: str) -> None:
     in_a_group()
     model, length = REAL[case]
     gradients_are_near("cuda", how[:4], model, length, compile_blocks="compiled" in how)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled: bool) -> None:
+    """Steps of several micro-batches, of two shapes, one of them skipped."""
+    in_a_group()
+    asked, recorded = (
+        engine_on("cuda", precision, WIDE, compile_blocks=compiled, graphs=graphs)
+        for graphs in (None, CudaGraphs())
+    )
+    for number in range(5):
+        batch = global_batch(seed=number, rows=4, length=192 if number == 3 else 256)
+        batch["keys"] = torch.arange(4)
+        parts = [{name: values[i : i + 2] for name, values in batch.items()} for i in (0, 2)]
+        losses = [engine.forward_backward(parts, CAUSAL) for engine in (asked, recorded)]
+        wanted = {name: gradient.cpu().double() for name, gradient in asked.gradients().items()}
+        assert losses[0].loss == pytest.approx(losses[1].loss, rel=BOUNDS[precision])
+        assert worst(recorded, wanted) < BOUNDS[precision]
+        norms = [engine.step(1e-3, clip=0.3, skip=number == 1) for engine in (asked, recorded)]
+        assert norms[0] == pytest.approx(norms[1], rel=BOUNDS[precision], nan_ok=True)
 
 
 # Of each product both factors are rounded, by 2⁻⁴ or 2⁻³ of a number at most, on top of what bfloat16 costs.

@@ -163,9 +163,10 @@ class DeepSpeedEngine:
         scale = self.loss_scale.value if self.loss_scale else 1.0
         # Stage 3 takes the mean over data ranks; a global loss is a sum.
         factor = scale * (self.mesh.gradient_ranks if self.zero == 3 else 1)
+        shares = losses.shares()
 
         def weigh(terms: Mapping[str, Tensor]) -> Tensor:
-            return losses.weigh(terms) * factor
+            return shares(terms) * factor
 
         with quiet():
             for terms in self.passes.step(batches, objective, weigh, self.boundaries):

@@ -24,6 +24,7 @@ from megatfm.engines.losses import HostReads, LossSums, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
+from megatfm.engines.native.graphed import GraphedModel, Recorder
 from megatfm.engines.native.memory import memory_needed, moment_share
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.passes import Passes, WholeModel
@@ -52,7 +53,7 @@ class NativeEngine:
     """Carries out forward, backward and optimizer steps.
 
     model: on the meta device, its plan laid. layout: what laying the plan returned. pipeline: how the whole model is
-    cut into stages, where `model` has only this rank's.
+    cut into stages, where `model` has only this rank's. graphs: who records passes as graphs, in one process.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class NativeEngine:
         compile_blocks: bool = False,
         autotune: bool = False,
         eager_attention: bool = False,
+        graphs: Recorder | None = None,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
@@ -103,7 +105,8 @@ class NativeEngine:
         self.passed: list[LossSums] = []  # the losses whose gradients these are
         # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
         self.early = [each for each in self.optimizers if each.can_skip] if device.type != "cpu" else []
-        self.passes: Passes = WholeModel(model)
+        self.graphed = graphs is not None
+        self.passes: Passes = GraphedModel(model, graphs) if graphs else WholeModel(model)
         self.between: list[ProcessGroup] = []
         if pipeline:
             self.between = [mesh.group(PIPELINE), mesh.another_group(PIPELINE)]
@@ -127,11 +130,11 @@ class NativeEngine:
         batches = [here(batch, self.device, self.layout) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
-
-        def weigh(terms: Mapping[str, Tensor]) -> Tensor:
-            return losses.weigh(terms) * (self.loss_scale.value if self.loss_scale else 1.0)
-
-        for terms in self.passes.step(batches, objective, weigh, self.data):
+        weigh = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
+        passes = (
+            WholeModel(self.model) if watch and self.graphed else self.passes
+        )  # hooks look at what they see
+        for terms in passes.step(batches, objective, weigh, self.data):
             losses.add(terms)
         self.data.reduce()
         self._all_have_gradients()

@@ -291,3 +291,21 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
     key, _, value = example[1].partition(" = ")
     assert key == section
     load_config(file, [f"{key}={value}", "schedule.warmup_steps=0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["parallel.tp=2"], "parallel.tp = 2 has ranks send what is not recorded"),
+        (["parallel.dp_shard=2"], "parallel.dp_shard = 2 has ranks send"),
+        (["parallel.pp=2"], "parallel.pp = 2 has"),
+        (["parallel.engine=deepspeed"], "parallel.engine = 'deepspeed' records none"),
+        (["train.device=cpu"], "train.device = 'cpu' has none"),
+        (["train.recompute=2 GB"], "train.recompute = '2 GB' measures passes"),
+    ],
+)
+def test_what_has_no_graphs_is_refused(load: Callable[..., Config], overrides: list[str], why: str) -> None:
+    assert load("train.cuda_graphs=true").train.cuda_graphs
+    message = mistake(load, "train.cuda_graphs=true", *overrides)
+    assert f"train.cuda_graphs = true: {why}" in message
+    assert "set train.cuda_graphs = false" in message

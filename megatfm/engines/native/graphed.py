@@ -1,0 +1,147 @@
+"""Forward and backward pass of a micro-batch as one CUDA graph, where a model is so small that asking for thousands of
+kernels takes longer than running them (Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs").
+
+A graph repeats what was asked of the device on the same memory. So inputs, factors of the loss and gradients have
+places of their own, and whatever in a pass depends on a number that the host reads can't be recorded.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.engines.interface import Batch, LossFunction
+from megatfm.engines.losses import Shares
+from megatfm.engines.passes import Beginnings, Terms, Weigh
+from megatfm.errors import MegatfmError
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Who records what is asked of a device."""
+
+    def warm_up(self, run: Run) -> None:
+        """Run it, so that whatever is made once is there."""
+
+    def record(self, run: Run) -> Run:
+        """What asks for all that `run` asks for, again, of the same memory. Until then what it writes is undefined.
+
+        Raises MegatfmError where the host waits in it."""
+
+
+class CudaGraphs:
+    """torch's. All graphs of a device share memory for what is in between, since they never run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Run) -> None:
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            for _ in range(2):  # compiles, chooses kernels, and then runs as it always will
+                run()
+        here.wait_stream(beside)
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, such as one that saves, may go on meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise MegatfmError(
+                "train.cuda_graphs: something in a pass can't be recorded, such as waiting for a number "
+                f"({str(error).splitlines()[0]}): set train.cuda_graphs = false"
+            ) from error
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A pass, and the memory that it reads and writes. objective: held, so that no other has its id."""
+
+    objective: LossFunction
+    inputs: dict[str, Tensor]
+    factors: Tensor
+    terms: Terms
+    replay: Run
+
+
+class GraphedModel:
+    """`Passes` of a model whose gradients no other rank shares: recorded once for each shape of micro-batches."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._model, self._recorder = model, recorder
+        self._recorded: dict[object, Recorded] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def step(
+        self, batches: Sequence[Batch], objective: LossFunction, weigh: Weigh, data: Beginnings
+    ) -> list[Terms]:
+        """See `Passes`; weigh: `Shares`, whose factors are copied."""
+        assert isinstance(weigh, Shares)
+        for batch in batches:
+            if _key(batch, objective) not in self._recorded:
+                self._recorded[_key(batch, objective)] = self._record(batch, objective, weigh)
+        self._lay()
+        found = []
+        for batch in batches:
+            data.begin(last=batch is batches[-1])
+            recorded = self._recorded[_key(batch, objective)]
+            torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
+            recorded.factors.copy_(weigh.factors)
+            recorded.replay()
+            found.append({name: term.clone() for name, term in recorded.terms.items()})
+        return found
+
+    def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
+        """See `Passes`; not recorded."""
+        return objective(self._model, batch)
+
+    def _record(self, batch: Batch, objective: LossFunction, weigh: Shares) -> Recorded:
+        inputs = {name: values.clone() for name, values in batch.items()}
+        own = replace(weigh, factors=weigh.factors.clone())
+        terms: Terms = {}
+
+        def run() -> None:
+            made = objective(self._model, inputs)
+            own(made).backward()
+            terms.update({name: term.detach() for name, term in made.items()})
+
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        _forget(parameters)
+        self._recorder.warm_up(run)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in self._gradients:
+                self._gradients[parameter] = parameter.grad
+        _forget(parameters)
+        self._lay()
+        replay = self._recorder.record(run)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return Recorded(objective, inputs, own.factors, terms, replay)
+
+    def _lay(self) -> None:
+        """Gradients are in the places to which graphs add: what there was, or 0."""
+        if none := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
+            torch._foreach_zero_(none)
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is not None and parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
+
+def _key(batch: Batch, objective: LossFunction) -> object:
+    return id(objective), tuple((name, values.shape, values.dtype) for name, values in batch.items())
+
+
+def _forget(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,138 @@
+"""Passes that are recorded once and repeated: by a stand-in for CUDA's graphs, which repeats operators on the memory
+that they were recorded with, so that whatever came from elsewhere would be missing."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.graphed import GraphedModel, Run
+from megatfm.engines.registry import recorder
+from megatfm.errors import UsageError
+from megatfm.models import build
+from megatfm.parallel.mesh import build_mesh
+from megatfm.parallel.plan import lay
+from megatfm.train.optimizers import optimizer_groups
+from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, TIED, global_batch, make_engine, microbatches
+from tests.unit.engines.native.test_host_reads import Waits
+from tests.workers import Workers
+
+
+class Tape(TorchDispatchMode):
+    """The operators that ran, with the tensors that they read and gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view and "profiler" not in func.namespace:
+            self.calls.append((func, args, kwargs or {}, made))
+        return made
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, made in self.calls:
+            again = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                continue
+            for own, value in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                if isinstance(own, Tensor) and not func._schema.name.startswith("aten::empty"):
+                    own.copy_(value)
+
+
+class Taped:
+    """What records on a CPU. Memory holds nonsense after recording, as nothing has run on a GPU."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def warm_up(self, run: Run) -> None:
+        with Waits() as waits:
+            run()
+        assert waits.found == []
+
+    def record(self, run: Run) -> Run:
+        self.recorded += 1
+        with Tape() as tape:
+            run()
+        for _, _, _, made in tape.calls:
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    tensor.detach().fill_(torch.nan)
+
+        def replay() -> None:
+            self.replayed += 1
+            tape.replay()
+
+        return replay
+
+
+def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngine:
+    mesh = build_mesh(ParallelConfig(), 1, "cpu")
+    with torch.device("meta"):
+        model = build(config)
+    groups = optimizer_groups(ADAMW, model)
+    return NativeEngine(
+        model, lay(model, mesh, sequence_parallel=True), mesh, device=torch.device("cpu"), precision=precision, seed=7,
+        optimizers=groups, graphs=recorder,
+    )  # fmt: skip
+
+
+def steps(engine: NativeEngine) -> list[dict[str, Any]]:
+    """Of several batches, one of other shapes, one watched: losses, norms, gradients, weights, an evaluation."""
+    found: list[dict[str, Any]] = []
+    for number in range(5):
+        batch = global_batch(seed=number, length=8 if number == 3 else 12)
+        batch["keys"] = torch.arange(len(batch["tokens"])) + 100 * number
+        parts = microbatches(engine, batch)
+        sums = engine.forward_backward(parts, CAUSAL, watch=number == 2)
+        if number in (2, 3):  # added to what was asked for, and recorded
+            other = microbatches(engine, {**global_batch(seed=9, length=12), "keys": torch.arange(8)})
+            engine.forward_backward(other, CAUSAL)
+        gradients = {name: tensor.clone() for name, tensor in engine.gradients().items()}
+        found.append({"loss": sums.loss, "norm": engine.step(1e-2, 0.3, skip=number == 1), **gradients})
+    found.append({"evaluated": engine.evaluate(parts, CAUSAL).loss})
+    found.append({name: tensor.clone() for name, tensor in engine.local.items()})
+    return found
+
+
+DROPPED = TIED.changed({"dropout": 0.1, "attention.dropout": 0.1})
+
+
+def compare() -> None:
+    for config, precision in ((MODEL, "fp32"), (DROPPED, "bf16"), (TIED, "fp16")):
+        taped = Taped()
+        engine = graphed(config, precision, taped)
+        wanted = steps(make_engine(config, ParallelConfig(), ADAMW, precision=precision))
+        found = steps(engine)
+        for a, b in zip(wanted, found, strict=True):
+            assert a.keys() == b.keys()
+            for key, value in a.items():
+                assert torch.equal(*(torch.as_tensor(x).nan_to_num() for x in (value, b[key]))), key
+        assert (taped.recorded, taped.replayed) == (2, 4 * 4 + 2 * 4)
+        assert isinstance(engine.passes, GraphedModel)
+
+
+def test_a_recorded_step_is_the_step(workers: Workers) -> None:
+    """To the bit: with dropout, a loss scale, a step that is skipped, and shapes that change; each recorded once."""
+    workers.run(compare, 1)
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(UsageError) as error:
+        recorder(config, torch.device("cpu"))
+    return f"{error.value} ({dist.get_world_size()})"
+
+
+def test_a_cpu_has_no_graphs(workers: Workers) -> None:
+    assert recorder(load_config("quickstart", []), torch.device("cpu")) is None
+    (said,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
+    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in said
