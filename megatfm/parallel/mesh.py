@@ -116,7 +116,7 @@ class Mesh:
 
     @property
     def readers(self) -> ContextReaders:
-        """Those who get the same rows, and read them together."""
+        """The ranks that get the same rows, and read them together."""
         return ContextReaders(self.rank(CONTEXT), self.size(CONTEXT), self.group(CONTEXT))
 
     @property
