@@ -79,12 +79,10 @@ class Shares:
 class LossSums:
     """Adds terms and counts up. Each term is summed on the pipeline rank that makes it.
 
-    reads: those with which the result's are joined. summed: the result's sums and counts, on the device, and what reads
-    them.
+    reads: those with which the result's are joined. summed: the result's sums and counts, on the device.
     """
 
     summed: Tensor
-    read: Callable[[], list[float]]
 
     def __init__(
         self, objective: LossFunction, mesh: Mesh, device: torch.device, reads: HostReads | None = None
@@ -124,8 +122,7 @@ class LossSums:
         sums = self._sums.clone()
         self._mesh.sum(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
-        self.read = self._reads.later(self.summed)
-        return Sums(self._objective.weights, self.read)
+        return Sums(self._objective.weights, self._reads.later(self.summed))
 
 
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:

@@ -58,11 +58,12 @@ class DdpEngine:
         batches = [to_device(batch, self.device) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device)
         losses.count(microbatches)
+        share = losses.shares()
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.ddp.no_sync():
                 terms = objective(self.ddp, batch)
                 # DDP takes the mean over ranks; a global loss is a sum.
-                (losses.weigh(terms) * self.mesh.data_ranks).backward()
+                (share(terms) * self.mesh.data_ranks).backward()
             losses.add({name: term.detach() for name, term in terms.items()})
         sum_partial(self.gradients(), self.layout, self.mesh)
         self.stats = losses.result()

@@ -102,7 +102,8 @@ class NativeEngine:
         )
         self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
         self.reads = HostReads()
-        self.passed: list[LossSums] = []  # the losses whose gradients these are
+        # The losses whose gradients these are, for the host and on the device.
+        self.passed: list[tuple[Sums, Tensor]] = []
         # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
         self.early = [each for each in self.optimizers if each.can_skip] if device.type != "cpu" else []
         self.graphed = graphs is not None
@@ -142,8 +143,9 @@ class NativeEngine:
         sum_partial(self.gradients(), self.layout, self.mesh)
         if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
-        self.passed.append(losses)
-        return losses.result()
+        sums = losses.result()
+        self.passed.append((sums, losses.summed))
+        return sums
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`. The host reads norm and losses together, once, while the device is at the steps of those
@@ -152,8 +154,8 @@ class NativeEngine:
         gradients = self.gradients()
         norm = self.distinct.norm(gradients, spoiled=skip)
         if self.early:
-            for losses in self.passed:
-                norm = norm + (losses.summed * 0).sum()  # NaN if one of them is not finite
+            for _, summed in self.passed:
+                norm = norm + (summed * 0).sum()  # NaN if one of them is not finite
         read = self.reads.later(norm[None])
         if self.early:
             self.reads.send()
@@ -162,7 +164,7 @@ class NativeEngine:
             for optimizer in self.early:
                 optimizer.step(gradients, lr, spoiled)
         (found,) = read()
-        if not all(math.isfinite(value) for losses in self.passed for value in losses.read()):
+        if not all(math.isfinite(sums.loss) for sums, _ in self.passed):
             found = math.nan
         if self.loss_scale:
             self.loss_scale.update(math.isfinite(found))
