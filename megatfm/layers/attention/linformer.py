@@ -10,6 +10,7 @@ from megatfm.config import LinformerAttentionConfig, ModelConfig, expect
 from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.layers.attention.cache import LayerCache
+from megatfm.layers.attention.core import tell
 from megatfm.layers.attention.heads import HeadsAttention
 from megatfm.layers.attention.patterns import Pattern, require_full
 from megatfm.layers.attention.registry import ATTENTIONS
@@ -18,9 +19,13 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.part import Part
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import probabilities
+from megatfm.ops.attention import ALL, Case, Variant, attention_reference, choose
 
 # B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
+
+PIECE = 4096
+"""Queries that a CPU takes at once: of more, what is in between is too large for caches, and for memory that is kept.
+Written-out products are faster there than the fused kernel (docs/LOG.md, 2026-11-23)."""
 
 Pair = tuple[Tensor, Tensor]
 """Projections of keys and of values."""
@@ -77,7 +82,7 @@ class LinformerAttention(nn.Module):
         sketch = HeadSketch if options.share == "none" else Sketch
         self.of_keys = None if options.share == "layerwise" else sketch(options, initial)
         self.of_values = sketch(options, initial) if options.share in ("none", "headwise") else None
-        self.scale = options.scale or self.head_dim**-0.5
+        self.variant = Variant(options.scale, dropout=options.dropout)
         self.dropout = Dropout(options.dropout, "attention")
         self.summed = nn.Identity()  # where sums over some tokens of documents become those over all
 
@@ -132,8 +137,19 @@ class LinformerAttention(nn.Module):
         return self._looked(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
-        scores_BNTR = (q_BNTH * self.scale) @ k_BNRH.transpose(-1, -2)
-        return probabilities(scores_BNTR, None, self.dropout.rate, rng_keys_BNT) @ v_BNRH
+        rest = k_BNRH, v_BNRH, ALL, None, self.variant
+        if rng_keys_BNT is None and q_BNTH.device.type != "cpu":
+            case = Case.of(q_BNTH, k_BNRH, ALL, self.variant, drops=False)
+            kernel = choose(case)
+            tell(kernel.name, f"Linformer(rank={self.rank})", case)
+            return kernel.run(q_BNTH, *rest, None)
+        if q_BNTH.shape[2] <= PIECE:
+            return attention_reference(q_BNTH, *rest, rng_keys_BNT)
+        pieces = q_BNTH.split(PIECE, 2)
+        rng_keys = [None] * len(pieces) if rng_keys_BNT is None else rng_keys_BNT.split(PIECE, 2)
+        return torch.cat(
+            [attention_reference(q, *rest, keys) for q, keys in zip(pieces, rng_keys, strict=True)], 2
+        )
 
     def _parts(
         self,

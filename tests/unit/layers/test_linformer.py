@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, load_config
 from megatfm.cost import Tokens
 from megatfm.errors import UsageError
+from megatfm.layers.attention import linformer
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
@@ -49,9 +50,12 @@ def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
     return layer.wo(torch.cat(heads, -1))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "piece"), [(False, 4096), (True, 4096), (False, 4)])
 @pytest.mark.parametrize("share", ["none", "headwise", "key_value", "layerwise"])
-def test_output_and_every_gradient(share: str, packed: bool) -> None:
+def test_output_and_every_gradient(
+    share: str, packed: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linformer, "PIECE", piece)
     layer = Block(config_of(share), "encoder").attn.double()
     perturb(layer, scale=0.5)
     shared = torch.randn(LENGTH + 2, RANK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -73,6 +77,17 @@ def test_output_and_every_gradient(share: str, packed: bool) -> None:
     largest = max(gradient.norm() for gradient in right)
     for a, b in zip(ours, right, strict=True):
         assert (a - b).norm() <= 1e-12 * largest
+
+
+def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Block(config_of("headwise", **{"attention.dropout": 0.5}), "encoder").attn.double()
+    random = torch.Generator().manual_seed(0)
+    heads = [torch.randn(2, HEADS, n, 4, generator=random, dtype=torch.float64) for n in (LENGTH, RANK, RANK)]
+    keys = torch.randint(2**60, (2, HEADS, LENGTH), generator=random)
+    whole = layer._looked(*heads, keys)
+    assert not torch.allclose(whole, layer._looked(*heads, None)), "nothing was dropped"
+    monkeypatch.setattr(linformer, "PIECE", 4)
+    torch.testing.assert_close(layer._looked(*heads, keys), whole, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(
