@@ -147,8 +147,7 @@ def headline(run: Run) -> list[Fact]:
         facts.append(Fact("Speed", number(statistics.median(speed)), "tokens per second"))
     used, causal = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
     if used and causal:
-        note = f"{100 * statistics.median(causal):.3g} % without the masked half of attention"
-        note += f"; {run.environment['peak']}" if "peak" in run.environment else ""
+        note = f"{100 * statistics.median(causal):.3g} % by visible pairs"
         facts.append(Fact("MFU", f"{100 * statistics.median(used):.3g} %", note))
     seconds = run.curve("step_seconds").finite
     if seconds:
@@ -191,7 +190,7 @@ def charts(run: Run) -> list[Chart]:
         ),
         chart(
             "Utilization (MFU)",
-            "% of what the devices could do",
+            f"% of {run.environment.get('peak', 'what the devices could do')}",
             [
                 Line("with all of attention", smooth(scaled(run.curve("mfu"), 100)), kind="smooth"),
                 Line("without its masked half", smooth(scaled(run.curve("mfu_causal"), 100)), 2, "smooth"),

@@ -328,7 +328,8 @@ def test_utilization_is_told_by_both_conventions_with_what_it_is_measured_agains
     replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.4} for n in (1, 2, 3)])
     page = report(run)
     assert "42 %" in page.text
-    assert "40 % without the masked half of attention; 989 TFLOP/s a device (H200: data sheet)" in page.text
+    assert "40 % by visible pairs" in page.text
+    assert "% of 989 TFLOP/s a device (H200: data sheet)" in page.text
     (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
 
