@@ -27,7 +27,7 @@ def misfit(config: Config, processes: int) -> str | None:
         named = {**sizes, **({} if parallel.dp_shard == -1 else {"dp_shard": shard})}
         layout = " × ".join(f"{axis} {size}" for axis, size in named.items() if size > 1)
         return f"the layout {layout} does not divide {processes} processes"
-    within = shard * abs(parallel.ep_within // parallel.dp_shard)
+    within = shard * (parallel.ep_within // parallel.dp_shard)  # of both, the sign is dp_shard's
     if within % parallel.ep:
         return f"parallel.ep = {parallel.ep} does not divide the {within} ranks over which experts lie"
     data_ranks = sizes["dp_replicate"] * shard

@@ -74,7 +74,7 @@ def _heads(model: ModelConfig) -> str:
 
 
 def _patterns(model: ModelConfig) -> str:
-    """What blocks look at, and how many of them; of an encoder-decoder, those of the decoder."""
+    """What blocks look at by [model], and how many of them; of an encoder-decoder, as many as its decoder has."""
     counted = Counter(_pattern(model.at(depth)) for depth in range(model.n_layers))
     if len(counted) == 1:
         return next(iter(counted))

@@ -79,9 +79,8 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, larges
         return
     if isinstance(norm, Tensor):
         factor = torch.where(norm > largest, largest / (norm + 1e-6), 1.0)
-        torch._foreach_mul_(
-            own, factor.to(own[0].dtype)
-        )  # one kernel for many tensors only in their own dtype
+        # One kernel takes many tensors only where the factor has their dtype.
+        torch._foreach_mul_(own, factor.to(own[0].dtype))
     elif norm > largest:
         torch._foreach_mul_(own, largest / (norm + 1e-6))
 

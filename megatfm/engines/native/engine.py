@@ -132,9 +132,8 @@ class NativeEngine:
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
         weigh = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
-        passes = (
-            WholeModel(self.model) if watch and self.graphed else self.passes
-        )  # hooks look at what they see
+        # Hooks that measure are no part of what was recorded.
+        passes = WholeModel(self.model) if watch and self.graphed else self.passes
         for terms in passes.step(batches, objective, weigh, self.data):
             losses.add(terms)
         self.data.reduce()

@@ -1,5 +1,6 @@
 """What a run uses of its machine, by both conventions, and what that is measured against."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import megatfm
 from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
+from megatfm.train.record import utilization
 from megatfm.train.record.utilization import Peak, Utilization, from_data_sheet, peak
 from tests.unit.test_api import corpus, file, run, texts
 
@@ -18,6 +20,16 @@ __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 def test_utilization_is_what_is_needed_over_what_could_be_done() -> None:
     used = Utilization(full=6e9, causal=5e9, peak=Peak(1e15, "x"), devices=8)
     assert used.of(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
+
+
+def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product takes 20 ms of the processor, and half as long again by the clock."""
+    ticks = {"process_time": itertools.count(0, 0.02), "perf_counter": itertools.count(0, 0.03)}
+    for name, times in ticks.items():
+        monkeypatch.setattr(utilization.time, name, lambda times=times: next(times))
+    found = utilization.measured(torch.device("cpu"), torch.float32, "x").flops
+    each = 0.02 / torch.get_num_threads()
+    assert found == pytest.approx(2 * utilization.SIZE**3 / each)
 
 
 def test_gpt3_needs_what_its_paper_says() -> None:
