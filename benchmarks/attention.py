@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import attention_layers as layers
+import destination
 import torch
 import torch.nn.functional as F
 from attention_layers import HEADS, WIDTH, Case
@@ -239,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ["speed", "flat", "packed", "linformer", "peers", "memory"]
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.folder)
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])

@@ -24,6 +24,7 @@ from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import destination
 import torch
 from attention_layers import cpu
 from attention_tasks import LISTOPS, NONE, Batch, Expressions, ListOps, Recall, Text
@@ -260,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=FULL_SIZE)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.folder)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
     parser.add_argument("--seed", type=int, default=1, help="results of others than 1 are told by it")

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -48,7 +49,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--out", type=Path, default=RESULT, help="where to write the result as JSON")
+    parser.add_argument(
+        "--out", type=destination.file, default=RESULT, help="where to write the result as JSON"
+    )
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
     results = []

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import destination
 import numpy as np
 import webdataset as wds
 import zstandard
@@ -225,7 +226,7 @@ def main() -> None:
         "--seconds", type=float, default=400, help="after which no round begins, but for five"
     )
     parser.add_argument("--mosaic", metavar="FOLDER")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for DATE-data.md")
+    parser.add_argument("--out", type=destination.folder, metavar="FOLDER", help="for DATE-data.md")
     options = parser.parse_args()
     if options.mosaic:
         with_mosaic(options.mosaic)

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import destination
 import numpy as np
 
 LINES, DOCUMENTS = 12_500_000, 200_000
@@ -58,7 +59,9 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one"
     )
-    parser.add_argument("--out", type=Path, help="folder for DATE-dedup.json; left out, it is printed")
+    parser.add_argument(
+        "--out", type=destination.folder, help="folder for DATE-dedup.json; left out, it is printed"
+    )
     parser.add_argument(
         "--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS
     )

@@ -33,6 +33,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import destination
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
     parser.add_argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
     multiprocessing.set_start_method("forkserver")

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import date
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import destination
 import torch
 from torch import Tensor
 
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="folder for DATE-fusion.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-fusion.md")
     args = parser.parse_args(arguments)
     text = report()
     print(text)

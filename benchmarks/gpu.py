@@ -15,9 +15,9 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 import torch.distributed as dist
 
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
     )
-    parser.add_argument("--out", type=Path, help="folder for DATE-gpu-CASE.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-CASE.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     if not dist.is_initialized():

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 
+import destination
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="folder for DATE-gpu-facts.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-facts.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     where = "a CPU" if args.tiny else torch.cuda.get_device_name()

@@ -17,6 +17,7 @@ import time
 from datetime import date
 from pathlib import Path
 
+import destination
 import torch
 
 STEPS, HALF = 120, 60
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--text", type=Path, help="a folder of text instead of Python's own sources")
-    parser.add_argument("--out", type=Path, help="folder for DATE-gpu-run.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-gpu-run.md")
     args = parser.parse_args(arguments)
     result = args.out.resolve() / f"{date.today().isoformat()}-gpu-run.md" if args.out else None
     with tempfile.TemporaryDirectory() as place:

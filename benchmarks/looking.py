@@ -11,8 +11,8 @@ import argparse
 import statistics
 import time
 from datetime import date
-from pathlib import Path
 
+import destination
 import torch
 import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="folder for DATE-looking.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-looking.md")
     given = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     lines = [

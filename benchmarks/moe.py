@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import destination
 import torch
 import transformers
 from torch import Tensor, nn
@@ -228,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="transformers': eager, batched_mm, grouped_mm",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

@@ -11,9 +11,9 @@ import argparse
 import importlib
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 from torch import Tensor, nn
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     args = parser.parse_args()
     lines = [
         f"# Routes that differ between layouts, {date.today()}",

@@ -22,6 +22,7 @@ from platform import python_version
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import destination
 import torch
 
 from megatfm.config import load_config
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names, or their beginnings")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
     args = parser.parse_args()
     chosen = [name for name in MODELS if name == "dense" or any(name.startswith(one) for one in args.models)]

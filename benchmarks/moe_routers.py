@@ -14,8 +14,8 @@ import json
 import statistics
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 
+import destination
 import torch
 
 from megatfm.config import load_config
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     args = parser.parse_args()
     lines = [
         f"# Routers on made-up documents, {date.today()}",

@@ -20,9 +20,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--times", type=int, default=5, help="passes in a round")
-    parser.add_argument("--out", type=Path, help="folder for DATE-parallel.md")
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-parallel.md")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()  # as in training

@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import destination
 from data_corpus import texts
 
 PIECE = 8192
@@ -43,7 +44,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument("--out", type=Path, help="folder for DATE-prep.md; left out, it is printed")
+    parser.add_argument(
+        "--out", type=destination.folder, help="folder for DATE-prep.md; left out, it is printed"
+    )
     parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.encode:
@@ -59,7 +62,6 @@ def main() -> None:
     if arguments.out is None:
         print(page)
     else:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{date.today()}-prep.md").write_text(page, encoding="utf-8")
 
 

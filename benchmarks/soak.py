@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 
 import data_prep
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--out", type=destination.file, help="where to write the result as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time

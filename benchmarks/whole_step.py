@@ -17,8 +17,8 @@ import json
 import subprocess
 import sys
 from datetime import date
-from pathlib import Path
 
+import destination
 import torch
 import torch.nn.functional as F
 from interleaved import Step, compare, cpu, summary, timed
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--theirs", nargs="+", default=["plain", "alike"], choices=["plain", "alike"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the defaults")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:

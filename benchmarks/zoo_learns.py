@@ -18,6 +18,7 @@ from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryDirectory
 
+import destination
 import numpy as np
 import torch
 
@@ -70,7 +71,7 @@ def main() -> None:
     )
     parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     args = parser.parse_args()
     corpora, rows = args.corpus.resolve(), list[str]()
     known = entropy(corpora / "validation")

@@ -12,9 +12,9 @@ import argparse
 import json
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from platform import python_version
 
+import destination
 import torch
 import transformers
 from interleaved import Step, compare, cpu, summary, timed
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=destination.file)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = []
