@@ -83,15 +83,17 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
     def note(path: str) -> Any:
         def hook(_: nn.Module, inputs: tuple[Tensor, SequenceMetadata], routing: Any) -> None:
             x_BTD, sequence = inputs
-            places, keys, here = sequence.positions, sequence.rng_keys, x_BTD.shape[1]
-            assert keys is not None
-            if places.shape[1] > here:
-                places = places[:, engine.mesh.rank("tp") * here :][:, :here]
-            for key, row_T, chosen_TK in zip(
-                keys.tolist(), places.tolist(), routing.choices.tolist(), strict=True
-            ):
-                for place, chosen_K in zip(row_T, chosen_TK, strict=True):
-                    found[number, path, key, place] = frozenset(chosen_K)
+            assert sequence.rng_keys is not None
+            keys_BT = sequence.rng_keys[:, None].expand_as(sequence.positions)
+            here, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
+            # Under sequence parallelism, this rank's part of the tokens, counted through the rows.
+            parts = keys_BT.numel() // here
+            of_tokens = (
+                whole.flatten().chunk(parts)[part % parts] for whole in (keys_BT, sequence.positions)
+            )
+            chosen_NK = routing.choices.flatten(0, 1)
+            for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):
+                found[number, path, key, place] = frozenset(chosen_K)
 
         return hook
 
