@@ -1,16 +1,20 @@
 """How fast sequences are made, planned and packed, and how full rows are, for each objective.
 
-    python benchmarks/objectives.py > benchmarks/results/DATE-objectives.md
+    python benchmarks/objectives.py --out benchmarks/results
 
 Documents of random tokens with log-normal lengths (median 403, as long as 60,000), in blocks of 160, so about as
-large as a corpus's; rows of 512 tokens, of 512 and 128 for encoder-decoders. CPU time of one thread, best of three.
+large as a corpus's; rows of 512 tokens, of 512 and 128 for encoder-decoders, the first ones in stored order. CPU
+time of one thread, best of three; "packed" counts what is in the rows, by the time in which they are read.
 """
 
-import platform
+import argparse
 import time
 from collections.abc import Callable
+from datetime import date
 
+import destination
 import numpy as np
+from interleaved import cpu
 from numpy.typing import NDArray
 
 from megatfm.config import Config, ModelConfig, load_config
@@ -18,7 +22,7 @@ from megatfm.data import PackedRows, Piece
 from megatfm.keyed import PieceKey
 from megatfm.objectives import Objective, SpecialTokens, make
 
-VOCABULARY, DOCUMENTS, PER_BLOCK, BLOCKS = 32_128, 64_000, 160, 4
+VOCABULARY, DRAWN, PER_BLOCK, BUILT = 32_128, 3_200, 160, 500
 SPECIAL = SpecialTokens(
     bos=1,
     eos=2,
@@ -44,24 +48,25 @@ CASES = {
 
 
 class Documents:
-    """A corpus in memory."""
+    """A corpus in memory, in which the same documents come again and again."""
 
     folder = fingerprint = "random"
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         random = np.random.default_rng(0)
-        self._lengths = np.minimum(random.lognormal(6, 1.2, DOCUMENTS).astype(np.int64) + 1, 60_000)
-        self.n_samples, self.blocks = DOCUMENTS, np.arange(0, DOCUMENTS + 1, PER_BLOCK)
-        drawn = (
-            random.integers(200, 30_000, n).astype(np.uint16) for n in self._lengths[: BLOCKS * PER_BLOCK]
-        )
-        self._documents = list(drawn)
+        drawn = np.minimum(random.lognormal(6, 1.2, DRAWN).astype(np.int64) + 1, 60_000)
+        self._lengths = np.resize(drawn, count)
+        self.n_samples, self.blocks = count, np.arange(0, count + 1, PER_BLOCK)
+        self._documents = [random.integers(200, 30_000, n).astype(np.uint16) for n in drawn]
 
     def lengths(self) -> NDArray[np.int64]:
         return self._lengths
 
+    def block_lengths(self, number: int) -> NDArray[np.int64]:
+        return self._lengths[slice(*self.blocks[number : number + 2])]
+
     def block(self, number: int) -> list[tuple[int, NDArray[np.uint16]]]:
-        return [(i, self._documents[i]) for i in range(*self.blocks[number : number + 2])]
+        return [(i, self._documents[i % DRAWN]) for i in range(*self.blocks[number : number + 2])]
 
 
 class Partners:
@@ -99,51 +104,65 @@ def seconds(run: Callable[[], object]) -> float:
     return best
 
 
-def row(corpus: Documents, name: str, family: str) -> str:
+def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
     rows = (512, 128) if family == "encoder_decoder" else (512,)
     made = objective(name, family, rows)
     n = min(made.max_tokens or 512, 512)
     text, partners = np.resize(corpus.block(0)[0][1], n), Partners([tokens for _, tokens in corpus.block(0)])
 
     def build() -> None:
-        for sample in range(500):
+        for sample in range(BUILT):
             made.build(Piece(text, partners), PieceKey(0, 0, sample, 0))
 
     def plan() -> PackedRows:
-        return PackedRows(corpus, made, sequence_length=rows[0], target_length=rows[-1], seed=0)  # type: ignore[arg-type]
+        return PackedRows(
+            corpus,  # type: ignore[arg-type]
+            made,
+            sequence_length=rows[0],
+            target_length=rows[-1],
+            seed=0,
+            shuffle=False,
+        )
 
     def pack() -> None:
-        packed = plan()
-        for block in range(BLOCKS):
-            packed._pack(0, block)
+        plan().rows(range(n_rows))
 
-    packed = plan()
     planning = seconds(plan)
-    sequences = sum(-(-corpus.lengths() // made.max_tokens)) if made.max_tokens else DOCUMENTS
-    tokens = corpus.lengths()[: BLOCKS * PER_BLOCK].sum()
-    packing = tokens / (seconds(pack) - planning)
-    blocks = [packed._pack(0, block) for block in range(BLOCKS)]
-    read = [blocks[b].row(r) for b in range(BLOCKS) for r in range(packed._rows_of_block[b])]
-    fill = [np.mean([(row[f"{side}documents"] >= 0).mean() for row in read]) for side in made.sides]
+    sequences = sum(-(-corpus.lengths() // made.max_tokens)) if made.max_tokens else corpus.n_samples
+    read = plan().rows(range(n_rows))
+    real = [read[f"{side}documents"] >= 0 for side in made.sides]
+    packing, fill = sum(map(np.sum, real)) / (seconds(pack) - planning), [np.mean(side) for side in real]
     return (
-        f"| {name} | {family} | {500 * n / seconds(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
+        f"| {name} | {family} | {BUILT * n / seconds(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
         f"{planning / sequences * 1e6:.1f} | {', '.join(f'{share:.1%}' for share in fill)} |"
     )
 
 
 def main() -> None:
-    corpus = Documents()
-    print(f"# Objectives, {time.strftime('%Y-%m-%d')}\n")
-    print(
-        f"`python benchmarks/objectives.py`, {platform.processor() or platform.machine()}, NumPy {np.__version__}.\n"
+    """Print a table, and write it where asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    print(
-        "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |"
-    )
-    print("|---|---|---|---|---|---|")
+    parser.add_argument("--documents", type=int, default=64_000)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-objectives.md")
+    args = parser.parse_args()
+    corpus, today = Documents(args.documents), date.today().isoformat()
+    lines = [
+        f"# Objectives, {today}",
+        "",
+        f"`python benchmarks/objectives.py`, {cpu()}, NumPy {np.__version__}, {args.documents:,} documents, "
+        f"{args.rows:,} rows.",
+        "",
+        "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, families in CASES.items():
         for family in families:
-            print(row(corpus, name, family), flush=True)
+            lines.append(row(corpus, name, family, args.rows))
+            print(lines[-1], flush=True)
+    if args.out:
+        (args.out / f"{today}-objectives.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

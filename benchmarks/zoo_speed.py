@@ -68,7 +68,7 @@ MODELS = {"gpt2-124m": gpt2, "bert-base": bert}
 
 
 def _ours(preset: str) -> nn.Module:
-    overrides = [f"model.{rate}=0" for rate in ("dropout", "attention_dropout", "ffn_dropout")]
+    overrides = [f"model.{rate}=0" for rate in ("dropout", "attention.dropout", "ffn.dropout")]
     model = build(load_config(preset, overrides).model)
     initialise(model, 0)
     return model

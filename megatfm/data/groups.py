@@ -37,7 +37,7 @@ def _group(
 ) -> tuple[int, int]:
     """Of groups that get larger and larger, the first with little padding, or that with least."""
     n = len(volumes) - 1
-    best = (2.0, n, 0)
+    best, tried = (2.0, n, 0), begin
     for least, most in pairwise(STEPS):
         first, after = (_first(volumes, begin, capacities * rows) for rows in (least, most))
         ends = np.arange(first, max(first + 1, after))
@@ -45,6 +45,9 @@ def _group(
         end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
         if _first(volumes, end, capacities * STEPS[0]) == n:
             end = n  # a group of few rows would be left
+        if end == tried:  # where blocks are large, several steps end with the same one
+            continue
+        tried = end
         rows = rows_of(begin, end)
         full = float((volumes[end] - volumes[begin]).sum()) / max(1, rows * int(capacities.sum()))
         best = min(best, (1 - full, end, rows))
