@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, Tokens, costs_of
-from megatfm.layers.attention.patterns import Full
-from megatfm.layers.attention.two_stream import Stream, TwoStreamAttention
+from megatfm.layers.attention.two_stream import Both, Stream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import Embedding
 from megatfm.layers.extra import Extra, Extras
@@ -27,7 +26,7 @@ from megatfm.models.output import Output
 from megatfm.models.registry import MODELS
 from megatfm.models.stack import sequence_metadata
 from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
-from megatfm.models.two_streams import Both, n_queries, places, stream, two_streams
+from megatfm.models.two_streams import everywhere, n_queries, places, two_streams
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
@@ -188,8 +187,7 @@ class TwoStreamStack(nn.Module):
             every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
             numbers_BQ = every_BQ if targets is None else places(targets)
             return two_streams(sequence, segments, field("order"), numbers_BQ, targets)
-        everywhere = sequence.indices.expand_as(zeros)
-        return stream(sequence, everywhere, *segments, sequence.mask(Full())), None
+        return everywhere(sequence, segments), None
 
     def _is_last(self, depth: int) -> bool:
         return depth == len(self.order) - 1

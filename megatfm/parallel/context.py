@@ -73,9 +73,9 @@ def install(model: nn.Module, contexts: Contexts) -> None:
 
 def leave_uncompiled(block: nn.Module) -> None:
     """Have what lets keys travel run as it is in a block that is compiled: what a rank sends, and which blocks of keys
-    are visited, depends on the batch."""
+    are visited, depends on the batch; what says `in_pieces`, too."""
     for module in block.modules():
-        if getattr(module, "context", None) in ACROSS:
+        if getattr(module, "context", None) in ACROSS or getattr(module, "in_pieces", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 

@@ -133,12 +133,12 @@ def keys_of_a_row_are_one_further(patch: Patch) -> None:
 
 
 def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
-    real = two_streams.stream
+    real = two_streams.Stream
 
     def stream(sequence: Any, places: Tensor, *rest: Any) -> Any:
         return real(sequence, places - places.min(), *rest)
 
-    patch.setattr(two_streams, "stream", stream)
+    patch.setattr(two_streams, "Stream", stream)
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:

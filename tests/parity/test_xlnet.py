@@ -9,6 +9,7 @@ from transformers.models.xlnet import modeling_xlnet
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
+from megatfm.ops.attention import rows
 from tests.parity.oracle import Figures, Pair, doubled, hold_to_the_docs, pair, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
@@ -29,6 +30,13 @@ CONFIG = ModelConfig(
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     with doubled(request.param, modeling_xlnet):
         yield request.param
+
+
+@pytest.fixture(params=["at once", "in pieces"])
+def of_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces: of 4 queries, as those of long rows."""
+    if request.param == "in pieces":
+        monkeypatch.setattr(rows, "AT_ONCE", len(LENGTHS) * 4 * max(LENGTHS) * 4)
 
 
 def draw(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:
@@ -87,6 +95,7 @@ def predictions(
     return both.ours(**inputs).logits[batch["targets"] != IGNORE], theirs[labels != IGNORE]
 
 
+@pytest.mark.usefixtures("of_scores")
 def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
     both, figures, batch = pair(CONFIG, dtype), Figures(), batch_of(LENGTHS)
     assert type(both.theirs).__name__ == "XLNetLMHeadModel"
@@ -103,6 +112,7 @@ def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
     hold_to_the_docs("xlnet-base", dtype, figures)
 
 
+@pytest.mark.usefixtures("of_scores")
 def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None:
     both, figures, batch = pair(CONFIG, dtype, seed=1), Figures(), batch_of(LENGTHS, 5)
     inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}

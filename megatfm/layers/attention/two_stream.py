@@ -4,8 +4,9 @@ Scores are Transformer-XL's (Dai et al. 2019, section 3.3), each of their terms 
 whether query and key are in the same segment.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +19,63 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import probabilities
+from megatfm.ops.attention.rows import by_rows
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
+
+
+class Both(NamedTuple):
+    """A field at the tokens that are here, or at queries, and at all tokens of their rows."""
+
+    here_BT: Tensor
+    row_BS: Tensor
+
+
+class Pairs(NamedTuple):
+    """What stands between queries and keys, each [B, 1, q, S].
+
+    mask: true where a query may look; None: everywhere. distances: the row of the table of relative positions, for
+    query − key. segments: 0 where both are in the same segment, else 1.
+    """
+
+    mask: Tensor | None
+    distances: Tensor
+    segments: Tensor
 
 
 @dataclass(frozen=True)
 class Stream:
     """Where the queries of a stream stand, and what each of them may see of the row.
 
-    sequence: of the queries, for dropout. mask [B, 1, Q, S]: true where a query may look; None: everywhere.
-    distances [B, 1, Q, S]: the row of the table of relative positions, for query − key. segments [B, 1, Q, S]: 0
-    where query and key are in the same segment, else 1.
+    sequence: of the queries, for dropout. places int64 [B, Q]: in their rows. A query sees the tokens of its document
+    whose rank in the order is no higher than the number that it has there; None: this hides nothing.
     """
 
     sequence: SequenceMetadata
-    mask: Tensor | None
-    distances: Tensor
-    segments: Tensor
+    places_BQ: Tensor
+    segments: Both
+    documents: Both | None
+    order: Both | None
 
     def at_layer(self, depth: int, skip_rate: float) -> Self:
         """The same with one layer's random keys."""
-        sequence = self.sequence.at_layer(depth, skip_rate)
-        return type(self)(sequence, self.mask, self.distances, self.segments)
+        return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
+
+    def pairs(self, rows: slice) -> Pairs:
+        """Of some of the queries with all tokens; of all queries they are made once for all layers."""
+        if len(range(*rows.indices(self.places_BQ.shape[1]))) < self.places_BQ.shape[1]:
+            return self._pairs(rows)
+        return self.sequence.once("pairs of a stream", lambda: self._pairs(rows))
+
+    def _pairs(self, rows: slice) -> Pairs:
+        of_row = self.segments.row_BS
+        places_S = torch.arange(of_row.shape[1], device=of_row.device)
+        distances_BQS = self.places_BQ[:, rows, None] - places_S + of_row.shape[1] - 1
+        segments_BQS = (self.segments.here_BT[:, rows, None] != of_row[:, None]).long()
+        seen = [of.row_BS[:, None] <= of.here_BT[:, rows, None] for of in (self.order,) if of]
+        seen += [of.row_BS[:, None] == of.here_BT[:, rows, None] for of in (self.documents,) if of]
+        mask_B1QS = reduce(torch.logical_and, seen)[:, None] if seen else None
+        return Pairs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
 
 @dataclass(frozen=True)
@@ -77,6 +113,8 @@ class TwoStreamAttention(nn.Module):
     )
 
     context = "alone"
+    in_pieces = True
+    """Long rows go by some queries at a time, which compiled code would look at all at once."""
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -128,6 +166,18 @@ class TwoStreamAttention(nn.Module):
     def forward(self, x_BQD: Tensor, seen: Seen, stream: Stream) -> Tensor:
         """[B, Q, D]."""
         q_BNQH = self._heads(self.wq, x_BQD) * self.scale
+        rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
+
+        def attend(rows: slice) -> Tensor:
+            scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], seen, stream.pairs(rows))
+            drawn = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
+            return probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn) @ seen.values
+
+        heads_BNQH = by_rows(attend, q_BNQH.shape[2], seen.keys.shape[:3].numel())
+        return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
+
+    def _scores(self, q_BNQH: Tensor, seen: Seen, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
+        """Of some of the queries, scaled, and their mask."""
         content, position, segment = (
             q_BNQH + self.scale * bias[:, None]
             for bias in (self.content_bias, self.position_bias, self.segment_bias)
@@ -135,13 +185,10 @@ class TwoStreamAttention(nn.Module):
         by_distance_BNQR = position @ seen.positions.transpose(-1, -2)
         by_segment_BNQ2 = segment @ self.segments.permute(1, 2, 0)
         distances, segments = (
-            index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (stream.distances, stream.segments)
+            index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (pairs.distances, pairs.segments)
         )
         scores_BNQS = content @ seen.keys.transpose(-1, -2) + by_distance_BNQR.gather(-1, distances)
-        scores_BNQS = scores_BNQS + by_segment_BNQ2.gather(-1, segments)
-        rng_keys = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
-        shares_BNQS = probabilities(scores_BNQS, stream.mask, self.dropout.rate, rng_keys)
-        return self.wo((shares_BNQS @ seen.values).transpose(1, 2).flatten(2))
+        return scores_BNQS + by_segment_BNQ2.gather(-1, segments), pairs.mask
 
     def _heads(self, projection: nn.Module, x: Tensor) -> Tensor:
         return projection(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)

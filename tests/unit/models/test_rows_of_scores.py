@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import rows
+from megatfm.ops.cross_entropy import IGNORE
 from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
 
 SIZES = {"vocab_size": 20, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24}
@@ -31,13 +33,45 @@ MODELS = {
         "position.buckets": 4,
         "position.max_distance": 8,
     },
+    "xlnet": {
+        "family": "xlnet",
+        "attention.name": "two_stream",
+        "attention.dropout": 0.2,
+        "position.name": "transformer_xl",
+    },
 }
+STEP = 6
+"""So many queries at a time."""
+
+
+def inputs_of(family: str, *, prefix: bool) -> dict[str, Tensor]:
+    """Packed rows; of XLNet, with unequally many targets in random orders, and segments."""
+    made = batch(family, prefix=prefix)
+    if family != "xlnet":
+        return made
+    drawn = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    order = drawn.argsort(1).argsort(1) - torch.tensor([[13], [16]])
+    targets = made["targets"].where((order > 0) & (made["documents"] >= 0), IGNORE)
+    assert len(set((targets != IGNORE).sum(1).tolist())) == 2
+    segments = (torch.arange(LENGTH) % 7 > 2).long().expand(2, -1)
+    return made | {"order": order.clamp(min=0), "targets": targets, "segments": segments}
+
+
+def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:
+    """Of two blocks, of which XLNet's content stream goes through the first alone."""
+    of_row = -(-LENGTH // STEP)
+    if family != "xlnet":
+        return 2 * of_row
+    most = int((inputs["targets"] != IGNORE).sum(1).max())
+    assert most % STEP
+    return of_row + 2 * -(-most // STEP)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = ModelConfig.of({**SIZES, **MODELS[name]})
-    model, inputs = build(config).double().train(), batch(config.family, prefix="prefixes" in name)
+    inputs = inputs_of(config.family, prefix="prefixes" in name)
+    model = build(config).double().train()
     initialise(model, 3)
     whole, real, calls = gradients(model, inputs), rows.checkpoint, []
 
@@ -45,10 +79,10 @@ def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPa
         calls.append(given)
         return real(*given, **options)
 
-    monkeypatch.setattr(rows, "AT_ONCE", 2 * 4 * LENGTH * 6)
+    monkeypatch.setattr(rows, "AT_ONCE", 2 * 4 * LENGTH * STEP)
     monkeypatch.setattr(rows, "checkpoint", counted)
     parts = gradients(model, inputs)
-    assert len(calls) == 2 * -(-LENGTH // 6)
+    assert len(calls) == pieces_of(config.family, inputs)
     assert parts.keys() == whole.keys()
     for key, gradient in whole.items():
         torch.testing.assert_close(parts[key], gradient, rtol=1e-10, atol=1e-13)

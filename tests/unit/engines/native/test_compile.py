@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatfm.config import ModelConfig, load_config
 from megatfm.engines.native.engine import SHAPES, compile_all
 from megatfm.engines.registry import compiles, leaves_attention
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.ops.attention import kernels
-from tests.unit.models.test_patterns_compose import batch, gradients
+from megatfm.ops.attention import kernels, rows
+from tests.unit.models import test_rows_of_scores
+from tests.unit.models.test_patterns_compose import LENGTH, batch, gradients
 from tests.workers import Workers
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -69,6 +71,29 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) 
     for name, gradient in gradients(model, inputs).items():
         torch.testing.assert_close(gradient, by_mask[name], rtol=1e-10, atol=1e-12)
     assert served
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["shaw", "deberta", "xlnet"])
+def test_attention_that_is_left_goes_by_some_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With the gradients of all at once."""
+    torch._dynamo.reset()
+    config = ModelConfig.of({**test_rows_of_scores.SIZES, **test_rows_of_scores.MODELS[name]})
+    inputs = test_rows_of_scores.inputs_of(config.family, prefix=False)
+    model = build(config).double().train()
+    initialise(model, 3)
+    eager, real, pieces = gradients(model, inputs), nn.Module.compile, []
+    monkeypatch.setattr(
+        rows, "checkpoint", lambda *given, **how: (pieces.append(given), checkpoint(*given, **how))[1]
+    )
+    monkeypatch.setattr(rows, "AT_ONCE", 1)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: real(self, **given, backend="eager"))
+    stack = model.decoder if config.family == "decoder" else model.encoder
+    compile_all(stack.layers.values(), autotune=False, whole=False)
+    for key, gradient in gradients(model, inputs).items():
+        torch.testing.assert_close(gradient, eager[key], rtol=1e-10, atol=1e-12)
+    assert len(pieces) > LENGTH
     torch._dynamo.reset()
 
 
