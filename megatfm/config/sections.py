@@ -36,6 +36,9 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
+    async_tp: bool = False
+    """With sequence_parallel and train.compile, on the GPUs of one machine: what tensor-parallel ranks send goes in
+    pieces, each under way while products of the piece before are made."""
     pp: PositiveInt = Field(default=1, le=WIDEST)
     """Pipeline ranks, each with its share of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
@@ -94,6 +97,12 @@ class ParallelConfig(Section):
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
+        if self.async_tp and not (self.tp > 1 and self.sequence_parallel):
+            why = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
+            raise ValueError(
+                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {why}: leave it "
+                "out, or set tp = 2 or more and sequence_parallel = true"
+            )
         self._folds_experts()
         return self
 

@@ -22,6 +22,9 @@ from megatfm.ranks import run_on_rank_0
 from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 
+ASYNC_TP = "async tp  what blocks gather for products, and scatter of them, over tp goes in pieces\n"
+"""A line of the plan, where that is so."""
+
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
@@ -38,6 +41,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)
         layout.table += f"\n{pipeline.table()}"
+    if parallel.async_tp:
+        layout.table += f"\n{ASYNC_TP}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
     return ENGINES.get(config.parallel.engine)(setup)
 
