@@ -152,7 +152,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8", "fp8-tensorwise"] = "auto"
     """Arithmetic of the model; weights and optimizer stay in float32 under bf16, fp8 and fp16, whose loss is scaled as
     its gradients need it. fp8: bf16 with the products of inner blocks in 8 bits, scaled by rows, or by tensors. auto:
-    bf16 where it is faster than fp32."""
+    bf16 where it is faster than fp32: tried on CPUs, and on GPUs from Ampere on."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     compile: bool | Literal["auto", "autotune"] = "auto"
