@@ -97,6 +97,8 @@ def _problems(config: "Config") -> Iterator[str]:
         yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'full'"
     if parallel.comm_memory != "torch":
         yield "parallel.comm_memory = 'group', which is for FSDP2's buffers: set parallel.comm_memory = 'torch'"
+    if parallel.async_tp:
+        yield "parallel.async_tp, which takes compiled blocks apart: set parallel.async_tp = false"
     if parallel.prefetch is not None:
         yield (
             "parallel.prefetch, which its ZeRO knows otherwise: leave it out, and set stage3_prefetch_bucket_size in "

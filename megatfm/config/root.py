@@ -244,6 +244,26 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _sends_in_pieces(self) -> Self:
+        if not self.parallel.async_tp:
+            return self
+        reasons = {
+            f"parallel.engine = {self.parallel.engine!r} compiles nothing": self.parallel.engine != "native",
+            "the compiler takes what is sent apart, and train.compile = false": self.train.compile is False,
+            f"blocks are not compiled ({self.refuses_compile()})": self.refuses_compile() is not None,
+            f"parallel.cp = {self.parallel.cp} has blocks compiled in parts, from gathers to products": (
+                self.parallel.cp > 1
+            ),
+            "train.device = 'cpu' has no memory that another device reads": self.train.device == "cpu",
+            f"train.precision = {self.train.precision!r} multiplies what was rounded after it came": (
+                self.train.precision in ("fp8", "fp8-tensorwise")
+            ),
+        }
+        for why in (why for why, holds in reasons.items() if holds):
+            raise ValueError(f"parallel.async_tp = true: {why}: set parallel.async_tp = false")
+        return self
+
+    @model_validator(mode="after")
     def _graphs_are_of_one_process(self) -> Self:
         if not self.train.cuda_graphs:
             return self

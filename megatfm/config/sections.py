@@ -36,6 +36,9 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks."""
     sequence_parallel: bool = True
     """With tp > 1, keep norms and residuals on shards of the sequence."""
+    async_tp: bool = False
+    """With sequence_parallel and train.compile, on the GPUs of one machine: what tensor-parallel ranks send goes in
+    pieces, each under way while products of the piece before are made."""
     pp: PositiveInt = Field(default=1, le=WIDEST)
     """Pipeline ranks, each with its share of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
@@ -94,6 +97,12 @@ class ParallelConfig(Section):
             )
         if self.dp_shard == 0:
             raise ValueError("dp_shard = 0: choose -1 (all ranks that are left) or a positive number")
+        if self.async_tp and not (self.tp > 1 and self.sequence_parallel):
+            why = "tp = 1" if self.tp == 1 else "without sequence_parallel they add up whole tensors"
+            raise ValueError(
+                f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {why}: leave it "
+                "out, or set tp = 2 or more and sequence_parallel = true"
+            )
         self._folds_experts()
         return self
 
@@ -143,7 +152,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8", "fp8-tensorwise"] = "auto"
     """Arithmetic of the model; weights and optimizer stay in float32 under bf16, fp8 and fp16, whose loss is scaled as
     its gradients need it. fp8: bf16 with the products of inner blocks in 8 bits, scaled by rows, or by tensors. auto:
-    bf16 where it is faster than fp32."""
+    bf16 where it is faster than fp32: tried on CPUs, and on GPUs from Ampere on."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     compile: bool | Literal["auto", "autotune"] = "auto"

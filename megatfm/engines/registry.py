@@ -9,6 +9,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import Engine, EngineSetup
 from megatfm.errors import UsageError
 from megatfm.ops.attention import kernels
+from megatfm.parallel.symmetric import share_memory
 from megatfm.registry import Registry
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def native(setup: EngineSetup) -> Engine:
     from megatfm.engines.native.engine import NativeEngine
 
     parallel, train = setup.config.parallel, setup.config.train
+    if parallel.async_tp:
+        share_memory(setup.mesh, setup.device)
     return NativeEngine(
         setup.model,
         setup.layout,
@@ -38,6 +41,7 @@ def native(setup: EngineSetup) -> Engine:
         compile_blocks=compiles(setup.config, setup.device),
         autotune=train.compile == "autotune",
         eager_attention=leaves_attention(setup.config, setup.device),
+        async_tp=parallel.async_tp,
         graphs=recorder(setup.config, setup.device),
     )
 

@@ -40,26 +40,31 @@ def _functional() -> bool:
     return torch.compiler.is_compiling() or _kept.get()
 
 
+def _first(x: Tensor, dim: int) -> Tensor:
+    """With `dim` before the others. A move that moves nothing would stand in a compiled graph all the same."""
+    return (x.movedim(dim, 0) if dim else x).contiguous()
+
+
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim`."""
-    first = x.movedim(dim, 0).contiguous()  # no copy for a single row
+    first = _first(x, dim)  # no copy for a single row
     if _functional():
         whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
     else:
         whole = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
         group._allgather_base(whole, first).wait()
-    return whole.movedim(0, dim)
+    return whole.movedim(0, dim) if dim else whole
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its shard along `dim`."""
-    first = x.movedim(dim, 0).contiguous()
+    first = _first(x, dim)
     if _functional():
         shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
     else:
         shard = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
         group._reduce_scatter_base(shard, first, _SCATTERED_SUM).wait()
-    return shard.movedim(0, dim)
+    return shard.movedim(0, dim) if dim else shard
 
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -22,6 +22,9 @@ from megatfm.ranks import run_on_rank_0
 from megatfm.registry import did_you_mean
 from megatfm.train.optimizers import optimizer_groups
 
+ASYNC_TP = "async tp  what blocks gather for products, and scatter of them, over tp goes in pieces\n"
+"""A line of the plan, where that is so."""
+
 
 def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: str) -> Engine:
     """Build the model on the meta device, lay the plan over it, and shard, place and initialise it."""
@@ -38,6 +41,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     if mesh.size(PIPELINE) > 1:
         pipeline = cut_into_stages(config, model, mesh)
         layout.table += f"\n{pipeline.table()}"
+    if parallel.async_tp:
+        layout.table += f"\n{ASYNC_TP}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)
     return ENGINES.get(config.parallel.engine)(setup)
 
@@ -96,7 +101,7 @@ def cut_model(config: Config, model: nn.Module) -> Pipeline:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """Resolve "auto", on all ranks together: bf16 where a matrix product is faster in it, else fp32."""
+    """Resolve "auto", on all ranks together: bf16 where matrix products are faster in it, else fp32."""
     if wanted != "auto":
         if PRECISIONS[wanted].fp8 and not multiplies_fp8(device):
             raise UsageError(
@@ -104,10 +109,14 @@ def choose_precision(wanted: str, device: torch.device) -> str:
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set train.precision = 'bf16'"
             )
         return wanted
-    faster = run_on_rank_0(
-        lambda: product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)
-    )
-    return "bf16" if faster else "fp32"
+    return "bf16" if run_on_rank_0(lambda: bf16_is_faster(device)) else "fp32"
+
+
+def bf16_is_faster(device: torch.device) -> bool:
+    """On GPUs, by what they can: there a product that is small enough to try takes no longer than asking for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return product_seconds(torch.bfloat16, device) < product_seconds(torch.float32, device)
 
 
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:

@@ -54,7 +54,9 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                 parallel.tp * parallel.dp_shard,
                 parallel.pp * parallel.stages_per_rank,
             ),
-            "parallel": parallel.model_copy(update={"reduce_dtype": "full", "comm_memory": "torch"}),
+            "parallel": parallel.model_copy(
+                update={"reduce_dtype": "full", "comm_memory": "torch", "async_tp": False}
+            ),
             "data": config.data.model_copy(update=lengths),
             "train": config.train.model_copy(
                 update={

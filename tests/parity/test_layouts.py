@@ -101,6 +101,7 @@ def make_engine(
     precision: str = "fp64",
     recomputed: str = "none",
     compile_blocks: bool = False,
+    async_tp: bool = False,
 ) -> NativeEngine:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
@@ -118,6 +119,7 @@ def make_engine(
         sharing=Sharing.of(parallel),
         recomputed=recomputed,
         compile_blocks=compile_blocks,
+        async_tp=async_tp,
     )
 
 

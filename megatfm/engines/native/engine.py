@@ -72,6 +72,7 @@ class NativeEngine:
         compile_blocks: bool = False,
         autotune: bool = False,
         eager_attention: bool = False,
+        async_tp: bool = False,
         graphs: Recorder | None = None,
     ) -> None:
         self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
@@ -82,7 +83,10 @@ class NativeEngine:
         recompute(model, blocks(model), recomputed, compiled=compile_blocks)
         if compile_blocks:
             compile_all(
-                blocks(model), autotune=autotune, whole=mesh.size(CONTEXT) == 1 and not eager_attention
+                blocks(model),
+                autotune=autotune,
+                whole=mesh.size(CONTEXT) == 1 and not eager_attention,
+                async_tp=async_tp,
             )
         self.data = share([model], layout, mesh, self.sharing, PRECISIONS[precision], device)
         self.boxes, self.local = self.data.boxes, self.data.local
@@ -257,18 +261,24 @@ class NativeEngine:
             )
 
 
-def compile_all(found: Iterable[nn.Module], *, autotune: bool, whole: bool = True) -> None:
+def compile_all(
+    found: Iterable[nn.Module], *, autotune: bool, whole: bool = True, async_tp: bool = False
+) -> None:
     """Compile blocks, for each shape that they meet: after a warm-up of lengths, torch would else take all dims for
     ones that change, and the rest of the run would go by slower kernels. whole: attention, which may let keys travel,
-    too; what says `is_compiled = False`, as experts do, never is."""
+    too; what says `is_compiled = False`, as experts do, never is. async_tp: see async_tp.py."""
     from torch._dynamo import config
 
+    options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
+    if async_tp:
+        from megatfm.engines.native.async_tp import compile_options
+
+        options = {"options": compile_options(autotune)}
     config.recompile_limit = max(config.recompile_limit, SHAPES)
     for block in found:
         eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
         for part in eager:
             replace_forward(part, torch.compiler.disable(part.forward))
-        options = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
         if not whole:
             leave_uncompiled(block)
         block.compile(fullgraph=whole and not eager, dynamic=False, **options)

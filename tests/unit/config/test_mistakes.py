@@ -296,6 +296,35 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
+        (
+            ["parallel.tp=1"],
+            "for tensor-parallel ranks that gather and scatter tokens, and tp = 1: leave it out",
+        ),
+        (
+            ["parallel.sequence_parallel=false"],
+            "without sequence_parallel they add up whole tensors: leave it out",
+        ),
+        (["train.compile=false"], "train.compile = false: set parallel.async_tp = false"),
+        (["train.recompute=2 GB"], "how much blocks keep while they run"),
+        (["parallel.cp=2"], "parallel.cp = 2 has blocks compiled in parts"),
+        (["train.device=cpu"], "train.device = 'cpu' has no memory that another device reads"),
+        (["train.precision=fp8"], "train.precision = 'fp8' multiplies what was rounded after it came"),
+        (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
+    ],
+)
+def test_what_ranks_do_not_send_in_pieces_is_refused(
+    load: Callable[..., Config], overrides: list[str], why: str
+) -> None:
+    given = ["parallel.async_tp=true", "parallel.tp=2"]
+    assert load(*given).parallel.async_tp
+    message = mistake(load, *given, *overrides)
+    assert why in message
+    assert "async_tp = false" in message or "leave it out" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
         (["parallel.tp=2"], "parallel.tp = 2 has ranks send what is not recorded"),
         (["parallel.dp_shard=2"], "parallel.dp_shard = 2 has ranks send"),
         (["parallel.pp=2"], "parallel.pp = 2 has"),

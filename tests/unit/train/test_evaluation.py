@@ -220,6 +220,15 @@ def test_all_ranks_choose_the_same_precision(workers: Workers) -> None:
     assert choice in ("bf16", "fp32")
 
 
+@pytest.mark.parametrize(("capability", "choice"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")])
+def test_on_a_gpu_the_precision_is_not_left_to_a_race(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], choice: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("megatfm.train.build.product_seconds", lambda *_: pytest.fail("tried"))
+    assert choose_precision("auto", torch.device("cuda")) == choice
+
+
 def test_every_token_stands_for_its_bytes(folder: Path) -> None:
     tokenizer = tokenizers.load(folder / "tokenizer.model")
     lengths = tokenizer.byte_lengths()

@@ -137,3 +137,15 @@ def test_kernels_are_chosen_by_trying_where_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
     compile_all([nn.Linear(1, 1)], autotune=True)
     assert given[0]["mode"] == "max-autotune-no-cudagraphs"
+
+
+def test_kernels_are_still_chosen_by_trying_where_products_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes a mode or options, not both."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    for autotune in (True, False):
+        compile_all([nn.Linear(1, 1)], autotune=autotune, async_tp=True)
+    tried, plain = (each["options"] for each in given)
+    assert tried["max_autotune"]
+    assert "max_autotune" not in plain
+    assert plain["_micro_pipeline_tp"]

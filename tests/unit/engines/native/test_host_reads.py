@@ -1,18 +1,24 @@
 """How often the host waits for the device in a step. On a CPU nobody waits, but what would is the same calls."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatfm.config import ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.losses import HostReads
+from megatfm.layers.moe import dispatch
 from tests.parity.test_layouts import ADAMW, CAUSAL, TIED, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 """Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
+METHODS = ("tolist", "cpu", "numpy")
+"""Of tensors, which bring all of their values to the host and show up as no operator."""
+MOE = TIED.changed({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
 
 
 class Waits(TorchDispatchMode):
@@ -30,22 +36,40 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits_of_a_step(parallel: ParallelConfig, precision: str, early: bool) -> tuple[list[str], int]:
-    """Operators that wait, and reads of what was put together, in a step that is clipped. early: which the device may
-    skip by itself, as a GPU does."""
-    engine = make_engine(TIED, parallel, ADAMW, precision=precision)
+def waits_of_a_step(
+    model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool
+) -> tuple[list[str], int]:
+    """What waits, and reads of what was put together, in a step that is clipped. early: which the device may skip by
+    itself, as a GPU does, whose rows of experts nobody looks at."""
+    engine = make_engine(model, parallel, ADAMW, precision=precision)
     if early:
         engine.early = list(engine.optimizers)
     batches = [microbatches(engine, global_batch(seed=step)) for step in range(2)]
-    reads, real = [], HostReads.read
+    reads, real, asked = [], HostReads.read, []
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+        return lambda self, *given: (asked.append(name), method(self, *given))[1]
+
+    def read(self: HostReads) -> None:
+        reads.append(1)
+        before = len(asked)
+        real(self)
+        del asked[before:]
+
     for batch in batches:
         reads.clear()
+        asked.clear()
         with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-            patch.setattr(HostReads, "read", lambda self: (reads.append(1), real(self)))
+            patch.setattr(HostReads, "read", read)
+            for name in METHODS:
+                patch.setattr(Tensor, name, noted(name))
+            if early:
+                patch.setattr(dispatch, "asks_for_values", lambda _: False)
             stats = engine.forward_backward(batch, CAUSAL)
             engine.step(1e-2, clip=1e-3)
             assert stats.loss > 0
-    return waits.found, len(reads)
+    return [*waits.found, *asked], len(reads)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +87,20 @@ def waits_of_a_step(parallel: ParallelConfig, precision: str, early: bool) -> tu
 def test_the_host_waits_once_a_step(
     workers: Workers, ranks: int, parallel: ParallelConfig, precision: str, early: bool
 ) -> None:
-    for waits, reads in workers.run(waits_of_a_step, ranks, parallel, precision, early):
+    for waits, reads in workers.run(waits_of_a_step, ranks, TIED, parallel, precision, early):
         assert waits == []
+        assert reads == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "looks"),
+    [(1, ParallelConfig(), []), (2, ParallelConfig(dp_shard=2, ep=2), ["tolist"])],
+)
+def test_rows_of_experts_are_counted_on_the_device(
+    workers: Workers, ranks: int, parallel: ParallelConfig, looks: list[str]
+) -> None:
+    """Where they travel to other ranks, the host makes room for them: it looks once in each layer, forward."""
+    passes = MOE.n_layers * len(range(0, 8 // ranks, 2))
+    for waits, reads in workers.run(waits_of_a_step, ranks, MOE, parallel, "fp32", True):
+        assert waits == looks * passes
         assert reads == 1

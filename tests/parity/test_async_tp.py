@@ -1,0 +1,149 @@
+"""Async tensor parallelism: what torch's pass makes of compiled blocks, and the gradients of one device through it.
+
+Graphs go through inductor as far as its last pass over them, and then run as they are: the operators of symmetric
+memory by torch's own fallbacks for them, which gather or scatter, and multiply.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from megatfm.config import ModelConfig, ParallelConfig
+from tests.parity.test_layouts import (
+    ADAMW,
+    CAUSAL,
+    MODEL,
+    global_batch,
+    gradient_errors,
+    make_engine,
+    microbatches,
+    one_device,
+    one_device_gradients,
+)
+from tests.workers import Workers
+
+BIASED = {"attention.bias": True, "ffn.bias": True}
+BLOCK = MODEL.changed({"n_layers": 1})
+MODELS = {
+    "gated": BLOCK,
+    "gated, biased": BLOCK.changed(BIASED),
+    "plain": BLOCK.changed({"ffn.activation": "gelu"}),
+    "plain, biased": BLOCK.changed({"ffn.activation": "gelu", **BIASED}),
+    "one key head": BLOCK.changed({"attention.n_kv_heads": 1}),
+}
+KINDS = {
+    "all_gather_into_tensor": "gathers",
+    "reduce_scatter_tensor": "scatters",
+    "fused_all_gather_matmul": "gathers in pieces",
+    "fused_matmul_reduce_scatter": "scatters in pieces",
+}
+IN_PIECES = {"gathers in pieces": 2, "scatters in pieces": 2}
+BACKWARD = {
+    "none": IN_PIECES,
+    "full": {"gathers in pieces": 4, "scatters in pieces": 3},
+    "selective": {**IN_PIECES, "gathers": 2},
+}
+"""What a block's backward pass sends, by `train.recompute`. What is gathered again for gradients of weights alone is
+the right factor of its products, and each of their rows needs all of it."""
+
+Counts = dict[str, int]
+
+
+def sent(gm: GraphModule) -> Counts:
+    """What a graph sends, by kind."""
+    called = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+    return dict(Counter(kind for target in called for name, kind in KINDS.items() if f".{name}." in target))
+
+
+@contextmanager
+def in_pieces() -> Iterator[dict[str, list[Counts]]]:
+    """Within, compiled blocks go through torch's pass as on a GPU; what their graphs send, by direction."""
+    warnings.simplefilter(
+        "ignore"
+    )  # torch's own: inductor's imports, and its tracer looks at .grad of what is no leaf
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.compile_fx import compile_fx, view_to_reshape
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+    from torch.distributed import _symmetric_memory as memory
+
+    found: dict[str, list[Counts]] = {"forward": [], "backward": []}
+
+    def last_passes(gm: GraphModule, _: Sequence[Any], **given: Any) -> Callable[..., Any]:
+        view_to_reshape(gm)
+        values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        with V.set_fake_mode(detect_fake_mode(values)):
+            post_grad_passes(gm, given.get("is_inference", False))
+        gm.recompile()
+        found["backward" if given.get("is_backward") else "forward"].append(sent(gm))
+
+        def run(values: list[Any]) -> Any:
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def compile_block(block: nn.Module, *, fullgraph: bool, dynamic: bool, options: dict[str, Any]) -> None:
+        torch._TorchCompileInductorWrapper(None, options, dynamic)  # refuses what it doesn't know
+        backend = partial(compile_fx, inner_compile=last_passes, config_patches=options)
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, fullgraph=fullgraph, dynamic=dynamic, backend=backend
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "compile", compile_block))
+        stack.enter_context(patch("torch.distributed.is_nccl_available", lambda: True))
+        stack.enter_context(memory._test_mode())
+        library = stack.enter_context(torch.library._scoped_library("symm_mem", "IMPL"))
+        library.impl("fused_all_gather_matmul", memory._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", memory._fused_matmul_reduce_scatter_fallback, "CPU")
+        torch._dynamo.reset()
+        yield found
+        torch._dynamo.reset()
+
+
+def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict[str, list[Counts]]:
+    with warnings.catch_warnings(), in_pieces() as found:
+        engine = make_engine(
+            config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True
+        )
+        batch = global_batch(seed=3)
+        loss, expected = one_device_gradients(one_device(config), batch)
+        stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        assert stats.loss == pytest.approx(loss, rel=1e-12)
+        assert gradient_errors(engine, expected) == {}
+    return found
+
+
+CASES = [
+    ("gated", "none", ParallelConfig(tp=2)),
+    ("plain, biased", "selective", ParallelConfig(tp=2)),
+    *(
+        pytest.param(name, recomputed, parallel, marks=pytest.mark.slow)
+        for name, recomputed, parallel in [
+            ("gated, biased", "full", ParallelConfig(tp=2)),
+            ("plain", "none", ParallelConfig(tp=2)),
+            ("one key head", "none", ParallelConfig(tp=2)),
+            ("gated", "none", ParallelConfig(dp_shard=2, tp=2)),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
+def test_all_that_a_block_sends_goes_in_pieces(
+    workers: Workers, name: str, recomputed: str, parallel: ParallelConfig
+) -> None:
+    """Forward before attention and the feed-forward network, and after each; backward the other way round."""
+    ranks = parallel.tp * max(1, parallel.dp_shard)
+    for found in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
+        assert found == {"forward": [IN_PIECES], "backward": [BACKWARD[recomputed]]}
