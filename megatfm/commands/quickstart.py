@@ -23,6 +23,9 @@ from rich.table import Table
 from megatfm.config import Config, load_config
 from megatfm.errors import REQUEUE, MegatfmError, UsageError
 
+WHOLE = "parallel.zero=0"
+"""Two processes can each hold all of so small a model; to gather it from both takes a fifth more time."""
+
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -39,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     """Run all stages; stops at the first that fails. Returns 0, or that stage's exit code."""
     start = time.monotonic()
     prep, overrides = _names(args.corpus)
-    overrides += args.overrides
+    overrides = [WHOLE, *overrides, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
     shown = os.path.relpath(run_dir)
