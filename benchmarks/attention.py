@@ -2,10 +2,10 @@
 
     python benchmarks/attention.py --out benchmarks/results [--parts speed --dtypes float32 --only window]
 
-One row of 2 heads of 64 channels, one thread, whose own processor time is told. Each round runs every case once, in
-another order; medians of the ratios within a round are quoted, which other work on the machine disturbs little. What
-a call measures is added to the results of its day, so that a table can be made by several calls, of `--parts`,
-`--lengths`, `--dtypes` and `--only` (beginnings of cases' names).
+One row of 2 heads of 64 channels, one thread, whose own processor time is told; freed memory is kept as `megatfm train`
+keeps it. Each round runs every case once, in another order; medians of the ratios within a round are quoted, which
+other work on the machine disturbs little. What a call measures is added to the results of its day, so that a table can
+be made by several calls, of `--parts`, `--lengths`, `--dtypes` and `--only` (beginnings of cases' names).
 
 speed: how many times as fast as dense attention. flat: microseconds a token at all lengths, which take turns, and their
 ratio to the shortest. packed: rows of documents against one document of the same tokens. linformer, peers: see
@@ -34,6 +34,7 @@ from torch import Tensor
 from megatfm.layers.attention.patterns import BigBird, Chunked, Full, Longformer, Pattern, Seen, Window
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Variant, blocks
+from megatfm.train.watching.memory import keep_freed_memory
 
 WINDOW, DOCUMENT = 512, 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -250,6 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.wanted = lambda name: any(name.startswith(only) for only in options.only)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    keep_freed_memory()
     for where, found in measured(options):
         print(*where, json.dumps(found), file=sys.stderr, flush=True)
         if options.out:

@@ -73,9 +73,9 @@ def install(model: nn.Module, contexts: Contexts) -> None:
 
 def leave_uncompiled(block: nn.Module) -> None:
     """Have what lets keys travel run as it is in a block that is compiled: what a rank sends, and which blocks of keys
-    are visited, depends on the batch; what says `in_pieces`, too."""
+    are visited, depends on the batch; and what says `eager_when_long`, since it looks at long rows in pieces."""
     for module in block.modules():
-        if getattr(module, "context", None) in ACROSS or getattr(module, "in_pieces", False):
+        if getattr(module, "context", None) in ACROSS or getattr(module, "eager_when_long", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 

@@ -145,6 +145,9 @@ LAYOUTS = {
     },
     8: {
         "zero3 × cp2 × tp2": ParallelConfig(dp_shard=2, cp=2, tp=2),
+        "zero3 × cp2 × tp2 without sequence parallel": ParallelConfig(
+            dp_shard=2, cp=2, tp=2, sequence_parallel=False
+        ),
         "replicas × zero3 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
     },
 }
@@ -172,7 +175,9 @@ SOME: dict[tuple[str, int], tuple[str, ...]] = {
     ("patterns of encoders", 4): TOGETHER,
     ("t5", 4): TOGETHER,
     **{
-        (f"{name}, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel", "zero3 × cp2")
+        (f"{name}, rows of 11 tokens", 4): (
+            "cp4", "cp2 × tp2 without sequence parallel", "pp2 1f1b × cp2", "zero3 × cp2"
+        )
         for name in PATTERNS
     },
     **{(name, 4): (*TOGETHER, "pp2 zbv × cp2") for name in (*BIASED, *APART, "bert")},
@@ -180,6 +185,10 @@ SOME: dict[tuple[str, int], tuple[str, ...]] = {
     ("alibi, patterns, rows of 11 tokens", 4): ("cp4",),
     ("latent, patterns, rows of 11 tokens", 4): ("cp4", "cp2 × tp2 without sequence parallel"),
     **{(name, 8): ("zero3 × cp2 × tp2",) for name in PATTERNS},
+    **{
+        (f"{name}, rows of 11 tokens", 8): ("zero3 × cp2 × tp2 without sequence parallel",)
+        for name in PATTERNS
+    },
     ("llama", 8): ("replicas × zero3 × cp2",),
 }  # fmt: skip
 """Models that are not compared under all layouts of so many ranks."""
@@ -202,7 +211,7 @@ MANY = {
         "bert",
         "soft experts",
     ),
-    8: ("llama", *PATTERNS),
+    8: ("llama", *PATTERNS, *(f"{name}, rows of 11 tokens" for name in PATTERNS)),
 }
 """Models by ranks; those of equally many share one call, and so the reference."""
 
@@ -261,6 +270,8 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 
 LATER = (
     ("patterns of encoders", 8),
+    ("patterns of decoders, rows of 11 tokens", 8),
+    ("patterns of encoders, rows of 11 tokens", 8),
     ("t5 positions, patterns", 4),
     ("deberta v3", 4),
     ("deberta, rows of 11 tokens", 2),

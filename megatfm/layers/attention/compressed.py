@@ -94,6 +94,7 @@ class StretchCore(Core):
     """Attention to stretches, which are all here wherever the tokens are."""
 
     context = "alone"
+    eager_when_long = True
 
     def forward(  # type: ignore[override]  # instead of a bias, where the keys stand
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, places_BS: Tensor

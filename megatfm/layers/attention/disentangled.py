@@ -124,4 +124,4 @@ class DisentangledCore(nn.Module):
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
             return probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn) @ v_BNSH
 
-        return by_rows(attend, q_BNTH.shape[2], q_BNTH.shape[:2].numel() * k_BNSH.shape[2])
+        return by_rows(attend, q_BNTH, k_BNSH.shape[2], "disentangled")

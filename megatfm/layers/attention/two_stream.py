@@ -113,8 +113,7 @@ class TwoStreamAttention(nn.Module):
     )
 
     context = "alone"
-    in_pieces = True
-    """Long rows go by some queries at a time, which compiled code would look at all at once."""
+    eager_when_long = True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class TwoStreamAttention(nn.Module):
             drawn = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
             return probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn) @ seen.values
 
-        heads_BNQH = by_rows(attend, q_BNQH.shape[2], seen.keys.shape[:3].numel())
+        heads_BNQH = by_rows(attend, q_BNQH, seen.keys.shape[2], "of two streams")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
 
     def _scores(self, q_BNQH: Tensor, seen: Seen, pairs: Pairs) -> tuple[Tensor, Tensor | None]:

@@ -72,7 +72,7 @@ class ShawCore(nn.Module):
             drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             return self._attend(q_BNTH[:, :, rows], k_BKSH, v_BKSH, sequence, rows, drawn)
 
-        return by_rows(attend, q_BNTH.shape[2], q_BNTH.shape[:2].numel() * k_BKSH.shape[2])
+        return by_rows(attend, q_BNTH, k_BKSH.shape[2], f"{self.pattern!r} with Shaw's positions")
 
     def _attend(
         self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, rows: slice,

@@ -11,6 +11,7 @@ from megatfm.errors import UsageError
 from megatfm.generate.beam import beam_search
 from megatfm.generate.decoding import Decoding, Prompts
 from megatfm.generate.generate import generate
+from megatfm.layers.attention.patterns import PATTERNS as SHIPPED
 from megatfm.layers.initialisation import set_buffers
 from megatfm.models import build
 from tests.parity.oracle import perturb
@@ -63,9 +64,11 @@ PATTERNS = {
     },
     "first, latent": {"attention.pattern": {"name": "window", "width": 2, "first": 2}, **MODELS["latent"]},
     "bigbird": {"attention.pattern": {"name": "bigbird", "block": 2, "random": 1}},
+    "bigbird, extra": {"attention.pattern": {"name": "bigbird", "block": 2, "random": 1, "extra": 2}},
     "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
     "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
     "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "summary": 1}},
+    "window, sinks": {"attention.pattern": {"name": "window", "width": 3}, "attention.sinks": True},
     "local and compressed": {
         "position.name": "sinusoidal",
         "blocks": ["local", "compressed"],
@@ -119,6 +122,15 @@ def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> N
         for cache in (True, False):
             single = steps(model, alone(prompts, row), cache=cache)
             torch.testing.assert_close(together[row : row + 1], single, rtol=1e-10, atol=1e-10)
+
+
+def test_every_pattern_of_decoders_is_tried() -> None:
+    """Beside full attention, the decoder's default."""
+    told = [option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")]
+    shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
+    assert shipped - {"full", "longformer"} == {options["name"] for _, options in told}
+    with pytest.raises(UsageError, match="choose family = 'encoder'"):
+        build(ModelConfig.of(**SMALL, **{"attention.pattern": {"name": "longformer", "width": 2}}))
 
 
 def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
@@ -189,6 +201,7 @@ def test_a_window_s_cache_keeps_a_window() -> None:
 
 HELD = {
     "window": 2,
+    "window, sinks": 2,
     "window of one token": 0,
     "window, alibi": 3,
     "window, shaw": 3,

@@ -1,5 +1,7 @@
 """Attention that no kernel knows, of some queries at a time: the gradients of all at once, and no more scores."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +67,31 @@ def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:
     most = int((inputs["targets"] != IGNORE).sum(1).max())
     assert most % STEP
     return of_row + 2 * -(-most // STEP)
+
+
+KINDS = {
+    "shaw": "Full(causal=True) with Shaw's positions",
+    "deberta": "disentangled",
+    "xlnet": "of two streams",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_how_it_is_computed_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(rows, "_TOLD", set())
+    config = ModelConfig.of({**SIZES, **MODELS[name]})
+    model, inputs = build(config).eval(), inputs_of(config.family, prefix=False)
+    initialise(model, 3)
+    with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
+        model(**inputs)
+        monkeypatch.setattr(rows, "AT_ONCE", 1)
+        model(**inputs)
+    assert [record.message for record in caplog.records if "attention" in record.message] == [
+        f"attention {KINDS[name]}, on cpu in float32: kernel products, {how}"
+        for how in ("all queries at once", "some queries at a time, and again in the backward pass")
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -49,13 +49,21 @@ def test_attention_of_long_rows_is_left_as_it_is_on_cpus() -> None:
     assert not leaves_attention(long, GPU)
 
 
+LEFT = {
+    "window with t5": {
+        "position.name": "t5", "attention.pattern": {"name": "window", "width": 5}
+    },
+    "compressed": {"position.name": "none", "attention.name": "compressed"},
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LEFT)
+def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With the gradients of a mask of all pairs."""
     torch._dynamo.reset()
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 1, "attention.n_heads": 4, "ffn.d_ff": 24}
-    position, pattern = {"position.name": "t5"}, {"attention.pattern": {"name": "window", "width": 5}}
-    model = build(ModelConfig.of({**sizes, **position, **pattern})).double().train()
+    model = build(ModelConfig.of({**sizes, **LEFT[name]})).double().train()
     initialise(model, 3)
     inputs = batch("decoder", prefix=False)
     by_mask, served, real = gradients(model, inputs), [], nn.Module.compile
