@@ -10,6 +10,7 @@ from torch import Tensor
 from megatfm.engines.interface import Arrays, LossFunction, Sums
 from megatfm.ops.aligned import aligned
 from megatfm.ops.attention import sequence_starts
+from megatfm.ops.moved import moved
 from megatfm.parallel.context import cut
 from megatfm.parallel.layout import ParameterLayout
 from megatfm.parallel.mesh import Mesh
@@ -143,12 +144,8 @@ def with_starts(batch: Arrays) -> Arrays:
 
 
 def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """A batch as the loader gives it → tensors on the device. A copy to a GPU is from memory that stays where it is, so
-    that the host need not wait for it."""
+    """A batch as the loader gives it → tensors on the device."""
     tensors = {field: torch.as_tensor(values) for field, values in batch.items()}
     if device.type == "cpu":
         return {field: aligned(values) for field, values in tensors.items()}
-    return {
-        field: values.pin_memory().to(device, non_blocking=True) if values.device.type == "cpu" else values
-        for field, values in tensors.items()
-    }
+    return {field: moved(values, device) for field, values in tensors.items()}

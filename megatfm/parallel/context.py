@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
+from megatfm.ops.moved import moved
 from megatfm.parallel import context_slots
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.collectives import copy_to_shards, sum_partial
@@ -122,7 +123,7 @@ def cut(batch: Mapping[str, Tensor], contexts: Contexts) -> Batch:
         if positions is None:
             continue
         length = positions.shape[1]
-        here = contexts.places(length)[contexts.rank].to(positions.device)
+        here = moved(contexts.places(length)[contexts.rank], positions.device)
         for name, field in batch.items():
             if field.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue

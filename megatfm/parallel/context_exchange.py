@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
+from megatfm.ops.moved import moved
 
 
 @dataclass(frozen=True)
@@ -115,24 +116,24 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, wanted: Wanted) -> Tensor:
         ctx.wanted = wanted
         group = wanted.contexts.group
-        sent = [(r, x[:, :, at.to(x.device)]) for r, at in enumerate(wanted.gives) if len(at)]
+        sent = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(wanted.gives) if len(at)]
         came = [(r, _empty(x, len(at))) for r, at in enumerate(wanted.gets) if len(at)]
         parts = Flight(group, sent, came).wait()
-        return torch.cat([x, *parts], 2)[:, :, wanted.order.to(x.device)]
+        return torch.cat([x, *parts], 2)[:, :, moved(wanted.order, x.device)]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         wanted = ctx.wanted
         sizes = [len(at) for at in wanted.gets]
         laid = torch.empty_like(g)
-        laid[:, :, wanted.order.to(g.device)] = g
+        laid[:, :, moved(wanted.order, g.device)] = g
         own, *parts = laid.split([g.shape[2] - sum(sizes), *sizes], 2)
         sent = [(r, part) for r, part in enumerate(parts) if sizes[r]]
         givers = [(r, at) for r, at in enumerate(wanted.gives) if len(at)]
         came = Flight(wanted.contexts.group, sent, [(r, _empty(g, len(at))) for r, at in givers]).wait()
         own = own.clone()
         for (_, at), part in zip(givers, came, strict=True):
-            own.index_add_(2, at.to(g.device), part)
+            own.index_add_(2, moved(at, g.device), part)
         return own, None
 
 

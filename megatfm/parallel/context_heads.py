@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatfm.ops.moved import moved
 from megatfm.parallel.context_exchange import Contexts
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
@@ -66,14 +67,14 @@ def _to_heads(x: Tensor, contexts: Contexts, length: int) -> Tensor:
     dealt, heads = contexts.places(length), x.shape[1] // contexts.size
     shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in dealt]
     came = _exchange(x.chunk(contexts.size, 1), shapes, contexts)
-    return torch.cat(came, 2)[:, :, torch.cat(dealt).argsort().to(x.device)]
+    return torch.cat(came, 2)[:, :, moved(torch.cat(dealt).argsort(), x.device)]
 
 
 def _to_tokens(x: Tensor, contexts: Contexts, length: int) -> Tensor:
     """[B, n / c, S, ·] → [B, n, T, ·]."""
     dealt = contexts.places(length)
     shape = *x.shape[:2], len(dealt[contexts.rank]), x.shape[3]
-    parts = [x[:, :, at.to(x.device)] for at in dealt]
+    parts = [x[:, :, moved(at, x.device)] for at in dealt]
     return torch.cat(_exchange(parts, [shape] * contexts.size, contexts), 1)
 
 

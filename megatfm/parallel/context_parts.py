@@ -10,11 +10,12 @@ from megatfm.ops.attention import blocks
 from megatfm.ops.attention.blocks import padded
 from megatfm.ops.attention.pieces import Grid, pieces
 from megatfm.ops.attention.tiles import How
+from megatfm.ops.moved import moved
 
 
 def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tensor) -> How:
     """Which blocks of keys at some places are visited. key: what all layers know these keys by."""
-    places = places.to(q_BNTH.device)
+    places = moved(places, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     seen = core.seen(sequence.looking_at(key, places), n_heads)
     size = min(blocks.block_size(seen), -(-max(queries, len(places)) // 4) * 4)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatfm.ops.moved import moved
 from megatfm.parallel.context_exchange import Contexts, Wanted, fetch
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
@@ -20,7 +21,7 @@ def across_around(around: nn.Module, contexts: Contexts) -> Callable[..., tuple[
         row = row_left_BS.cpu(), row_right_BS.cpu()
         wanted = Wanted.of(contexts, dealt, [around_spans(*row, here) for here in dealt])
         x_BLD = fetch(hidden_BTD[:, None], wanted)[:, 0]
-        places, looked_at = (x.to(left_BT.device) for x in (dealt[contexts.rank], wanted.looked_at))
+        places, looked_at = (moved(x, left_BT.device) for x in (dealt[contexts.rank], wanted.looked_at))
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = places[columns] - left_BT[rows, columns], places[columns] + right_BT[rows, columns]
         at_left, at_right = (torch.searchsorted(looked_at, at) for at in (left_M, right_M))

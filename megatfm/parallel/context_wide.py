@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
+from megatfm.ops.moved import moved
 from megatfm.parallel.collectives import all_sum, copy_to_shards, gather_shards, sum_partial
 from megatfm.parallel.context_exchange import Contexts
 from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
@@ -46,11 +47,11 @@ def with_wide(
     wide: Wide, contexts: Contexts,
 ) -> Tensor:  # fmt: skip
     """[B, N, T, V]: `out` with the wide queries' attention to all keys in their places."""
-    own, here = wide.own.to(q_BNTH.device), wide.here.to(q_BNTH.device)
+    own, here = moved(wide.own, q_BNTH.device), moved(wide.here, q_BNTH.device)
     none = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(wide.places), q_BNTH.shape[3])
     mine = none.index_copy(2, own, q_BNTH[:, :, here])
     q_BNGH = copy_to_shards(sum_partial(mine, contexts.group), contexts.group)
-    queries = sequence.at(("wide", core.pattern), wide.places.to(q_BNTH.device))
+    queries = sequence.at(("wide", core.pattern), moved(wide.places, q_BNTH.device))
     drawn = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     keys = contexts.places(sequence.length)[contexts.rank]
     how = how_of(core, queries, ("rank", contexts.rank), keys, q_BNGH)
@@ -86,7 +87,7 @@ def _of_keys_here(
     at = is_wide_BT.any(0).nonzero()[:, 0]
     if not len(at):
         return torch.zeros_like(v_BNTV)
-    places = contexts.places(sequence.length)[contexts.rank].to(at.device)
+    places = moved(contexts.places(sequence.length)[contexts.rank], at.device)
     queries = sequence.at(("wide here", core.pattern), places[at])
     drawn = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     how = how_of(core, queries, ("rank", contexts.rank), places, q_BNTH[:, :, at])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.optim import Muon
+from torch.optim import Muon, Optimizer
 
 from megatfm.config import MuonConfig
 from megatfm.engines.interface import OptimizerGroup
@@ -14,9 +14,12 @@ from megatfm.train.optimizers.stacked_muon import StackedMuon
 
 @OPTIMIZERS.register("muon")
 def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Muon for matrices inside `layers`, those of experts in stacks; AdamW for embedding, head and vectors."""
+    """Muon for matrices inside `layers`, those of experts in stacks, on GPUs all of a shape; AdamW for embedding,
+    head and vectors."""
 
-    def alone(groups: list[dict[str, Any]]) -> Muon:
+    def alone(groups: list[dict[str, Any]]) -> Optimizer:
+        if groups[0]["params"][0].device.type != "cpu":
+            return together(groups)
         return Muon(groups, lr=config.matrix_lr, momentum=config.momentum)
 
     def together(groups: list[dict[str, Any]]) -> StackedMuon:

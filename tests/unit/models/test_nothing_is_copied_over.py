@@ -1,5 +1,7 @@
 """A forward and backward pass asks for no copy from the host, and hashes no keys where nothing is dropped."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatfm import parallel
 from megatfm.config import load_config
 from megatfm.engines.losses import to_device
 from megatfm.layers.position.rope import Rope
@@ -98,6 +101,17 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
     assert moved == [True, True]
     assert to_device(batch, torch.device("cpu"))["tokens"].device.type == "cpu"
     assert len(pinned) == 2
+
+
+def test_places_of_tokens_are_copied_so_too() -> None:
+    """Those of rows that are cut over ranks, in each layer and pass."""
+    folder = Path(parallel.__file__).parent
+    found = [
+        path.name
+        for path in folder.glob("*.py")
+        if re.search(r"\.to\([\w.]*device\)", path.read_text("utf-8"))
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

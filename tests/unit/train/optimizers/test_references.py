@@ -9,12 +9,14 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import OptimizerConfig
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
-from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo
+from megatfm.train.optimizers import OPTIMIZERS, ParameterInfo, stacked_muon
 from megatfm.train.optimizers.parameters import Role
+from megatfm.train.optimizers.stacked_muon import StackedMuon, batches
 
 STEPS, RATE = 15, 0.05
 SECTION: TypeAdapter[Any] = TypeAdapter(OptimizerConfig)
@@ -327,3 +329,80 @@ def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
         torch.testing.assert_close(stack["stack"], one_each, **(close or {"rtol": 0, "atol": 0}))
         kept, together = together.state(), TorchOptimizer(group, stack)
         together.load(kept)
+
+
+class Asked(TorchDispatchMode):
+    """Counts operators that compute."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: by torch's steps, in no more operators however many there are, and a batch at a time."""
+    monkeypatch.setattr(stacked_muon, "batches", lambda moves, _: batches(moves, 3 * 24))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shapes = [(6, 4)] * 3 + [(4, 6), (2, 6, 4), (4, 6), (6, 4)]
+    mine = [draw(*shape).requires_grad_() for shape in shapes]
+    theirs = [[each.clone() for each in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
+    options = {"lr": 0.02, "momentum": 0.9}
+    made = StackedMuon(
+        [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
+        **options,
+    )
+    reference = torch.optim.Muon(
+        [
+            {"params": [each for several in theirs[:4] for each in several], "weight_decay": 0.2},
+            {"params": [each for several in theirs[4:] for each in several], "weight_decay": 0.1, "lr": 0.01},
+        ],
+        **options,
+    )
+    for _ in range(6):
+        for weight, several in zip(mine, theirs, strict=True):
+            weight.grad = draw(*weight.shape)
+            for each, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                each.grad = gradient.clone()
+        made.step()
+        reference.step()
+        for weight, several in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(
+                weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4
+            )
+
+
+def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_muon, "batches", lambda moves, _: batches(moves, stacked_muon.BATCH))
+
+    def asked(n: int) -> int:
+        weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]
+        made = StackedMuon(weights, lr=0.1, momentum=0.9)
+        for weight in weights:
+            weight.grad = torch.ones(6, 4)
+        made.step()
+        with Asked() as mode:
+            made.step()
+        return mode.count
+
+    assert asked(12) == asked(3) < 40
+
+
+def test_a_gpu_s_matrices_are_moved_together() -> None:
+    config = SECTION.validate_python({"name": "muon", "lr": RATE})
+    infos = {"matrix": ParameterInfo((6, 4), "matrix", True, True)}
+    group = next(group for group in OPTIMIZERS.get("muon")(config, infos) if group.names)
+    kinds = {"cpu": torch.optim.Muon, "meta": StackedMuon}  # meta in the place of a GPU
+    for device, kind in kinds.items():
+        assert type(group.make([{"params": [torch.zeros(6, 4, device=device)]}])) is kind
+
+
+def test_a_batch_is_no_larger_than_it_may_be() -> None:
+    moves = [(torch.zeros(2, 3), torch.zeros(2, 3), float(i)) for i in range(5)]
+    assert [[by for _, _, by in batch] for batch in batches(moves, 12)] == [[0, 1], [2, 3], [4]]
+    assert [len(batch) for batch in batches(moves, 1)] == [1] * 5
