@@ -18,6 +18,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from tests.parity import test_pipelines
 from tests.parity.test_layouts import (
     ADAMW,
     CAUSAL,
@@ -147,3 +149,27 @@ def test_all_that_a_block_sends_goes_in_pieces(
     ranks = parallel.tp * max(1, parallel.dp_shard)
     for found in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
         assert found == {"forward": [IN_PIECES], "backward": [BACKWARD[recomputed]]}
+
+
+def family(name: str) -> dict[str, list[Counts]]:
+    made = partial(NativeEngine, async_tp=True)
+    with warnings.catch_warnings(), in_pieces() as found, patch.object(test_pipelines, "NativeEngine", made):
+        config, batch = test_pipelines.case(name, deep=False)
+        model, objective, loss = test_pipelines.reference(config, batch)
+        engine = test_pipelines.make_engine(config, ParallelConfig(tp=2), compile_blocks=True)
+        stats = engine.forward_backward(test_pipelines.microbatches(engine, batch), objective)
+        assert stats.loss == pytest.approx(loss, rel=1e-12)
+        assert test_pipelines.errors(engine, model) == {}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "t5", "bert", "latent attention", "deberta", "xlnet", "electra"])
+def test_so_do_those_of_every_family(workers: Workers, name: str) -> None:
+    """With dropout, and in two shapes of micro-batches."""
+    for found in workers.run(family, 2, name, timeout=280.0):
+        for direction in ("forward", "backward"):
+            assert found[direction]
+            assert all(
+                {"gathers in pieces", "scatters in pieces"} == each.keys() for each in found[direction]
+            )
