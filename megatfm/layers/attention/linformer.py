@@ -26,6 +26,8 @@ from megatfm.ops.attention import ALL, Case, Variant, attention_reference, choos
 PIECE = 4096
 """Queries that a CPU takes at once: of more, what is in between is too large for caches, and for memory that is kept.
 Written-out products are faster there than the fused kernel (docs/LOG.md, 2026-11-23)."""
+BYTES = 24 * 2**20
+"""Scores of a piece take no more: blocks of 32 MB would be mapped anew each time (`megatfm.train.watching.memory`)."""
 
 Pair = tuple[Tensor, Tensor]
 """Projections of keys and of values."""
@@ -138,15 +140,17 @@ class LinformerAttention(nn.Module):
 
     def _looked(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
         rest = k_BNRH, v_BNRH, ALL, None, self.variant
-        if rng_keys_BNT is None and q_BNTH.device.type != "cpu":
-            case = Case.of(q_BNTH, k_BNRH, ALL, self.variant, drops=False)
-            kernel = choose(case)
-            tell(kernel.name, f"Linformer(rank={self.rank})", case)
+        case = Case.of(q_BNTH, k_BNRH, ALL, self.variant, drops=rng_keys_BNT is not None)
+        kernel = None if case.drops or case.device == "cpu" else choose(case)
+        tell(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
+        if kernel:
             return kernel.run(q_BNTH, *rest, None)
-        if q_BNTH.shape[2] <= PIECE:
+        of_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
+        piece = max(1, min(PIECE, BYTES // of_query))
+        if q_BNTH.shape[2] <= piece:
             return attention_reference(q_BNTH, *rest, rng_keys_BNT)
-        pieces = q_BNTH.split(PIECE, 2)
-        rng_keys = [None] * len(pieces) if rng_keys_BNT is None else rng_keys_BNT.split(PIECE, 2)
+        pieces = q_BNTH.split(piece, 2)
+        rng_keys = [None] * len(pieces) if rng_keys_BNT is None else rng_keys_BNT.split(piece, 2)
         return torch.cat(
             [attention_reference(q, *rest, keys) for q, keys in zip(pieces, rng_keys, strict=True)], 2
         )

@@ -1,5 +1,7 @@
 """Linformer against the paper's formula, one document and one head at a time."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, load_config
 from megatfm.cost import Tokens
 from megatfm.errors import UsageError
-from megatfm.layers.attention import linformer
+from megatfm.layers.attention import core, linformer
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
@@ -50,12 +52,16 @@ def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
     return layer.wo(torch.cat(heads, -1))
 
 
-@pytest.mark.parametrize(("packed", "piece"), [(False, 4096), (True, 4096), (False, 4)])
+@pytest.mark.parametrize(
+    ("packed", "piece", "held"),
+    [(False, 4096, 2**24), (True, 4096, 2**24), (False, 4, 2**24), (False, 4096, 2 * HEADS * RANK * 5 * 8)],
+)
 @pytest.mark.parametrize("share", ["none", "headwise", "key_value", "layerwise"])
 def test_output_and_every_gradient(
-    share: str, packed: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+    share: str, packed: bool, piece: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linformer, "PIECE", piece)
+    monkeypatch.setattr(linformer, "BYTES", held)
     layer = Block(config_of(share), "encoder").attn.double()
     perturb(layer, scale=0.5)
     shared = torch.randn(LENGTH + 2, RANK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -88,6 +94,16 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.allclose(whole, layer._looked(*heads, None)), "nothing was dropped"
     monkeypatch.setattr(linformer, "PIECE", 4)
     torch.testing.assert_close(layer._looked(*heads, keys), whole, rtol=0, atol=1e-15)
+
+
+def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_TOLD", set())
+    layer = Block(config_of("headwise"), "encoder").attn
+    with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
+        for _ in range(2):
+            layer(torch.zeros(1, LENGTH, WIDTH), SequenceMetadata(torch.arange(LENGTH)[None]))
+    told = f"attention Linformer(rank={RANK}), plainly all, on cpu in float32: kernel products"
+    assert [record.message for record in caplog.records] == [told]
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,9 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: Pattern) -> None:
 def test_what_linformer_sums_does_not_grow_with_the_row() -> None:
     """Nor what travels for it, which is that."""
     with torch.device("meta"):
-        attn = build(ModelConfig.of(**test_patterns.MODELS["linformer"])).get_submodule("encoder.layers.0.attn")
+        attn = build(ModelConfig.of(**test_patterns.MODELS["linformer"])).get_submodule(
+            "encoder.layers.0.attn"
+        )
     rows = [SequenceMetadata(torch.arange(length)[None]) for length in (7, 12)]
     short, long = (cast(Any, attn).sums_of(row) for row in rows)
     assert short == long == 2 * 3 * cast(Any, attn).head_dim, "keys and values of rank 3"
