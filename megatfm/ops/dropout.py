@@ -15,13 +15,15 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST = 0xBF58476D1CE4E5B9 - 2**64
 SECOND = 0x94D049BB133111EB - 2**64
+HALF = 2**32 - 1
 LEVELS = 2**16
 """A hash of 64 bits serves four channels, so a rate is a multiple of 1/65,536."""
 
 
 def mix(keys: Tensor, value: Tensor | int) -> Tensor:
     """Keys that also depend on `value`, for int64 tensors of one shape or that broadcast."""
-    mixed = (keys ^ (value * GOLDEN if isinstance(value, Tensor) else _wrapped(value * GOLDEN))) + GOLDEN
+    steps = _golden_steps(value) if isinstance(value, Tensor) else _wrapped(value * GOLDEN)
+    mixed = (keys ^ steps) + GOLDEN
     mixed = (mixed ^ _shift(mixed, 30)) * FIRST
     mixed = (mixed ^ _shift(mixed, 27)) * SECOND
     return mixed ^ _shift(mixed, 31)
@@ -59,6 +61,18 @@ def uniform(keys: Tensor, width: int) -> Tensor:
     """Numbers [..., width] strictly between 0 and 1, in float64, from int64 keys [...]."""
     hashes = mix(keys[..., None], torch.arange(width, device=keys.device))
     return (_shift(hashes, 12) * 2 + 1).double() * 2.0**-53
+
+
+def _golden_steps(values: Tensor) -> Tensor:
+    """values · GOLDEN modulo 2^64, by halves of 32 bits.
+
+    As one product, that of an `arange` becomes the index of a loop times a constant in code that inductor makes for
+    CPUs, which overflows there; C++ compilers take that for something that never happens, and such loops wrote beyond
+    their ends (torch 2.13, gcc 12).
+    """
+    lower, upper = values & HALF, (values >> 32) & HALF
+    crossed = (lower * (GOLDEN >> 32 & HALF) + upper * (GOLDEN & HALF)) & HALF
+    return lower * (GOLDEN & HALF) + (crossed << 32)
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,37 @@
+"""Numbers by keys: the same compiled, and products that wrap."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.ops import dropout
+from megatfm.ops.dropout import GOLDEN, LEVELS
+
+WIDTHS = (29, 72, 160)
+"""Numbers of places and channels that fill a vector of a CPU's and leave some over."""
+
+
+def drawn(keys_B: Tensor) -> list[Tensor]:
+    """What a compiled model draws, of places and channels that are counted within."""
+    keys_BT = dropout.token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
+    kept = [dropout.keep(keys_BT, width, LEVELS // 3) for width in WIDTHS]
+    heads = torch.arange(WIDTHS[1])
+    return [keys_BT, dropout.mix(keys_B[:, None], heads), dropout.uniform(keys_B, WIDTHS[2]), *kept]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_compiled_it_draws_the_same() -> None:
+    """A product of places that overflowed within a loop had gcc make loops that ended too late, and wrote elsewhere."""
+    torch.compiler.reset()
+    keys_B = torch.randint(-(2**63), 2**63 - 1, (3,), generator=torch.Generator().manual_seed(0))
+    made = torch.compile(drawn, fullgraph=True, dynamic=False)(keys_B)
+    for compiled, plain in zip(made, drawn(keys_B), strict=True):
+        assert torch.equal(compiled, plain)
+
+
+def test_steps_wrap_as_one_product_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat(
+        [torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)]
+    )
+    assert torch.equal(dropout._golden_steps(values), values * GOLDEN)
