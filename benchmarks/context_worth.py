@@ -1,0 +1,125 @@
+"""What context is worth to a trained decoder: the loss of the same held-out tokens by how many before them it sees.
+
+    megatfm launch quickstart --nproc 2 parallel.zero=0
+    python benchmarks/context_worth.py runs/quickstart --corpus corpora/quickstart/validation --out benchmarks/results
+
+Of a context of c tokens the model reads rows of c, each beginning c/2 after the one before, and is judged by the
+second half of their targets, which so have c/2 + 1 to c tokens before them: every token of a document is judged once,
+and the same ones at each c (Khandelwal et al. 2018 cut contexts likewise). Targets are told apart by how far back the
+same token occurred last: where that is far, far context can pay; where it never did, copying can't. Nats a token.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_layers import cpu
+from torch import Tensor, nn
+
+from megatfm import load
+from megatfm.data import Corpus
+
+SHORTEST = 16
+AT_ONCE = 4096
+"""Tokens of a forward pass."""
+
+
+def lengths(longest: int) -> list[int]:
+    """Contexts, doubling."""
+    return [2**n for n in range(20) if SHORTEST <= 2**n <= longest]
+
+
+def distances(text: Tensor) -> Tensor:
+    """How many tokens back the same token occurred last, [n]; 0: never."""
+    last: dict[int, int] = {}
+    found = torch.zeros(len(text), dtype=torch.int64)
+    for place, token in enumerate(text.tolist()):
+        found[place] = place - last.get(token, place)
+        last[token] = place
+    return found
+
+
+def losses(model: nn.Module, text: Tensor, context: int, first: int, end: int) -> Tensor:
+    """Of the tokens first … end - 1 of a text [n], each from at least context/2 + 1 and at most `context` before it.
+    first - 1 and end - 1 are multiples of context/2, and first > context."""
+    half = context // 2
+    rows = text[first - 1 - half : end].unfold(0, context + 1, half)
+    found = []
+    for some in rows.split(max(AT_ONCE // context, 1)):
+        with torch.no_grad():
+            logits = model(tokens=some[:, :-1].contiguous()).logits.float()
+        asked = logits[:, half:].transpose(1, 2), some[:, half + 1 :]
+        found.append(nn.functional.cross_entropy(*asked, reduction="none").flatten())
+    return torch.cat(found)
+
+
+def judged(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, Any]:
+    """Mean loss by context, of all targets and by how far back each occurred last."""
+    bounds = [0, *lengths(longest // 2)]
+    all_losses: dict[int, list[Tensor]] = {context: [] for context in lengths(longest)}
+    back = []
+    for text in texts:
+        first = longest + 1
+        end = (len(text) - 1) // (longest // 2) * (longest // 2) + 1
+        if end <= first:
+            continue
+        back.append(distances(text)[first:end])
+        for context, found in all_losses.items():
+            found.append(losses(model, text, context, first, end))
+    far = torch.cat(back)
+    groups = {"all": far >= 0}
+    groups |= {f"{low + 1} to {high} back": (far > low) & (far <= high) for low, high in pairwise(bounds)}
+    groups[f"more than {bounds[-1]} back"] = far > bounds[-1]
+    groups["never"] = far == 0
+    return {
+        name: {
+            "of": int(mask.sum()),
+            "nats": {c: round(float(torch.cat(found)[mask].mean()), 3) for c, found in all_losses.items()},
+        }
+        for name, mask in groups.items()
+        if mask.any()
+    }
+
+
+def documents(corpus: Path) -> Iterator[Tensor]:
+    """Tokens of each."""
+    opened = Corpus.open(corpus)
+    for block in range(opened.n_blocks):
+        for _, tokens in opened.block(block):
+            yield torch.tensor(tokens.astype("int64"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Judge runs one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
+    parser.add_argument("--longest", type=int, default=256, help="the longest context, a power of two")
+    parser.add_argument("--out", type=Path, help="folder for the result of the day")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": f"{cpu()}, 1 thread, torch {torch.__version__}",
+        "runs": {},
+    }
+    for run in args.runs:
+        model = load(run).module
+        parameters = sum(p.numel() for p in model.parameters())
+        told = judged(model, documents(args.corpus), args.longest)
+        found["runs"][run.name] = {"parameters": parameters, **told}
+        print(run.name, json.dumps(told, indent=1), flush=True)
+        if args.out:
+            path = args.out / f"{found['date']}-context-worth.json"
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
