@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import destination
@@ -47,23 +47,30 @@ def config_of(case: str) -> ModelConfig:
     return load_config(preset, [*smaller, *ONE_BLOCK]).model
 
 
+class Written(NamedTuple):
+    """A kernel: its name, and the module in which it is."""
+
+    name: str
+    code: str
+
+
 @contextmanager
-def written() -> Iterator[list[str]]:
-    """Within, compiling on a CPU writes Triton, and running notes the names of kernels and does nothing."""
+def written() -> Iterator[list[Written]]:
+    """Within, compiling on a CPU writes Triton, and running notes the kernels and does nothing."""
     from torch._functorch import config as functorch
     from torch._inductor import async_compile, config
 
-    ran: list[str] = []
+    ran: list[Written] = []
 
     class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
+        def __init__(self, kernel: Written) -> None:
+            self.kernel = kernel
 
         def run(self, *_: Any, **__: Any) -> None:
-            ran.append(self.name)
+            ran.append(self.kernel)
 
-    def triton(_: object, name: str, *__: Any, **___: Any) -> Kernel:
-        return Kernel(name)
+    def triton(_: object, name: str, code: str, *__: Any, **___: Any) -> Kernel:
+        return Kernel(Written(name, code))
 
     torch._dynamo.reset()
     with ExitStack() as stack:
@@ -75,15 +82,16 @@ def written() -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-def kernels(config: ModelConfig) -> tuple[list[str], list[str]]:
-    """Names of a block's kernels in the order in which they run: forward, backward."""
-    model = build(config)
+def kernels(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[list[Written], list[Written]]:
+    """A block's kernels in the order in which they run: forward, backward."""
+    model = build(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     compile_all(blocks(model), autotune=False)
     tokens = torch.arange(128).view(2, 64) % (config.vocab_size or 1)
+    inputs = {"positions": torch.arange(64).expand(2, -1), "keys": torch.arange(2)}
     with written() as ran:
-        hidden: Tensor = model(tokens, positions=torch.arange(64).expand(2, -1)).hidden
+        hidden: Tensor = model(tokens, **inputs).hidden
         forward = list(ran)
         hidden.sum().backward()
         return forward, ran[len(forward) :]
@@ -97,8 +105,8 @@ def report() -> str:
         "not run; `python benchmarks/fusion.py`. Matrix products and attention, which libraries do, are not counted.",
     ]
     for case in CASES:
-        for way, names in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
-            lines += ["", f"{case}, {way}: {len(names)}", "", *(f"- `{name}`" for name in names)]
+        for way, made in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
+            lines += ["", f"{case}, {way}: {len(made)}", "", *(f"- `{kernel.name}`" for kernel in made)]
     return "\n".join(lines) + "\n"
 
 

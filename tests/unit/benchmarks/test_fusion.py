@@ -24,7 +24,7 @@ ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 @pytest.mark.parametrize("case", BUDGETS)
 def test_what_stands_side_by_side_is_one_kernel(case: str) -> None:
     module = script("fusion")
-    forward, backward = module.kernels(module.config_of(case))
+    forward, backward = ([kernel.name for kernel in made] for made in module.kernels(module.config_of(case)))
     assert len(forward) <= BUDGETS[case][0], forward
     assert len(backward) <= BUDGETS[case][1], backward
     norms = [name for name in forward if NORM.search(name)]

@@ -1,0 +1,129 @@
+"""What inductor writes in Triton for compiled blocks, compiled for a GPU that is not there: does it compile, does it
+spill?
+
+    python benchmarks/block_kernels.py --out benchmarks/results
+
+Presets as they are, their dropout included, but with few heads of their own width; forward and backward, in bfloat16
+and float32 (see `fusion.py`), for sm_90 (H100, H200) by Triton's own ptxas. Blocks of threads are of one plain choice:
+on a GPU inductor tries several. Products of matrices and attention are libraries' and not here.
+"""
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import destination
+import torch
+import triton
+from fusion import Written, kernels
+from kernels import Compiled, compiled
+from torch._inductor.runtime import triton_heuristics
+
+from megatfm.config import ModelConfig, load_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WARPS = 4
+BLOCKS = {"XBLOCK": 256, "YBLOCK": 1, "ZBLOCK": 1}
+REDUCED = {"XBLOCK": 1, "YBLOCK": 1, "R0_BLOCK": 1024, "R1_BLOCK": 1}
+DECORATORS = ("pointwise", "reduction", "persistent_reduction")
+ONE_BLOCK = ["model.n_layers=1", "model.vocab_size=128"]
+PRESETS: dict[str, list[str]] = {
+    "gpt2-124m": ["model.d_model=320", "model.attention.n_heads=5"],
+    "bert-base": ["model.d_model=320", "model.attention.n_heads=5"],
+    "llama3-8b": [
+        "model.d_model=640",
+        "model.ffn.d_ff=1536",
+        "model.attention.n_heads=5",
+        "model.attention.n_kv_heads=1",
+    ],
+}
+"""And what is smaller than in them. A width that is no power of two, and whose quarter fills no vectors."""
+
+
+def config_of(preset: str) -> ModelConfig:
+    """A model of one block."""
+    return load_config(preset, [*ONE_BLOCK, *PRESETS[preset]]).model
+
+
+def module_of(written: Written, folder: Path) -> ModuleType:
+    """The module with a kernel, whose decorator gives it back with what inductor says of it."""
+    path = folder / f"{written.name}.py"
+    path.write_text(written.code.replace("triton_helpers.set_driver_to_cpu()", ""), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(written.name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    def decorator(**told: Any) -> Callable[[Any], tuple[Any, dict[str, Any]]]:
+        return lambda kernel: (kernel, told)
+
+    with ExitStack() as stack:
+        for name in DECORATORS:
+            stack.enter_context(patch.object(triton_heuristics, name, decorator))
+        spec.loader.exec_module(module)
+    return module
+
+
+def ahead(written: Written) -> Compiled:
+    """What a kernel takes on sm_90. Raises what Triton raises where it doesn't compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = module_of(written, Path(folder))
+        kernel, told = next(value for value in vars(module).values() if isinstance(value, tuple))
+        meta = told["triton_meta"]
+        blocks = REDUCED if "r0_" in told["size_hints"] else BLOCKS
+        signature: dict[str, str] = meta["signature"]
+        fixed = {name: blocks[name] for name, kind in signature.items() if kind == "constexpr"}
+        return compiled(kernel, signature, fixed | meta["constants"], WARPS)
+
+
+def of_preset(preset: str, dtype: str) -> Iterator[tuple[str, Written, Compiled]]:
+    """Forward or backward, a kernel, and what it takes; a kernel that runs twice once."""
+    for way, made in zip(("forward", "backward"), kernels(config_of(preset), DTYPES[dtype]), strict=True):
+        for written in dict.fromkeys(made):
+            yield way, written, ahead(written)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a table, and write it where asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--out", type=destination.folder, help="folder for DATE-block-kernels.md")
+    args = parser.parse_args(arguments)
+    lines = [
+        f"# Kernels of compiled blocks on sm_90, {date.today().isoformat()}",
+        "",
+        f"torch {torch.__version__}, Triton {triton.__version__}, without a GPU: compiled, not run. `python "
+        "benchmarks/block_kernels.py`, whose head says how.",
+        "",
+        "| Preset | | Kernels | Registers a thread, at most | Spilled bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for preset in args.presets:
+        for dtype in args.dtypes:
+            found = list(of_preset(preset, dtype))
+            for way in ("forward", "backward"):
+                taken = [each for at, _, each in found if at == way]
+                lines.append(
+                    f"| `{preset}`, {dtype} | {way} | {len(taken)} | {max(each.registers for each in taken)} | "
+                    f"{sum(each.spilled for each in taken)} |"
+                )
+                print(lines[-1], flush=True)
+    if args.out:
+        path = args.out / f"{date.today().isoformat()}-block-kernels.md"
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What inductor writes for blocks on a GPU compiles for one, without one."""
+
+import importlib.util
+
+import pytest
+
+from tests.unit.benchmarks.test_gpu import script
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),
+    # Dynamo looks at the gradient of whatever it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [
+        ("gpt2-124m", "bf16"),
+        *(
+            pytest.param(preset, dtype, marks=SLOW)
+            for preset in ("bert-base", "llama3-8b")
+            for dtype in ("bf16", "fp32")
+        ),
+    ],
+)
+def test_they_compile_for_a_gpu_and_spill_nothing(preset: str, dtype: str) -> None:
+    """With their dropout: Triton takes no constant of 64 bits beside an index of 32."""
+    found = list(script("block_kernels").of_preset(preset, dtype))
+    assert {way for way, _, _ in found} == {"forward", "backward"}
+    for _, kernel, taken in found:
+        assert taken.registers <= 128, kernel.name
+        assert taken.spilled == 0, kernel.name
