@@ -129,7 +129,10 @@ class LossSums:
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:
     """A micro-batch on the device, of each row the tokens that are here."""
     if layout.contexts is not None:
-        return cut(to_device(batch, device), layout.contexts)
+        batch = cut(
+            to_device(batch, torch.device("cpu")), layout.contexts
+        )  # so that the host knows each field
+        return to_device(batch, device)
     return to_device(batch if device.type == "cpu" else with_starts(batch), device)
 
 

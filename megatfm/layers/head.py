@@ -17,6 +17,7 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.table import Table
 from megatfm.ops.cross_entropy import IGNORE, LogitVariant, cross_entropy
 from megatfm.ops.initial import Constant
+from megatfm.ops.moved import moved, on_host
 from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
@@ -103,8 +104,9 @@ class Head(nn.Module):
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         if self.sparse:
-            counted = targets_M != IGNORE
-            hidden_MD, targets_M = hidden_MD[counted], targets_M[counted]
+            # By places that the host finds, since it has to know how many they are.
+            at_M = moved((on_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
+            hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
         return self.loss(self._last(hidden_MD), self.weight, targets_M, self.bias)
 
     def _last(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Self
 from torch import Tensor
 
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.moved import on_host
 
 
 class Part(SequenceMetadata):
@@ -34,6 +35,12 @@ class Part(SequenceMetadata):
     @property
     def most_documents(self) -> int:
         return self.row.most_documents
+
+    def _on_host(self) -> SequenceMetadata:
+        memory = None if self.memory is None else self.memory.on_host()
+        host = type(self)(self.row.on_host(), on_host(self.places), memory)
+        host.looked_at = None if self.looked_at is None else on_host(self.looked_at)
+        return host
 
     def of_row(self) -> SequenceMetadata:
         """The whole rows, with the random keys of the layer at hand."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.varlen import row_starts
 from megatfm.ops.dropout import mix
+from megatfm.ops.moved import at_hand, on_host
 
 # B batch, T queries, S keys
 
@@ -104,6 +105,20 @@ class SequenceMetadata:
         layer._made = self.once(("forgotten", forgotten, first), dict)
         return layer
 
+    def on_host(self) -> "SequenceMetadata":
+        """The same in the host's memory, without tokens and random keys, for those who plan by its values: itself on a
+        CPU, and on a device without waiting where the batch was moved there (`megatfm.ops.moved`)."""
+        return self if at_hand(self.positions) else self.once("on host", self._on_host)
+
+    def _on_host(self) -> "SequenceMetadata":
+        host = copy.copy(self)
+        host._made, host._rng_keys, host.skip_rate, host.tokens = {}, None, None, None
+        for name in ("positions", "documents", "prefix", "past_documents", "starts"):
+            values = getattr(self, name)
+            setattr(host, name, None if values is None else on_host(values))
+        host.memory = None if self.memory is None else self.memory.on_host()
+        return host
+
     def until_first(self, count: int) -> int:
         """In how many tokens the first `count` of every document lie, of all rows."""
         if self.document_numbers() is None:
@@ -111,7 +126,7 @@ class SequenceMetadata:
         return self.once(("until first", count), lambda: self._until_first(count))
 
     def _until_first(self, count: int) -> int:
-        documents_BS = self._all_documents()
+        documents_BS = self.on_host()._all_documents()
         begins_BS = documents_BS >= 0
         begins_BS[:, 1:] &= documents_BS[:, 1:] != documents_BS[:, :-1]
         places_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
@@ -172,9 +187,9 @@ class SequenceMetadata:
     def most_documents(self) -> int:
         """How many documents there are at most in one of the whole rows; 1 where there are none."""
         documents = self.documents
-        return (
-            1 if documents is None else self.once("most documents", lambda: max(int(documents.max()) + 1, 1))
-        )
+        if documents is None:
+            return 1
+        return self.once("most documents", lambda: max(int(on_host(documents).max()) + 1, 1))
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What all layers share, e.g. the rotary table: made at the first call with `key`."""
@@ -244,7 +259,7 @@ class SequenceMetadata:
 
     def _runs(self) -> list[tuple[int | None, int, int]]:
         made: list[tuple[int | None, int, int]] = []
-        for row, places_T in enumerate(self.document_places()[0]):
+        for row, places_T in enumerate(self.on_host().document_places()[0]):
             starts = [*(places_T == 0).nonzero()[:, 0].tolist(), len(places_T)]
             made += [(row, begin, end) for begin, end in pairwise(starts)]
         return made

@@ -106,7 +106,8 @@ def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
 
     def found() -> Wanted | None:
         dealt = contexts.places(sequence.length)
-        needs = [core.reached(sequence.row, each) for each in dealt]
+        row = sequence.row.on_host()
+        needs = [core.reached(row, each) for each in dealt]
         return None if needs[0] is None else Wanted.of(contexts, dealt, needs)
 
     made: Wanted | None = sequence.once(("needs", core.pattern), found)

@@ -17,9 +17,13 @@ def how_of(core: Any, sequence: Any, key: Hashable, places: Tensor, q_BNTH: Tens
     """Which blocks of keys at some places are visited. key: what all layers know these keys by."""
     places = moved(places, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
-    seen = core.seen(sequence.looking_at(key, places), n_heads)
+    part = sequence.looking_at(key, places)
+    seen = core.seen(part, n_heads)
     size = min(blocks.block_size(seen), -(-max(queries, len(places)) // 4) * 4)
-    visits = seen.once(("pieces", size), lambda: pieces(seen, Grid(batch, queries, len(places), size)))
+    grid = Grid(batch, queries, len(places), size)
+    visits = seen.once(
+        ("pieces", size), lambda: pieces(seen, grid, core.seen(part.on_host(), n_heads), q_BNTH.device)
+    )
     of_row, q_places = sequence.length - 1, sequence.indices
     return How.of(visits, size, width, core.variant, zero=of_row, places=places, q_places=q_places)
 

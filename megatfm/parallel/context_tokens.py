@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatfm.ops.moved import moved
+from megatfm.ops.moved import moved, on_host
 from megatfm.parallel.context_exchange import Contexts, Wanted, fetch
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
@@ -18,7 +18,7 @@ def across_around(around: nn.Module, contexts: Contexts) -> Callable[..., tuple[
         hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
         dealt = contexts.places(row_left_BS.shape[1])
-        row = row_left_BS.cpu(), row_right_BS.cpu()
+        row = on_host(row_left_BS), on_host(row_right_BS)
         wanted = Wanted.of(contexts, dealt, [around_spans(*row, here) for here in dealt])
         x_BLD = fetch(hidden_BTD[:, None], wanted)[:, 0]
         places, looked_at = (moved(x, left_BT.device) for x in (dealt[contexts.rank], wanted.looked_at))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
 from megatfm.ops.attention.tiles import How
-from megatfm.ops.moved import moved
+from megatfm.ops.moved import moved, on_host
 from megatfm.parallel.collectives import all_sum, copy_to_shards, gather_shards, sum_partial
 from megatfm.parallel.context_exchange import Contexts
 from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
@@ -35,7 +35,7 @@ class Wide:
     def of(cls, core: Any, contexts: Contexts, sequence: Any) -> "Wide | None":
         """None where there are none whose keys are on several ranks."""
         dealt: Sequence[Tensor] = contexts.places(sequence.length)
-        places = core.wide(sequence.row, dealt)
+        places = core.wide(sequence.row.on_host(), dealt)
         if not len(places):
             return None
         mine = dealt[contexts.rank]
@@ -68,10 +68,11 @@ def across_wide(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         sequence: Any,
     ) -> Tensor:  # fmt: skip
         core_: Any = core
-        is_wide_BT = found_BG.new_zeros(k_BNTH.shape[0], k_BNTH.shape[2]).scatter(1, places_BG, found_BG)
+        is_wide_BT = _marked(places_BG, found_BG, k_BNTH.shape[2])
+        known_BT = _marked(on_host(places_BG), on_host(found_BG), k_BNTH.shape[2])
         index = places_BG[:, None, :, None].expand(q_BNGH.shape)
         q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(found_BG[:, None, :, None], 0))
-        made = _of_keys_here(core_, q_BNTH, k_BNTH, v_BNTV, is_wide_BT, sequence, contexts)
+        made = _of_keys_here(core_, q_BNTH, k_BNTH, v_BNTV, known_BT, sequence, contexts)
         key = "wide", type(core_), core_.pattern
         if (wide := sequence.once(key, lambda: Wide.of(core_, contexts, sequence))) is not None:
             made = with_wide(core_, made, q_BNTH, k_BNTH, v_BNTV, None, sequence, wide, contexts)
@@ -80,15 +81,22 @@ def across_wide(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
     return forward
 
 
+def _marked(places_BG: Tensor, found_BG: Tensor, tokens: int) -> Tensor:
+    """Boolean [B, T]: the tokens at these places."""
+    return found_BG.new_zeros(len(found_BG), tokens).scatter(1, places_BG, found_BG)
+
+
 def _of_keys_here(
-    core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, is_wide_BT: Tensor, sequence: Any, contexts: Contexts
+    core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, known_BT: Tensor, sequence: Any, contexts: Contexts
 ) -> Tensor:  # fmt: skip
-    """[B, N, T, V]: wide queries' attention to the keys that are here, which is all of it where documents are whole."""
-    at = is_wide_BT.any(0).nonzero()[:, 0]
-    if not len(at):
+    """[B, N, T, V]: wide queries' attention to the keys that are here, which is all of it where documents are whole.
+    known: boolean [B, T] in the host's memory, which tokens they are."""
+    known = known_BT.any(0).nonzero()[:, 0]
+    if not len(known):
         return torch.zeros_like(v_BNTV)
-    places = moved(contexts.places(sequence.length)[contexts.rank], at.device)
-    queries = sequence.at(("wide here", core.pattern), places[at])
+    places, device = contexts.places(sequence.length)[contexts.rank], q_BNTH.device
+    at = moved(known, device)
+    queries = sequence.at(("wide here", core.pattern), moved(places[known], device))
     drawn = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     how = how_of(core, queries, ("rank", contexts.rank), places, q_BNTH[:, :, at])
     made: Tensor = _Here.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, drawn, how)

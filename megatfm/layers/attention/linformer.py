@@ -20,6 +20,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.part import Part
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import ALL, Case, Variant, attention_reference, choose
+from megatfm.ops.moved import on_host
 
 # B batch, T tokens, D model width, N heads, H head width, P places of a document, R rank
 
@@ -113,7 +114,7 @@ class LinformerAttention(nn.Module):
             heads_BNTH = self._document(sketches, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: work and memory grow with their tokens, however many a row has.
-            places_BT = sequence.document_places()[0].expand(len(x_BTD), -1)
+            places_BT = sequence.on_host().document_places()[0].expand(len(x_BTD), -1)
             rows = []
             for row, places_T in enumerate(places_BT):
                 parts = []
@@ -166,9 +167,10 @@ class LinformerAttention(nn.Module):
     ) -> Tensor:
         """[B, N, T, H] of some of the tokens of documents: what is here of each is sketched, and these are summed."""
         documents, sketches = [], []
-        for row, places_S in enumerate(part.row.document_places()[0].expand(len(q_BNTH), -1)):
+        here, of_rows = on_host(part.places), part.row.on_host().document_places()[0]
+        for row, places_S in enumerate(of_rows.expand(len(q_BNTH), -1)):
             for start, end in pairwise([*(places_S == 0).nonzero()[:, 0].tolist(), len(places_S)]):
-                first, last = torch.searchsorted(part.places, torch.tensor([start, end])).tolist()
+                first, last = torch.searchsorted(here, torch.tensor([start, end])).tolist()
                 at = slice(row, row + 1), slice(None), slice(first, last)
                 documents.append(at)
                 places_T = part.places[at[2]] - start

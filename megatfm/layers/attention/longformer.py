@@ -16,6 +16,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import Given, attention_reference
+from megatfm.ops.moved import moved
 
 # B batch, T tokens, D model width, N heads, H head width, G places of tokens that see all
 
@@ -70,22 +71,25 @@ class LongformerAttention(nn.Module):
     ) -> Tensor:
         """[B, T, D]."""
         heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
-        places_BG, found_BG = self._places(sequence)
+        key, device = ("tokens that see all", tuple(self.tokens)), x_BTD.device
+        places_BG, found_BG = sequence.once(key, lambda: self._places(sequence, device))
         at_BGD = x_BTD.gather(1, places_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
         q_BNGH = self._heads("wq_global", at_BGD)
         k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
         heads_BNTH = self.wide(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, places_BG, found_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def _places(self, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
-        """Where in their rows tokens stand that see all [B, G], and whether it is one: rows have unequally many."""
-        places_BT = sequence.document_places()[0].expand(len(sequence.positions), -1)
-        is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens, device=places_BT.device))
+    def _places(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where in their rows tokens stand that see all [B, G], and whether it is one: rows have unequally many. The
+        host finds them, which has to know how many."""
+        places_BT = sequence.on_host().document_places()[0].expand(len(sequence.positions), -1)
+        is_wide_BT = torch.isin(places_BT, torch.tensor(self.tokens))
         count_B = is_wide_BT.sum(1)
         order_BG = is_wide_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[
             :, : int(count_B.max())
         ]
-        return order_BG, torch.arange(order_BG.shape[1], device=order_BG.device) < count_B[:, None]
+        found_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
+        return moved(order_BG, device), moved(found_BG, device)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         made: Tensor = getattr(self, name)(x)

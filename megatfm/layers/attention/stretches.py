@@ -49,7 +49,9 @@ def _stretches(sequence: SequenceMetadata, row: SequenceMetadata, factor: int, n
         has_BS = torch.ones_like(at_BS, dtype=torch.bool)
     else:
         count_B = stands_BT.sum(1)
-        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(count_B.max())]
+        known_BT = row.on_host().document_places()[1][:, old:]
+        most = int((known_BT % factor == 0).sum(1).max())
+        at_BS = stands_BT.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
         has_BS = torch.arange(at_BS.shape[1], device=at_BS.device) < count_B[:, None]
     at_BS = at_BS + old
     first_BS = (places_BT.gather(1, at_BS) == 0) & has_BS

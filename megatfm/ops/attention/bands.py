@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatfm.ops.moved import moved
+
 # B batch, N query heads, K key-value heads, g = N / K, T queries, S keys, n tiles of b queries and M keys
 
 LONGEST = 2048
@@ -129,7 +131,7 @@ def _tiles(sides: Sides, begin: int, end: int, fused: bool) -> Iterator[tuple[in
 def _of_tokens(sides: Sides, row: int | None, begin: int, end: int, device: torch.device) -> Iterator[Band]:
     """What tiles leave out of pairs with tokens that see all and are seen by all."""
     places = torch.arange(end - begin, device=device)
-    tokens = torch.tensor(sides.tokens, dtype=torch.int64, device=device)
+    tokens = moved(torch.tensor(sides.tokens, dtype=torch.int64), device)
     for low, high in _neighbours([token for token in sides.tokens if token < end - begin]):
         far = ~_near(sides, places[:, None], places[low:high])
         of_others = far & ~torch.isin(places, tokens)[:, None]

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.visible import Visible
+from megatfm.ops.moved import moved
 
 # B batch, n heads that differ (or 1), T queries, S keys, Q query blocks of b tokens, J key blocks of b tokens
 # R rows (query blocks of a row of the batch) of a piece, M key blocks that a row sees, P of them in part
+
+CPU = torch.device("cpu")
 
 MASKED = 2**22
 """So many pairs are looked at together when masks are made."""
@@ -47,13 +50,17 @@ class Grid:
         return -(-self.keys // self.size)
 
 
-def pieces(seen: Visible, grid: Grid) -> list[Piece]:
+def pieces(
+    seen: Visible, grid: Grid, known: Visible | None = None, device: torch.device = CPU
+) -> list[Piece]:
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
-    Memory is that of the table of blocks, and linear in T besides.
+    Memory is that of the table of blocks, and linear in T besides. known: the same in the host's memory, where `seen`
+    is on a device: by it the host plans, since it would wait for each number; masks are made there.
     """
-    table = _rows(seen.blocks(grid.size), grid)
-    partial = table & ~_rows(seen.whole(grid.size), grid)
+    known = known or seen
+    table = _rows(known.blocks(grid.size), grid)
+    partial = table & ~_rows(known.whole(grid.size), grid)
     if grid.keys % grid.size:
         partial[..., -1] = table[..., -1]
     # Whole blocks come first, those seen in part after them. Where heads see unequally many, the rest is masked.
@@ -61,7 +68,7 @@ def pieces(seen: Visible, grid: Grid) -> list[Piece]:
     found = table.sum(-1)
     count = found.amax(1)
     masked = (partial.sum(-1) + count[:, None] - found).amax(1)
-    alike = _alike(seen, table, grid)
+    alike = _alike(known, table, grid)
     made = []
     for m, p in torch.stack([count, masked], 1).unique(dim=0).tolist():
         rows = ((count == m) & (masked == p)).nonzero()[:, 0]
@@ -69,12 +76,12 @@ def pieces(seen: Visible, grid: Grid) -> list[Piece]:
             continue
         listed = order[rows][..., :m]
         if not p:
-            made.append(Piece(rows, listed, None))
+            made.append(Piece(moved(rows, device), moved(listed, device), None))
             continue
         for at, shared in _kinds(rows % grid.rows, listed[..., m - p :], alike[rows]):
             asked = at[:1] if shared else at
-            mask = _masks(seen, table, rows[asked], listed[asked][..., m - p :], grid)
-            made.append(Piece(rows[at], listed[at], mask))
+            mask = _masks(seen, table, rows[asked], listed[asked][..., m - p :], grid, device)
+            made.append(Piece(moved(rows[at], device), moved(listed[at], device), mask))
     return made
 
 
@@ -106,18 +113,19 @@ def _kinds(places: Tensor, blocks: Tensor, alike: Tensor) -> Iterator[tuple[Tens
             yield at[kind == number], True
 
 
-def _masks(seen: Visible, table: Tensor, rows: Tensor, blocks: Tensor, grid: Grid) -> Tensor:
-    """[R, n, b, P·b], true where a query of a row sees a key of the blocks [R, n, P]."""
-    inside = torch.arange(grid.size, device=rows.device)
-    n = torch.arange(blocks.shape[1], device=rows.device)[None, :, None, None]
-    listed = table[rows].gather(-1, blocks)
+def _masks(
+    seen: Visible, table: Tensor, rows: Tensor, blocks: Tensor, grid: Grid, device: torch.device
+) -> Tensor:
+    """[R, n, b, P·b] on the device, true where a query of a row sees a key of the blocks [R, n, P]."""
+    inside = torch.arange(grid.size, device=device)
+    n = torch.arange(blocks.shape[1], device=device)[None, :, None, None]
+    each = max(1, MASKED // (grid.size**2 * blocks[0].numel()))
+    of_all = (moved(x, device).split(each) for x in (rows, blocks, table[rows].gather(-1, blocks)))
     made = []
-    for at in torch.arange(len(rows)).split(max(1, MASKED // (grid.size**2 * blocks[0].numel()))):
-        b = (rows[at] // grid.rows)[:, None, None, None]
-        q = ((rows[at] % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[
-            :, None, :, None
-        ]
-        k = (blocks[at][..., None] * grid.size + inside).flatten(2)[:, :, None]
-        held = (k < grid.keys) & listed[at].repeat_interleave(grid.size, -1)[:, :, None]
+    for row, block, listed in zip(*of_all, strict=True):
+        b = (row // grid.rows)[:, None, None, None]
+        q = ((row % grid.rows)[:, None] * grid.size + inside).clamp(max=grid.queries - 1)[:, None, :, None]
+        k = (block[..., None] * grid.size + inside).flatten(2)[:, :, None]
+        held = (k < grid.keys) & listed.repeat_interleave(grid.size, -1)[:, :, None]
         made.append(seen.sees(b, n, q, k.clamp(max=grid.keys - 1)) & held)
     return torch.cat(made)

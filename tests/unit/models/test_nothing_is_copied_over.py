@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megatfm
 from megatfm import parallel
 from megatfm.config import load_config
 from megatfm.engines.losses import to_device
@@ -26,6 +27,8 @@ SMALL = [
     "model.vocab_size=64",
 ]
 B, T = 2, 16
+LISTS = re.compile(r"torch\.(?:as_)?tensor\((?:[^()]|\([^()]*\))*?\bdevice=")
+"""With calls in their arguments, and over several lines."""
 PLAIN = ["model.dropout=0", "model.attention.dropout=0"]
 
 
@@ -110,6 +113,18 @@ def test_places_of_tokens_are_copied_so_too() -> None:
         path.name
         for path in folder.glob("*.py")
         if re.search(r"\.to\([\w.]*device\)", path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+def test_nothing_is_made_of_lists_on_a_device() -> None:
+    """`torch.tensor([…], device=…)` copies from memory that isn't pinned, for which the host waits."""
+    root = Path(megatfm.__file__).parent
+    found = [
+        str(path.relative_to(root))
+        for room in ("ops", "layers", "models", "parallel", "engines")
+        for path in (root / room).rglob("*.py")
+        if LISTS.search(path.read_text("utf-8"))
     ]
     assert found == []
 

@@ -13,6 +13,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import Pattern, Runs, Span
 from megatfm.layers.attention.patterns.registry import PATTERNS
 from megatfm.ops.compiled import constant_when_compiled
+from megatfm.ops.moved import moved
 
 LOOKED_AT = 9
 """A block of a kernel that lies in more blocks of the pattern than these is taken to see all."""
@@ -131,7 +132,7 @@ class BigBird(Pattern):
         table = self.drawn
         if table is None:
             table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
-        return table.to(q.device)[heads, q].unbind(-1)
+        return moved(table, q.device)[heads, q].unbind(-1)
 
 
 @constant_when_compiled

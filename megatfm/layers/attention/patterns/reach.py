@@ -14,12 +14,13 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor | None:
-    """The places that queries at `places` may look at in any of the rows, ascending; None: they may be anywhere."""
+    """The places that queries at `places` may look at in any of the rows, ascending; None: they may be anywhere.
+    All of them in the host's memory (`SequenceMetadata.on_host`)."""
     if pattern.reach(0, 1, row.length) is None:
         return None
     found = np.zeros(row.length, np.bool_)
-    opened = None if row.opened is None else row.opened.cpu().numpy()
-    at = places.cpu().numpy()
+    opened = None if row.opened is None else row.opened.numpy()
+    at = places.numpy()
     found[at] = True
     for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
         first, last = int(run[0]), int(run[-1]) + 1
@@ -36,10 +37,10 @@ def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor |
 
 def wide_queries(pattern: Pattern, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
     """The places of wide queries in any of the rows, ascending, of documents that lie on several ranks. dealt: places
-    by rank."""
+    by rank, in the host's memory as the row."""
     found, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
     for rank, places in enumerate(dealt):
-        rank_of[places.cpu().numpy()] = rank
+        rank_of[places.numpy()] = rank
     for start, end in _bounds(row) if pattern.wide(row.length) else ():
         if (rank_of[start:end] != rank_of[start]).any():
             for begin, beyond in pattern.wide(end - start):
@@ -53,7 +54,7 @@ def _bounds(row: SequenceMetadata) -> Iterator[tuple[int, int]]:
     if numbers is None:
         yield 0, row.length
         return
-    for documents in numbers[0].cpu().numpy():
+    for documents in numbers[0].numpy():
         yield from pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)])
 
 
@@ -63,7 +64,7 @@ def _documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[i
     if numbers is None:
         yield from ((number, 0, row.length) for number in range(len(row.positions)))
         return
-    for number, documents in enumerate(numbers[0].cpu().numpy()):
+    for number, documents in enumerate(numbers[0].numpy()):
         bounds = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]
         for start, end in pairwise(bounds):
             if start < last and end > first and (start < first or end > last):

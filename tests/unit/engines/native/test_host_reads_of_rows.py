@@ -1,0 +1,126 @@
+"""How often the host waits for the device where rows are cut over ranks: it plans what is sent by values of a batch,
+of which it has its own copies. On a CPU all tensors are the host's, so some are said to lie on a device."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from megatfm.config import ParallelConfig
+from megatfm.engines.losses import HostReads
+from megatfm.engines.native import engine as native
+from megatfm.layers import sequence
+from megatfm.layers.attention.patterns import bigbird
+from megatfm.ops import moved
+from tests.parity import test_layouts, test_pipelines
+from tests.parity.test_context import microbatches, one_device
+from tests.unit.engines.native.test_host_reads import METHODS, Waits
+from tests.workers import Workers
+
+
+class Device(Waits):
+    """What was moved to a device, and what operators make of it, lies there; only reads of that are noted.
+
+    What they make of nothing that lies there counts as the host's (`torch.arange`, though on a device it would not be).
+    """
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._memory: dict[int, Tensor] = {}
+        """By address; held, so that nothing else comes to lie there."""
+        self.put(there)
+        self.moves = True
+
+    def put(self, tensors: Iterable[Any]) -> None:
+        for x in tensors:
+            if isinstance(x, Tensor) and x.numel():
+                self._memory[x.untyped_storage().data_ptr()] = x
+
+    def holds(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self._memory
+
+    def moved(self, values: Tensor, device: torch.device) -> Tensor:
+        """In the place of `moved`."""
+        if not self.moves or not values.numel() or self.holds(values):
+            return values
+        there = values.clone()
+        self.put([there])
+        return moved.remembered(there, values)
+
+    def here(self, *given: Any) -> dict[str, Tensor]:
+        """In the place of `here`: what comes before the move is the host's."""
+        self.moves = False
+        batch = HERE(*given)
+        self.moves = True
+        return {name: self.moved(values, values.device) for name, values in batch.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = any(self.holds(x) for x in tree_leaves((args, kwargs)))
+        made = (
+            super().__torch_dispatch__(func, types, args, kwargs) if there else func(*args, **(kwargs or {}))
+        )
+        if there:
+            self.put(tree_leaves(made))
+        return made
+
+
+HERE, MOVED, READ = native.here, moved.moved, HostReads.read
+
+
+def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
+    """What waits in the passes of two micro-batches, beside the one read of the losses. known: the host has copies."""
+    config, batch, model, objective, loss = one_device(name)
+    engine = test_layouts.make_engine(config, parallel, test_layouts.ADAMW)
+    engine.forward_backward(microbatches(engine, batch), objective)  # makes what is made once
+    engine.zero_grad()
+    asked: list[str] = []
+    device = Device([*engine.model.parameters(), *engine.model.buffers()])
+
+    def noted(name: str) -> Any:
+        method = getattr(Tensor, name)
+        return lambda self, *given: (device.holds(self) and asked.append(name), method(self, *given))[1]
+
+    with pytest.MonkeyPatch.context() as patch, device:
+        for method in METHODS:
+            patch.setattr(Tensor, method, noted(method))
+        for module in [*sys.modules.values()]:
+            if (
+                getattr(module, "moved", None) is MOVED and module is not bigbird
+            ):  # it moves to where the queries are
+                patch.setattr(module, "moved", device.moved)
+        for module in (moved, sequence):
+            patch.setattr(module, "at_hand", lambda x: not device.holds(x))
+        patch.setattr(native, "here", device.here)
+        if not known:
+            patch.setattr(moved, "remembered", lambda there, _: there)
+        sums = engine.forward_backward(microbatches(engine, batch), objective)
+        found = [*device.found, *asked]
+    assert sums.loss == pytest.approx(loss, rel=1e-12)
+    assert test_pipelines.errors(engine, model) == {}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("llama", ParallelConfig(cp=2, context="ring")),
+        ("llama", ParallelConfig(cp=2, context="heads")),
+        ("prefix language model", ParallelConfig(cp=2, context="ring")),
+        ("window, prefixes", ParallelConfig(cp=2)),
+        ("patterns of decoders", ParallelConfig(cp=2)),
+        ("patterns of encoders", ParallelConfig(cp=2)),
+        ("patterns of encoders, rows of 11 tokens", ParallelConfig(cp=2)),
+    ],
+)
+def test_the_host_waits_for_nothing_that_it_knows(
+    workers: Workers, name: str, parallel: ParallelConfig
+) -> None:
+    assert workers.run(waits_of_rows, 2, name, parallel, True) == [[], []]
+
+
+def test_without_copies_of_its_own_the_host_reads(workers: Workers) -> None:
+    assert all(workers.run(waits_of_rows, 2, "window", ParallelConfig(cp=2), False))
