@@ -53,7 +53,7 @@ COUNTS = {
     "switch-base-128": 7_415_217_408,
     "deepseek-v3": 671_026_404_352,
     "prefix-lm-base": 109_628_544,
-    "quickstart": 5_507_328,
+    "quickstart": 2_643_360,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
     "t5-large": 737_668_096,
