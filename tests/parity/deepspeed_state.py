@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm import checkpoint
+from megatfm.atomic import write_whole
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.verify.batch import objective_of, random_batch
@@ -38,7 +39,8 @@ def on_disk(config: Config, folder: Path) -> Config:
         return config
     for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
         importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
-    (folder / "aio.json").write_text(json.dumps({"aio": {"block_size": SMALLEST}}), encoding="utf-8")
+    # Whole at once: each rank writes it, and another may be reading.
+    write_whole(folder / "aio.json", json.dumps({"aio": {"block_size": SMALLEST}}))
     (folder / "nvme").mkdir(exist_ok=True)
     there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})
