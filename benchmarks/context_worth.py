@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import destination
 import torch
 from attention_layers import cpu
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--corpus", type=Path, required=True, help="held-out documents, prepared")
     parser.add_argument("--longest", type=int, default=256, help="the longest context, a power of two")
-    parser.add_argument("--out", type=Path, help="folder for the result of the day")
+    parser.add_argument("--out", type=destination.folder, help="folder for the result of the day")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {

@@ -11,6 +11,7 @@ from megatfm.config.deepspeed import DeepSpeedConfig
 from megatfm.config.deepspeed import check as check_deepspeed
 from megatfm.config.experts import MoEConfig, SoftMoEConfig
 from megatfm.config.families import FAMILIES, meant_by
+from megatfm.config.gpu_only import check as check_gpu_only
 from megatfm.config.model import ModelConfig
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import OptimizerConfig, ScheduleFreeConfig
@@ -244,48 +245,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _sends_in_pieces(self) -> Self:
-        if not self.parallel.async_tp:
-            return self
-        reasons = {
-            f"parallel.engine = {self.parallel.engine!r} compiles nothing": self.parallel.engine != "native",
-            "the compiler takes what is sent apart, and train.compile = false": self.train.compile is False,
-            f"blocks are not compiled ({self.refuses_compile()})": self.refuses_compile() is not None,
-            f"parallel.cp = {self.parallel.cp} has blocks compiled in parts, from gathers to products": (
-                self.parallel.cp > 1
-            ),
-            "train.device = 'cpu' has no memory that another device reads": self.train.device == "cpu",
-            f"train.precision = {self.train.precision!r} multiplies what was rounded after it came": (
-                self.train.precision in ("fp8", "fp8-tensorwise")
-            ),
-        }
-        for why in (why for why, holds in reasons.items() if holds):
-            raise ValueError(f"parallel.async_tp = true: {why}: set parallel.async_tp = false")
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_are_of_one_process(self) -> Self:
-        if not self.train.cuda_graphs:
-            return self
-        kinds = [self.model, *(self.model.of_kind(kind) for kind in self.model.block)]
-        data = self.parallel.dp_shard, self.parallel.dp_replicate
-        axes = {name: getattr(self.parallel, name) for name in ("tp", "pp", "cp", "ep")}
-        axes |= {"dp_shard": data[0] if data[0] > 0 else 1, "dp_replicate": data[1]}
-        reasons = {
-            f"parallel.engine = {self.parallel.engine!r} records none": self.parallel.engine != "native",
-            **{
-                f"parallel.{name} = {n} has ranks send what is not recorded": n > 1
-                for name, n in axes.items()
-            },
-            "train.device = 'cpu' has none": self.train.device == "cpu",
-            f"train.recompute = {self.train.recompute!r} measures passes": self.train.recompute.endswith("B"),
-            f"objective.name = {self.objective.name!r} has the host count targets in each pass": (
-                self.objective.name not in ("causal", "prefix")
-            ),
-            "experts have the host count the rows of each": any(hasattr(k.ffn, "n_experts") for k in kinds),
-        }
-        for why in (why for why, holds in reasons.items() if holds):
-            raise ValueError(f"train.cuda_graphs = true: {why}: set train.cuda_graphs = false")
+    def _has_what_gpus_alone_do(self) -> Self:
+        check_gpu_only(self)
         return self
 
     @model_validator(mode="after")

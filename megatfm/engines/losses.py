@@ -129,10 +129,8 @@ class LossSums:
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:
     """A micro-batch on the device, of each row the tokens that are here."""
     if layout.contexts is not None:
-        batch = cut(
-            to_device(batch, torch.device("cpu")), layout.contexts
-        )  # so that the host knows each field
-        return to_device(batch, device)
+        # Cut before it is moved, so that the host has a copy of each field (see `megatfm.ops.moved`).
+        return to_device(cut(to_device(batch, torch.device("cpu")), layout.contexts), device)
     return to_device(batch if device.type == "cpu" else with_starts(batch), device)
 
 

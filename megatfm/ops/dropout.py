@@ -66,9 +66,9 @@ def uniform(keys: Tensor, width: int) -> Tensor:
 def _golden_steps(values: Tensor) -> Tensor:
     """values · GOLDEN modulo 2^64, by halves of 32 bits.
 
-    As one product, that of an `arange` becomes the index of a loop times a constant in code that inductor makes for
-    CPUs, which overflows there; C++ compilers take that for something that never happens, and such loops wrote beyond
-    their ends (torch 2.13, gcc 12).
+    As one product, that of an `arange` becomes the index of a loop times a constant in what inductor writes (torch
+    2.13). In C++ that overflows, which gcc 12 takes for something that never happens: loops wrote beyond their ends.
+    Triton 3.9 refuses a constant of 64 bits beside an index of 32.
     """
     lower, upper = values & HALF, (values >> 32) & HALF
     crossed = (lower * (GOLDEN >> 32 & HALF) + upper * (GOLDEN & HALF)) & HALF

@@ -12,8 +12,6 @@ from megatfm.ops.moved import moved
 # B batch, n heads that differ (or 1), T queries, S keys, Q query blocks of b tokens, J key blocks of b tokens
 # R rows (query blocks of a row of the batch) of a piece, M key blocks that a row sees, P of them in part
 
-CPU = torch.device("cpu")
-
 MASKED = 2**22
 """So many pairs are looked at together when masks are made."""
 
@@ -51,7 +49,7 @@ class Grid:
 
 
 def pieces(
-    seen: Visible, grid: Grid, known: Visible | None = None, device: torch.device = CPU
+    seen: Visible, grid: Grid, known: Visible | None = None, device: torch.device | None = None
 ) -> list[Piece]:
     """Rows that see equally many blocks, as many of them in part, and where all their masks are the same, one mask.
 
@@ -60,6 +58,7 @@ def pieces(
     """
     known = known or seen
     table = _rows(known.blocks(grid.size), grid)
+    device = device or table.device
     partial = table & ~_rows(known.whole(grid.size), grid)
     if grid.keys % grid.size:
         partial[..., -1] = table[..., -1]

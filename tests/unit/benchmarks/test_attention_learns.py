@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from tests.forks import Command
+from tests.unit.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def tasks() -> Any:
-    """The module beside the script."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        import attention_tasks
-
-        yield attention_tasks
+    return script("attention_tasks")
 
 
 def value_of(tokens: list[int]) -> int:

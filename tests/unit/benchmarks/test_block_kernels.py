@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.unit.benchmarks.test_gpu import script
+from tests.unit.benchmarks.scripts import script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),

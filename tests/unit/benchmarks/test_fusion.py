@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.unit.benchmarks.test_gpu import script
+from tests.unit.benchmarks.scripts import script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),

@@ -1,30 +1,14 @@
 """The scripts of `make gpu`, on a CPU with tiny models."""
 
-import importlib.util
-import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from megatfm.models import build
+from tests.unit.benchmarks.scripts import script
 from tests.workers import Workers
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        spec.loader.exec_module(module)
-    return module
 
 
 def rows(result: Path) -> list[list[str]]:

@@ -1,21 +1,15 @@
 """Two sides by turns: who goes when, and what is divided by what."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from tests.unit.benchmarks.scripts import script
 
 
 @pytest.fixture
 def interleaved() -> Any:
-    """The module beside the scripts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import interleaved
-
-        yield interleaved
+    return script("interleaved")
 
 
 def test_sides_take_turns_and_theirs_is_divided_by_ours(

@@ -4,12 +4,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatfm.ops import cross_entropy as module
+from tests.unit.benchmarks.scripts import script
 
 with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"
@@ -27,10 +27,8 @@ def test_interpreted_it_is_the_reference() -> None:
 
 @with_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_it_compiles_for_a_gpu_and_spills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    from benchmarks.kernels import softmax
-
+def test_it_compiles_for_a_gpu_and_spills_nothing() -> None:
+    softmax = script("kernels").softmax
     for options in ({}, {"capped": True, "smoothed": True}):
         found = softmax("bf16", **options)
         assert found.registers <= 96
