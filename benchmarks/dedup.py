@@ -37,7 +37,7 @@ PARTS = 16
 LARGE, SMALL = 2**30, 2**27
 BANDS, SIMILARITY = 14, 0.75
 
-OURS = ("data_prep.duplicates", "data_prep.duplicates.alike", "megatfm.config.prep_steps")
+OURS = ("megatfm.data_prep.duplicates", "megatfm.data_prep.duplicates.alike", "megatfm.config.prep_steps")
 MODULES = {
     "lines": OURS,
     "near": OURS,
@@ -188,13 +188,13 @@ def make_text(folder: Path, size: float) -> None:
 
 
 def find_lines(folder: Path, size: float, memory: int) -> int:
-    from data_prep.duplicates.later import mark_later_ones
+    from megatfm.data_prep.duplicates.later import mark_later_ones
 
     return _found(folder, "<u8", 1, int(size * LINES), memory, mark_later_ones)
 
 
 def find_near(folder: Path, size: float, memory: int) -> int:
-    from data_prep.duplicates.alike import mark_alike
+    from megatfm.data_prep.duplicates.alike import mark_alike
 
     return _found(
         folder,
@@ -207,10 +207,10 @@ def find_near(folder: Path, size: float, memory: int) -> int:
 
 
 def find_near_of_text(folder: Path, size: float, memory: int) -> int:
-    from data_prep.documents import Document
-    from data_prep.duplicates import make
-    from data_prep.duplicates.index import RowsWriter
     from megatfm.config.prep_steps import AlikeConfig
+    from megatfm.data_prep.documents import Document
+    from megatfm.data_prep.duplicates import make
+    from megatfm.data_prep.duplicates.index import RowsWriter
 
     search = make(AlikeConfig(name="near"))
     with open(folder / "text.jsonl") as file:
@@ -279,7 +279,7 @@ def _found(
     parts: int = PARTS,
 ) -> int:
     """How many rows are marked."""
-    from data_prep.duplicates.index import Index, Rows
+    from megatfm.data_prep.duplicates.index import Index, Rows
 
     def run(
         step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}

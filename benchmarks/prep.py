@@ -95,11 +95,11 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Name and speed of each stage on these documents; the order changes by chance."""
     from pydantic import TypeAdapter
 
-    from data_prep.documents import Document
-    from data_prep.duplicates import make as make_search
-    from data_prep.duplicates.exact import Exact
-    from data_prep.steps import FixUnicode, make
     from megatfm.config.prep_steps import DuplicatesConfig, StepConfig
+    from megatfm.data_prep.documents import Document
+    from megatfm.data_prep.duplicates import make as make_search
+    from megatfm.data_prep.duplicates.exact import Exact
+    from megatfm.data_prep.steps import FixUnicode, make
 
     some = [Document(str(number), text) for number, text in enumerate(documents)]
     size = megabytes(documents)
@@ -140,8 +140,8 @@ def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) ->
     """Put a tokenizer for text like this into a folder."""
     from itertools import accumulate
 
-    from data_prep import tokenizer
     from megatfm.config.prep import TokenizerConfig
+    from megatfm.data_prep import tokenizer
 
     # Of each no more than a hundredth, so that no long document is most of it.
     starts = [text[: TRAIN_BYTES // 100] for text in documents]
@@ -153,9 +153,9 @@ def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) ->
 
 def encode(folder: Path, path: Path) -> str:
     """Speed of the fast encoder, cold, with writing shards, and of the tokenizer on a part of the same, as JSON."""
-    from data_prep.fast import FastEncoder
     from megatfm import tokenizers
     from megatfm.data import ShardWriter
+    from megatfm.data_prep.fast import FastEncoder
 
     documents: list[str] = json.loads(path.read_text(encoding="utf-8"))
     reference = tokenizers.load(folder)

@@ -25,7 +25,7 @@ from typing import Any
 import destination
 import torch
 
-import data_prep
+from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from tests.e2e import crashes, doomed

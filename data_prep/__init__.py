@@ -1,18 +1,18 @@
-"""From corpora of text to a tokenizer and training shards: `data_prep.run(config)`, `python -m data_prep`."""
+"""Corpora of text to a tokenizer and training shards: `data_prep.run(config)`, `python -m megatfm.data_prep`."""
 
 from typing import TYPE_CHECKING
 
-from data_prep.command import cli
-from data_prep.summary import PrepSummary
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.command import cli
+from megatfm.data_prep.summary import PrepSummary
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from data_prep.progress import Reporter
-    from data_prep.team import Team
+    from megatfm.data_prep.progress import Reporter
+    from megatfm.data_prep.team import Team
 
 __all__ = ["PrepSummary", "cli", "run"]
 
@@ -20,10 +20,10 @@ __all__ = ["PrepSummary", "cli", "run"]
 def run(
     config: PrepConfig, reporter: "Reporter | None" = None, team: "Callable[[Path], Team] | None" = None
 ) -> PrepSummary:
-    """Prepare a corpus as `config` says; see `data_prep.pipeline.run`."""
+    """Prepare a corpus as `config` says; see `megatfm.data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.
     try:
-        from data_prep.pipeline import run as run_pipeline
+        from megatfm.data_prep.pipeline import run as run_pipeline
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the package {error.name} is missing: install it with pip install 'megatfm[prep]'"

@@ -1,8 +1,8 @@
-"""`python -m data_prep CONFIG [key=value …]`."""
+"""`python -m megatfm.data_prep CONFIG [key=value …]`."""
 
 import sys
 
-from data_prep.command import cli
+from megatfm.data_prep.command import cli
 
 if __name__ == "__main__":
     sys.exit(cli())

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from data_prep import steps
-from data_prep.counts import Counts, why
-from data_prep.documents import Document, PartsWriter, part_path, read_documents
-from data_prep.duplicates.exact import Exact
-from data_prep.duplicates.index import RowsWriter
-from data_prep.files import Listing, runs
-from data_prep.read import Read
-from data_prep.split import choose
-from data_prep.stages import Facts, Stages
-from data_prep.steps import FixUnicode, pass_through
-from data_prep.thin import Searched, write_part
+from megatfm.data_prep import steps
+from megatfm.data_prep.counts import Counts, why
+from megatfm.data_prep.documents import Document, PartsWriter, part_path, read_documents
+from megatfm.data_prep.duplicates.exact import Exact
+from megatfm.data_prep.duplicates.index import RowsWriter
+from megatfm.data_prep.files import Listing, runs
+from megatfm.data_prep.read import Read
+from megatfm.data_prep.split import choose
+from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.steps import FixUnicode, pass_through
+from megatfm.data_prep.thin import Searched, write_part
 from megatfm.errors import UsageError
 
 MANY_COPIES = 0.5

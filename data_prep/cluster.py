@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from data_prep.progress import Reporter
-from data_prep.team import FINISH, POLL_SECONDS, Claims, Result
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.progress import Reporter
+from megatfm.data_prep.team import FINISH, POLL_SECONDS, Claims, Result
 from megatfm.errors import MegatfmError, UsageError
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -165,7 +165,7 @@ class _Member(Claims):
         return found
 
     def _walk(self, config: PrepConfig) -> None:
-        from data_prep.pipeline import run
+        from megatfm.data_prep.pipeline import run
 
         try:
             run(config, Reporter(Console(file=io.StringIO())), self.in_folder)

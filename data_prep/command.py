@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-import data_prep
-from data_prep.away import local_folder
-from data_prep.cluster import dask_workers
-from data_prep.progress import Reporter
-from data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
+from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.away import local_folder
+from megatfm.data_prep.cluster import dask_workers
+from megatfm.data_prep.progress import Reporter
+from megatfm.data_prep.team import Claims, Mpi, Team, has_locks, mpi_world, ranks, read_part
 from megatfm.errors import FAILED, REQUEUE, MegatfmError, UsageError
 
 DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"

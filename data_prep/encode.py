@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from data_prep import tokenizer
-from data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
-from data_prep.fast import FastEncoder
-from data_prep.folders import OTHER, folder_name
-from data_prep.progress import advancing
-from data_prep.stages import Facts, Stages
-from data_prep.written import NO_TOKENIZER, Written
 from megatfm import tokenizers
 from megatfm.data.files import WholeFile
+from megatfm.data_prep import tokenizer
+from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
+from megatfm.data_prep.fast import FastEncoder
+from megatfm.data_prep.folders import OTHER, folder_name
+from megatfm.data_prep.progress import advancing
+from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.written import NO_TOKENIZER, Written
 
 BATCH_BYTES = 2**22
 

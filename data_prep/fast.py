@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.word_memory import WordMemory
+from megatfm.data_prep.word_memory import WordMemory
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import NAMES, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from data_prep.readers import check_format, format_of
 from megatfm.config.prep import ReadConfig
 from megatfm.data import Remote, RemoteFile
+from megatfm.data_prep.readers import check_format, format_of
 from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.

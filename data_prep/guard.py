@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import RowsWriter
-from data_prep.minhash import Signatures, band_hashes, signed
 from megatfm.config.prep import NearDuplicatesConfig
 from megatfm.data.files import WholeFile
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import RowsWriter
+from megatfm.data_prep.minhash import Signatures, band_hashes, signed
 
 HASHES = 128
 # 32 bands of 4: two documents with similarity 0.6 meet in some band in 98.8 % of cases, with 0.7 in 99.98 %.

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from data_prep.counts import Counts, why
-from data_prep.documents import Document, DocumentWriter, part_path, read_documents
-from data_prep.files import matches_path
-from data_prep.guard import NearDuplicates
-from data_prep.progress import advancing
-from data_prep.split import Split, plan_parts_of_files, plan_split
-from data_prep.stages import Facts, Stages
+from megatfm.data_prep.counts import Counts, why
+from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents
+from megatfm.data_prep.files import matches_path
+from megatfm.data_prep.guard import NearDuplicates
+from megatfm.data_prep.progress import advancing
+from megatfm.data_prep.split import Split, plan_parts_of_files, plan_split
+from megatfm.data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
 NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}

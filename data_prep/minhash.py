@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from data_prep.documents import Document
-from data_prep.words import Hashes, mix, run_hashes, word_hashes
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.words import Hashes, mix, run_hashes, word_hashes
 
 BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
 

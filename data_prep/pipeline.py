@@ -11,21 +11,21 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-from data_prep.clean import Clean
-from data_prep.encode import Encode
-from data_prep.files import Listing
-from data_prep.hold_out import HoldOut
-from data_prep.progress import Reporter
-from data_prep.stages import Facts, Stages
-from data_prep.summary import PrepSummary
-from data_prep.take_ids import IdFiles
-from data_prep.take_images import ImageFiles
-from data_prep.take_over import NONE, SPLITS, Source, TakeOver
-from data_prep.team import FINISH, Alone, Claims, Team
-from data_prep.thin import Thin
-from data_prep.work import Workspace, identity
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.clean import Clean
+from megatfm.data_prep.encode import Encode
+from megatfm.data_prep.files import Listing
+from megatfm.data_prep.hold_out import HoldOut
+from megatfm.data_prep.progress import Reporter
+from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.summary import PrepSummary
+from megatfm.data_prep.take_ids import IdFiles
+from megatfm.data_prep.take_images import ImageFiles
+from megatfm.data_prep.take_over import NONE, SPLITS, Source, TakeOver
+from megatfm.data_prep.team import FINISH, Alone, Claims, Team
+from megatfm.data_prep.thin import Thin
+from megatfm.data_prep.work import Workspace, identity
 from megatfm.errors import UsageError
 from megatfm.registry import import_plugins
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from data_prep.documents import Document
+from megatfm.data_prep.documents import Document
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from ftfy.fixes import fix_surrogates
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.files import BadFile, Listing, TextFile
-from data_prep.readers import Bad, BadFileError, reader
-from data_prep.readers.text import cut_text, texts
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.files import BadFile, Listing, TextFile
+from megatfm.data_prep.readers import Bad, BadFileError, reader
+from megatfm.data_prep.readers.text import cut_text, texts
 from megatfm.errors import MegatfmError
 
 

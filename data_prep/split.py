@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from data_prep.documents import Document
+from megatfm.data_prep.documents import Document
 
 LEVELS: Mapping[str, Callable[[Document], str]] = {
     "top-level package": lambda document: document.entry,

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.progress import Reporter
-from data_prep.team import Team
-from data_prep.work import Workspace
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.progress import Reporter
+from megatfm.data_prep.team import Team
+from megatfm.data_prep.work import Workspace
 
 Facts = dict[str, Any]
 

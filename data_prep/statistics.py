@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.documents import Document
 from megatfm.data.statistics import MOST_VALUES, said
+from megatfm.data_prep.documents import Document
 from megatfm.tokenizers import Tokenizer
 
 LARGEST = 12

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data_prep.counts import Counts
-from data_prep.files import Listing, TextFile
-from data_prep.progress import Advance
-from data_prep.readers import ids as reader
-from data_prep.readers.record import BadFileError
-from data_prep.take_over import Taken
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.files import Listing, TextFile
+from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.readers import ids as reader
+from megatfm.data_prep.readers.record import BadFileError
+from megatfm.data_prep.take_over import Taken
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import Tokenizer
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.counts import Counts
-from data_prep.files import Listing, TextFile, runs
-from data_prep.progress import Advance
-from data_prep.readers import FORMATS, images
-from data_prep.readers.record import Bad, BadFileError
-from data_prep.take_over import Taken
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.files import Listing, TextFile, runs
+from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.readers import FORMATS, images
+from megatfm.data_prep.readers.record import Bad, BadFileError
+from megatfm.data_prep.take_over import Taken
 from megatfm.tokenizers import Tokenizer
 
 TARS = FORMATS["webdataset"]

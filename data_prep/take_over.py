@@ -14,12 +14,12 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts, why
-from data_prep.encode import Encode
-from data_prep.files import matches_path
-from data_prep.progress import Advance
-from data_prep.stages import Facts, Stages
 from megatfm.data.files import WholeFile
+from megatfm.data_prep.counts import Counts, why
+from megatfm.data_prep.encode import Encode
+from megatfm.data_prep.files import matches_path
+from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 

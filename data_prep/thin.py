@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_prep import duplicates
-from data_prep.counts import Counts, why
-from data_prep.documents import Document, DocumentWriter, part_path, read_documents
-from data_prep.duplicates.index import Index, Rows, RowsWriter
-from data_prep.progress import Advance, advancing
-from data_prep.stages import Facts, Stages
+from megatfm.data_prep import duplicates
+from megatfm.data_prep.counts import Counts, why
+from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents
+from megatfm.data_prep.duplicates.index import Index, Rows, RowsWriter
+from megatfm.data_prep.progress import Advance, advancing
+from megatfm.data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
 

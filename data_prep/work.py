@@ -13,13 +13,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from data_prep.away import RESULT, Away, local_folder
-from data_prep.folders import corpora
-from data_prep.report import render
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
+from megatfm.data_prep.away import RESULT, Away, local_folder
+from megatfm.data_prep.folders import corpora
+from megatfm.data_prep.report import render
 from megatfm.errors import MegatfmError, UsageError
 
 VERSION = 4

@@ -10,10 +10,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from data_prep.stages import Facts, Stages
-from data_prep.statistics import Statistics
 from megatfm.data import Manifest, ShardWriter
 from megatfm.data.manifest import MANIFEST, TokenDtype
+from megatfm.data_prep.stages import Facts, Stages
+from megatfm.data_prep.statistics import Statistics
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 

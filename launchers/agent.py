@@ -16,17 +16,17 @@ from pathlib import Path
 
 import psutil
 
-from launchers.supervise import Child, supervise
-from launchers.worker import CODES
 from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
+from megatfm.launchers.supervise import Child, supervise
+from megatfm.launchers.worker import CODES
 
 # Below the kernel's range for outgoing connections; another range than the one of tasks that srun starts.
 FIRST_PORT, N_PORTS = 22_000, 10_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m launchers.agent --processes N train CONFIG …`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="launchers.agent", description=__doc__)
+    """`python -m megatfm.launchers.agent --processes N train CONFIG …`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="megatfm.launchers.agent", description=__doc__)
     parser.add_argument("--processes", type=int, required=True, help="workers on this node")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="words for megatfm")
     args = parser.parse_args(argv)
@@ -53,14 +53,14 @@ def torchrun(environment: Mapping[str, str], processes: int, words: Sequence[str
     """The torchrun command of this node. Ranks follow SLURM's order of nodes, so every restart has the same."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-P", "-m", "torch.distributed.run"),
         f"--nnodes={environment['SLURM_STEP_NUM_NODES']}",
         f"--node-rank={environment['SLURM_NODEID']}",
         f"--nproc-per-node={processes}",
         f"--master-addr={environment['MASTER_ADDR']}",
         f"--master-port={FIRST_PORT + (31 * job + step) % N_PORTS}",
         "--max-restarts=0",  # the job restarts the run, on nodes that are known to be there
-        *("-m", "launchers.worker", *words),
+        *("-m", "megatfm.launchers.worker", *words),
     ]
 
 

@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers import beside, cli
-from launchers.job import State
-from launchers.progress import Progress, look
 from megatfm.errors import UsageError
+from megatfm.launchers import beside, cli
+from megatfm.launchers.job import State
+from megatfm.launchers.progress import Progress, look
 
 POLL_SECONDS = 30.0
 """Schedulers don't like to be asked often."""

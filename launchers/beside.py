@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from launchers import scheduler
-from launchers.files import LAUNCH, launched
-from launchers.job import Job
-from launchers.queue import alive, evaluations_of, jobs_of
 from megatfm.errors import LockedError, UsageError
+from megatfm.launchers import scheduler
+from megatfm.launchers.files import LAUNCH, launched
+from megatfm.launchers.job import Job
+from megatfm.launchers.queue import alive, evaluations_of, jobs_of
 
 
 def check_free(job: Job) -> list[str]:

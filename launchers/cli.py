@@ -5,15 +5,15 @@ import re
 import sys
 from pathlib import Path
 
-from launchers.job import Job, Kind, Launcher
-from launchers.local import Local
-from launchers.mpi import Mpi
-from launchers.refusals import notes, problems
-from launchers.site import Site, load_site
-from launchers.slurm import Slurm
 from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
+from megatfm.launchers.job import Job, Kind, Launcher
+from megatfm.launchers.local import Local
+from megatfm.launchers.mpi import Mpi
+from megatfm.launchers.refusals import notes, problems
+from megatfm.launchers.site import Site, load_site
+from megatfm.launchers.slurm import Slurm
 
 SITE_FLAGS = ("partition", "account", "qos", "constraint", "max_restarts", "start")
 SBATCH_FLAGS = ("nodelist", "reservation", "begin", "dependency")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from launchers.files import last_lines
-from launchers.progress import launcher_of
+from megatfm.launchers.files import last_lines
+from megatfm.launchers.progress import launcher_of
 
 POLL_SECONDS = 0.5
 TROUBLE = re.compile(

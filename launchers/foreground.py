@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from launchers.beside import check_free, process
-from launchers.files import EVENTS, finished, last_records, launched, note_launch
-from launchers.job import Job, State
-from launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
 from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError
+from megatfm.launchers.beside import check_free, process
+from megatfm.launchers.files import EVENTS, finished, last_records, launched, note_launch
+from megatfm.launchers.job import Job, State
+from megatfm.launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
 
 WORDS = {"finished": "DONE", "stopped": "STOPPED"}
 """What a run's own last event means, for a process that is gone."""

@@ -1,11 +1,13 @@
 """What is to run, and the interface of everything that can run it."""
 
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from megatfm import version
 from megatfm.config import Config
 from megatfm.config.base import check_path
 from megatfm.config.prep import PrepConfig
@@ -14,7 +16,8 @@ from megatfm.errors import UsageError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TIME = re.compile(r"\d+((:\d+){0,2}|-\d+(:\d+){0,2})")
 
-TRAIN = (sys.executable, "-m", "megatfm", "train")
+TRAIN = (sys.executable, "-P", "-m", "megatfm", "train")
+"""How ranks are started. -P keeps the working directory off the path: a `queue.py` there would hide Python's own."""
 
 Kind = Literal["train", "prep", "evaluate"]
 
@@ -93,6 +96,29 @@ class Job:
 def words(kind: Kind, python: str | None = None) -> list[str]:
     """The command line of megatfm for a kind of job."""
     return [python or TRAIN[0], *TRAIN[1:-1], kind]
+
+
+def python_path() -> dict[str, str]:
+    """PYTHONPATH for ranks, where this megatfm is found in the working directory alone; else nothing.
+
+    That is a checkout that nobody installed, used by `python -m megatfm` from its top.
+    """
+    root = Path(version.__file__).resolve().parents[1]
+    first, *others = sys.path
+    if sys.flags.safe_path or Path(first or ".").resolve() != root or _origin(others) == root:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+
+
+def _origin(path: list[str]) -> Path | None:
+    """The folder in which megatfm is found on another path than today's, by all finders."""
+    before, sys.path = sys.path, path
+    try:
+        specs = (finder.find_spec("megatfm", None) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec), None)
+    finally:
+        sys.path = before
+    return Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
 
 
 ALIVE = {

@@ -1,8 +1,8 @@
 """What a job script asks before and after each attempt: may it start, on which nodes, and what comes after it.
 
-`python -m launchers.jobside begin …` prints `NODES HEAD LIST` for srun, or nothing when there is nothing to do.
-`python -m launchers.jobside end …` requeues the job, leaves the word to the next link of its chain, or stops. Both
-say on stderr, the job's log, what they decided and why, and exit with the code that the job shall end with.
+`python -m megatfm.launchers.jobside begin …` prints `NODES HEAD LIST` for srun, or nothing when there is nothing to do;
+`… end …` requeues the job, leaves the word to the next link of its chain, or stops. Both say on stderr, the job's log,
+what they decided and why, and exit with the code that the job shall end with.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from launchers import scheduler
-from launchers.files import EVENTS, finished, last_records, newest_step
-from launchers.fit import misfit, most_nodes
-from launchers.queue import jobs_of
-from launchers.restarts import FINAL, RESTARTS, UNFINISHED, Attempt, Restarts
 from megatfm.config import load_config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
+from megatfm.launchers import scheduler
+from megatfm.launchers.files import EVENTS, finished, last_records, newest_step
+from megatfm.launchers.fit import misfit, most_nodes
+from megatfm.launchers.queue import jobs_of
+from megatfm.launchers.restarts import FINAL, RESTARTS, UNFINISHED, Attempt, Restarts
 
 PREFIX = "megatfm job: "
 BEGIN_MARK = f"{PREFIX}attempt"
@@ -38,7 +38,7 @@ _SIGNALLED = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instructi
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="launchers.jobside", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megatfm.launchers.jobside", description=__doc__)
     actions = parser.add_subparsers(required=True, dest="action")
     for name in ("begin", "end"):
         action = actions.add_parser(name)

@@ -5,10 +5,10 @@ import random
 import shlex
 import socket
 
-from launchers.foreground import Foreground
-from launchers.job import Job
-from launchers.supervise import Child, supervise
 from megatfm.errors import MegatfmError
+from megatfm.launchers.foreground import Foreground
+from megatfm.launchers.job import Job, python_path
+from megatfm.launchers.supervise import Child, supervise
 
 # Below the kernel's range for outgoing connections, so that nobody's connection takes the port before rank 0 does.
 PORTS = range(12_000, 32_000)
@@ -70,7 +70,7 @@ def defaults(processes: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
         "PYTHONUNBUFFERED": "1",  # the log of a rank that is killed holds its last words
     }
-    return {key: os.environ.get(key, value) for key, value in settings.items()}
+    return {key: os.environ.get(key, value) for key, value in settings.items()} | python_path()
 
 
 def free_port() -> int:

@@ -5,11 +5,11 @@ import shlex
 import shutil
 import signal
 
-from launchers.foreground import Foreground
-from launchers.job import Job
-from launchers.local import defaults
-from launchers.supervise import Child, supervise
 from megatfm.errors import UsageError
+from megatfm.launchers.foreground import Foreground
+from megatfm.launchers.job import Job
+from megatfm.launchers.local import defaults
+from megatfm.launchers.supervise import Child, supervise
 
 
 class Mpi(Foreground):

@@ -4,8 +4,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.files import launched
-from launchers.job import State
+from megatfm.launchers.files import launched
+from megatfm.launchers.job import State
 
 _PART = re.compile(r"([a-z-]+)\.\d{5}\.json")
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launchers.files import EVENTS, METRICS, last_records, launched, newest_step, read_json
-from launchers.job import Launcher, State
-from launchers.local import Local
-from launchers.mpi import Mpi
-from launchers.preparation import believed, is_preparation, work_done
-from launchers.queue import alive, evaluations_of
-from launchers.restarts import Restarts
-from launchers.site import Site
-from launchers.slurm import Slurm
 from megatfm.config.base import check_path
 from megatfm.errors import UsageError
+from megatfm.launchers.files import EVENTS, METRICS, last_records, launched, newest_step, read_json
+from megatfm.launchers.job import Launcher, State
+from megatfm.launchers.local import Local
+from megatfm.launchers.mpi import Mpi
+from megatfm.launchers.preparation import believed, is_preparation, work_done
+from megatfm.launchers.queue import alive, evaluations_of
+from megatfm.launchers.restarts import Restarts
+from megatfm.launchers.site import Site
+from megatfm.launchers.slurm import Slurm
 
 SPEED_STEPS = 50
 """Last steps over whose median speed and time left are estimated."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers import scheduler
-from launchers.files import launched
-from launchers.job import State
-from launchers.restarts import Restarts
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers import scheduler
+from megatfm.launchers.files import launched
+from megatfm.launchers.job import State
+from megatfm.launchers.restarts import Restarts
 
 HELD = "it is held: `scontrol release {job}` lets it go on"
 LESS = "cancel it, and launch with"

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from launchers import scheduler
-from launchers.fit import misfit, most_nodes
-from launchers.job import Job
-from launchers.site import Site
 from megatfm.config import Config
 from megatfm.config.prep import PrepConfig
+from megatfm.launchers import scheduler
+from megatfm.launchers.fit import misfit, most_nodes
+from megatfm.launchers.job import Job
+from megatfm.launchers.site import Site
 
 START_SECONDS = 120
 """What a start takes, and by how much SLURM may signal too early (a minute)."""

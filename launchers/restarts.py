@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from launchers.files import newest_step, read_json
 from megatfm.atomic import write_whole
 from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
+from megatfm.launchers.files import newest_step, read_json
 
 RESTARTS = "restarts.json"
 FINAL = {

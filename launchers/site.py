@@ -83,7 +83,7 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
 
     `overrides` replace fields where they are not None; `options` of sbatch are added to the site's. Raises UsageError.
     """
-    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("slurm") / "site.toml"))
+    here, shipped = Path("slurm/site.toml"), Path(str(resources.files("megatfm.slurm") / "site.toml"))
     chosen = path or (here if here.is_file() else shipped)
     for option in options:
         if re.fullmatch(OPTION, option) is None:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from launchers import scheduler, snapshot
-from launchers.beside import check_free
-from launchers.files import note_evaluation, note_launch
-from launchers.job import Job, State, words
-from launchers.queue import jobs_of, queue_state
-from launchers.site import Site
 from megatfm.atomic import write_whole
 from megatfm.config import Config, to_toml
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers import scheduler, snapshot
+from megatfm.launchers.beside import check_free
+from megatfm.launchers.files import note_evaluation, note_launch
+from megatfm.launchers.job import Job, State, words
+from megatfm.launchers.queue import jobs_of, queue_state
+from megatfm.launchers.site import Site
 
 TEMPLATES = {"train": "pretrain", "prep": "data_prep", "evaluate": "evaluate"}
 
@@ -61,7 +61,7 @@ class Slurm:
             srun=[*([f"--cpus-per-task={of_srun}"] if of_srun else []), *self.site.srun],
             command=[*self.site.container, *self._command(job)],
             python=sys.executable,
-            pythonpath=f"{self._folder(job) / snapshot.take(_plugins(job)).name}:{folder}",
+            pythonpath=self._folder(job) / snapshot.take(job.resolved.plugins).name,
             node_range=f"{job.nodes}-{job.max_nodes}" if job.max_nodes else str(job.nodes),
             tasks_per_node=tasks,
             # In a chain, the next link goes on; on nodes lost, SLURM itself requeues where that is allowed.
@@ -83,7 +83,7 @@ class Slurm:
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
-            code = snapshot.take(_plugins(job)).write(folder)
+            code = snapshot.take(job.resolved.plugins).write(folder)
             if code.name not in next(iter(files.values())):
                 raise MegatfmError("the code changed while it was copied: submit again")
             for name, text in files.items():
@@ -127,7 +127,14 @@ class Slurm:
             return [*megatfm, str(job.run_dir), *job.overrides]
         config = str(self._folder(job) / "config.toml")
         if job.kind == "train" and self.site.start == "torchrun":
-            agent = [megatfm[0], "-m", "launchers.agent", "--processes", str(job.processes_per_node)]
+            agent = [
+                megatfm[0],
+                "-P",
+                "-m",
+                "megatfm.launchers.agent",
+                "--processes",
+                str(job.processes_per_node),
+            ]
             return [*agent, "train", config]
         return [*megatfm, config]
 
@@ -167,12 +174,8 @@ class Slurm:
             )
 
 
-def _plugins(job: Job) -> list[str]:
-    return job.resolved.plugins if isinstance(job.resolved, Config) else []
-
-
 def _template(name: str) -> str:
-    return (resources.files("slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
+    return (resources.files("megatfm.slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
 def _sbatch(script: Path) -> str:

@@ -5,6 +5,7 @@ imported, wheel or checkout, committed or not, and a node needs neither git nor 
 and shared by all submissions of the same code.
 """
 
+import ast
 import contextlib
 import importlib.util
 import json
@@ -21,8 +22,10 @@ from megatfm import version
 from megatfm.atomic import write_whole
 from megatfm.errors import UsageError
 
-PACKAGES = ("megatfm", "data_prep", "launchers", "slurm")
-LEFT_OUT = {"__pycache__", "testcluster"}
+LEFT_OUT = {"__pycache__", "testcluster", "runs", "corpora"}
+INSTALLED = {"site-packages", "dist-packages"}
+PLUGIN_BYTES = 64 * 2**20
+"""A plugin is code: more is data that lies in its folder by mistake."""
 ORIGIN = "origin.json"
 
 
@@ -60,11 +63,12 @@ class Snapshot:
 
 
 def take(plugins: Sequence[str]) -> Snapshot:
-    """What would be copied for a run with these plugins. Raises UsageError for a plugin that isn't there.
+    """What would be copied for a run with these plugins, and what lies beside them that they import.
 
-    Plugins that were installed are part of the environment, and stay where they are.
+    Plugins that were installed are part of the environment, and stay where they are. Raises UsageError for a plugin
+    that isn't there, or is too large.
     """
-    roots = {name: path for name in PACKAGES if (path := _place(name))}
+    roots = {"megatfm": Path(version.__file__).parent}
     for plugin in plugins:
         name = plugin.partition(".")[0]
         path = _place(name)
@@ -72,14 +76,49 @@ def take(plugins: Sequence[str]) -> Snapshot:
             raise UsageError(
                 f"plugins: can't find {name!r}: install it, or start from the folder that holds it"
             )
-        if not {"site-packages", "dist-packages"} & set(path.parts):
-            roots.setdefault(name, path)
-    files = {
-        str(Path(path.relative_to(root.parent))): path
-        for root in roots.values()
-        for path in ([root] if root.is_file() else sorted(_walk(root)))
-    }
+        if not INSTALLED & set(path.parts) and name not in roots:
+            _add(name, path, roots)
+    files: dict[str, Path] = {}
+    for name, root in roots.items():
+        taken = [root] if root.is_file() else sorted(_walk(root))
+        if name != "megatfm":
+            _check_size(name, root, taken)
+        files |= {str(path.relative_to(root.parent)): path for path in taken}
     return Snapshot(dict(sorted(files.items())))
+
+
+def _add(name: str, path: Path, roots: dict[str, Path]) -> None:
+    """Enter a plugin, and every module from the same folder that one of its files imports."""
+    roots[name] = path
+    sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
+    for other in sorted(set().union(*map(_imported, sources)) - set(roots)):
+        beside = _place(other) if any(path.parent.glob(f"{other}*")) else None
+        if beside is not None and beside.parent == path.parent:
+            _add(other, beside, roots)
+
+
+def _imported(source: Path) -> set[str]:
+    """Top-level names that a file imports, anywhere in it; none of a file that is no Python: its import will say so."""
+    try:
+        nodes = list(ast.walk(ast.parse(source.read_bytes())))
+    except (SyntaxError, ValueError, OSError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [
+        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    ]
+    return {name.partition(".")[0] for name in names}
+
+
+def _check_size(name: str, root: Path, files: Sequence[Path]) -> None:
+    sizes = {path: path.stat().st_size for path in files}
+    if (total := sum(sizes.values())) > PLUGIN_BYTES:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise UsageError(
+            f"plugins: {name}: {root} holds {total / 2**20:.0f} MB, of which {largest.relative_to(root.parent)} is the "
+            f"largest, and each submission copies it: keep what is more than {PLUGIN_BYTES / 2**20:.0f} MB outside the "
+            "package"
+        )
 
 
 def origin() -> dict[str, object]:
@@ -108,11 +147,14 @@ def _place(name: str) -> Path | None:
     return Path(spec.origin) if spec.origin else None
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Files below a folder: none that is hidden, of a run or of a corpus. Links are followed, but not up again."""
+    above |= {folder.resolve()}
     for path in folder.iterdir():
-        if path.name in LEFT_OUT or path.suffix == ".pyc":
+        if path.name in LEFT_OUT or path.name.startswith(".") or path.suffix == ".pyc":
             continue
         if path.is_dir():
-            yield from _walk(path)
+            if path.resolve() not in above:
+                yield from _walk(path, above)
         elif path.is_file():
             yield path

@@ -1,4 +1,4 @@
-"""One rank under torchrun: megatfm's command line, with its exit code left where `launchers.agent` finds it."""
+"""One rank under torchrun: megatfm's command line, with its exit code left where `megatfm.launchers.agent` finds it."""
 
 import os
 import runpy

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from tests.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
-MODULES = ("megatfm", "data_prep", "torch.distributed.run")
+MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
 """What is forked when a forked process starts it with `python -m`; all else is executed as it would be."""
 
 
@@ -113,6 +113,7 @@ class _Forking(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, *rest: Any) -> None:
         python, *flags = args if isinstance(args, list | tuple) else [args]
         flags = flags[flags[:1] == ["-u"] :]  # as torchrun starts its workers
+        safe, flags = flags[:1] == ["-P"], flags[flags[:1] == ["-P"] :]
         if python != sys.executable or flags[:1] != ["-m"] or flags[1] not in MODULES:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -126,7 +127,8 @@ class _Forking(subprocess.Popen[Any]):
                 _adopt((pipes[0], pipes[3], pipes[5]), new_session, group)
                 if preexec:
                     preexec()
-                _become(flags[1], flags[2:], str(cwd or Path.cwd()), dict(os.environ if env is None else env))
+                variables = dict(os.environ if env is None else env)
+                _become(flags[1], flags[2:], str(cwd or Path.cwd()), variables, safe)
             finally:
                 os._exit(71)
         self._child_created = True
@@ -153,14 +155,17 @@ def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
                 os.close(int(name))
 
 
-def _become(program: str, words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
-    """`python -m program words`, with these variables in that folder; a file is run without -m."""
+def _become(
+    program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False
+) -> NoReturn:
+    """`python -m program words`, with these variables in that folder; a file is run without -m. safe: with -P."""
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    here = [] if safe or environment.get("PYTHONSAFEPATH") else [folder]
+    sys.path[:0] = [*here, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [program, *words]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import Facts, Index, Rows, RunTasks
-from data_prep.duplicates.near import Near
-from data_prep.duplicates.pieces import Lines, Paragraphs
-from data_prep.duplicates.substrings import Substrings
 from megatfm.config.prep_steps import DuplicatesConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import Facts, Index, Rows, RunTasks
+from megatfm.data_prep.duplicates.near import Near
+from megatfm.data_prep.duplicates.pieces import Lines, Paragraphs
+from megatfm.data_prep.duplicates.substrings import Substrings
 
 __all__ = ["SEARCHES", "Index", "Rows", "RunTasks", "Search", "make"]
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.duplicates.buckets import JOIN_BYTES, RECORD, Buckets, Edges, Slice, ordered
-from data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter, read_array
-from data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
-from data_prep.minhash import band_hashes
-from data_prep.progress import Advance
 from megatfm.data.files import writing
+from megatfm.data_prep.duplicates.buckets import JOIN_BYTES, RECORD, Buckets, Edges, Slice, ordered
+from megatfm.data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter, read_array
+from megatfm.data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
+from megatfm.data_prep.minhash import band_hashes
+from megatfm.data_prep.progress import Advance
 
 # What a task holds of a row, as tracemalloc measures it: the signatures, or the edges, one for each band at most.
 _SORT_BYTES, _SIGN_BYTES, _EDGE_BYTES = 96, 4, 80

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.duplicates.index import Places, Rows, read_array
-from data_prep.words import Hashes
 from megatfm.data.files import writing
+from megatfm.data_prep.duplicates.index import Places, Rows, read_array
+from megatfm.data_prep.words import Hashes
 
 SMALL = 32
 """In a bucket of up to so many rows all are compared with all; in a larger one each with the first of those that are

@@ -7,10 +7,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import Facts, Index, Rows
-from data_prep.duplicates.later import mark_later_ones
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import Facts, Index, Rows
+from megatfm.data_prep.duplicates.later import mark_later_ones
 
 
 class Exact:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.progress import Advance
-from data_prep.words import Hashes
 from megatfm.data.files import RESTORE, WholeFile
+from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.words import Hashes
 from megatfm.errors import MegatfmError
 
 Places = NDArray[np.int64]

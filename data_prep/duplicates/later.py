@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import EXAMPLES
-from data_prep.duplicates.index import Division, Facts, Index, Places, Rows, RowsWriter, read_array
-from data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
-from data_prep.progress import Advance
-from data_prep.words import Hashes
+from megatfm.data_prep.counts import EXAMPLES
+from megatfm.data_prep.duplicates.index import Division, Facts, Index, Places, Rows, RowsWriter, read_array
+from megatfm.data_prep.duplicates.partitions import PartitionsWriter, read_partition, slices
+from megatfm.data_prep.progress import Advance
+from megatfm.data_prep.words import Hashes
 
 # What a task holds of a row, as tracemalloc measures it.
 SORT_BYTES, JOIN_BYTES = 72, 80

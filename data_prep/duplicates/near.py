@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.alike import mark_alike
-from data_prep.duplicates.index import Facts, Index, Rows
-from data_prep.minhash import signed
-from data_prep.steps.rule import example
 from megatfm.config.prep_steps import AlikeConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.alike import mark_alike
+from megatfm.data_prep.duplicates.index import Facts, Index, Rows
+from megatfm.data_prep.minhash import signed
+from megatfm.data_prep.steps.rule import example
 
 
 class Near:

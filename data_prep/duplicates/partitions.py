@@ -10,8 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.duplicates.index import Places, read_array
 from megatfm.data.files import WholeFile, read_at
+from megatfm.data_prep.duplicates.index import Places, read_array
 
 _NUMBER = np.dtype("<i8")
 _SIZE = _NUMBER.itemsize

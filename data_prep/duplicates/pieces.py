@@ -10,13 +10,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import Facts, Index, Rows
-from data_prep.duplicates.later import mark_later_ones
-from data_prep.steps.rule import example
-from data_prep.words import is_word
 from megatfm.config.prep_steps import RepeatedLinesConfig, RepeatedParagraphsConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import Facts, Index, Rows
+from megatfm.data_prep.duplicates.later import mark_later_ones
+from megatfm.data_prep.steps.rule import example
+from megatfm.data_prep.words import is_word
 
 ROW = ("<u8", 1)
 # CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. What

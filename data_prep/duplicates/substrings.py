@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import Facts, Index, Rows
-from data_prep.duplicates.later import mark_later_ones
-from data_prep.duplicates.pieces import ROW, rest
-from data_prep.words import Hashes, mix
 from megatfm.config.prep_steps import RepeatedSubstringsConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import Facts, Index, Rows
+from megatfm.data_prep.duplicates.later import mark_later_ones
+from megatfm.data_prep.duplicates.pieces import ROW, rest
+from megatfm.data_prep.words import Hashes, mix
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers have inverses
 _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))

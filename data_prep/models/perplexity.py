@@ -5,11 +5,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.registry import STEPS
-from data_prep.steps.scored import judged
 from megatfm.config.prep_scores import PerplexityConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.registry import STEPS
+from megatfm.data_prep.steps.scored import judged
 from megatfm.errors import UsageError
 from megatfm.generate.load import load
 

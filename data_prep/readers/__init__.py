@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
-from data_prep.readers.record import Bad, BadFileError, Record
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record
 from megatfm.errors import UsageError
 from megatfm.registry import Registry, did_you_mean
 
@@ -46,7 +46,7 @@ def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> s
 def reader(name: str) -> Reader:
     """The `read` of a format. Raises UsageError that lists those there are."""
     if name in _OURS:
-        found: Reader = import_module(f"data_prep.readers.{name}").read
+        found: Reader = import_module(f"megatfm.data_prep.readers.{name}").read
         return found
     return READERS.get(name)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pyarrow
 
-from data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 
 _FILE = b"ARROW1"
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.readers.record import BadFileError
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import BadFileError
 
 Ids = NDArray[Any]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, field
-from data_prep.readers.webdataset import samples
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, field
+from megatfm.data_prep.readers.webdataset import samples
 
 IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
 BESIDE = ("cls", "json", "txt")

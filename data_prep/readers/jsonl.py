@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, opened
 from megatfm.errors import MegatfmError
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import mwparserfromhell
 import mwxml
 
-from data_prep.readers.record import Bad, BadFileError, Record, kept, opened
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record, kept, opened
 
 _BLANK_LINES = re.compile(r"\n{3,}")
 _NO_PROSE = ("file:", "image:", "category:")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
 
 BATCH_ROWS = 256
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.readers.record import BadFileError
+from megatfm.data_prep.readers.record import BadFileError
 
 
 def texts(path: Path, limit: int) -> Iterator[str]:

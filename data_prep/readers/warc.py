@@ -9,9 +9,9 @@ from typing import IO, Literal
 from fastwarc.warc import ArchiveIterator, WarcRecord, WarcRecordType
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, kept, opened
 from megatfm.config.prep import ReadConfig
 from megatfm.config.prep_steps import FieldsConfig
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, kept, opened
 
 _TYPES = ("text/", "application/xhtml", "application/xml")
 _KINDS = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion

@@ -9,8 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, from_fields, kept, opened
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.readers.record import (
+    MAX_RECORD_BYTES,
+    Bad,
+    BadFileError,
+    Record,
+    from_fields,
+    kept,
+    opened,
+)
 
 _TEXTS = ("txt", "text")
 _EXTENSIONS = (

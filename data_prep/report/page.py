@@ -27,7 +27,10 @@ def render(result: Mapping[str, Any]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "size": size}
-    here, styles = resources.files("data_prep.report"), resources.files("megatfm") / "report" / "report.css"
+    here, styles = (
+        resources.files("megatfm.data_prep.report"),
+        resources.files("megatfm") / "report" / "report.css",
+    )
     steps, images = result["steps"], of_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
     return environment.from_string((here / "report.html").read_text(encoding="utf-8")).render(

@@ -3,24 +3,24 @@
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 
-from data_prep.documents import Document
-from data_prep.steps.blocked import BlockedUrls, BlockedWords
-from data_prep.steps.c4 import C4
-from data_prep.steps.decontaminate import Decontaminate
-from data_prep.steps.fineweb import FineWeb
-from data_prep.steps.gopher import GopherQuality
-from data_prep.steps.html import Html
-from data_prep.steps.language import Language
-from data_prep.steps.linear import Linear
-from data_prep.steps.normalize import Normalize
-from data_prep.steps.redact import Redact
-from data_prep.steps.registry import STEPS
-from data_prep.steps.repetition import GopherRepetition
-from data_prep.steps.rule import Counted, DocumentStep, Rule
-from data_prep.steps.sample import Sample
-from data_prep.steps.unicode import FixUnicode
-from data_prep.steps.where import Where
 from megatfm.config.base import Section
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.blocked import BlockedUrls, BlockedWords
+from megatfm.data_prep.steps.c4 import C4
+from megatfm.data_prep.steps.decontaminate import Decontaminate
+from megatfm.data_prep.steps.fineweb import FineWeb
+from megatfm.data_prep.steps.gopher import GopherQuality
+from megatfm.data_prep.steps.html import Html
+from megatfm.data_prep.steps.language import Language
+from megatfm.data_prep.steps.linear import Linear
+from megatfm.data_prep.steps.normalize import Normalize
+from megatfm.data_prep.steps.redact import Redact
+from megatfm.data_prep.steps.registry import STEPS
+from megatfm.data_prep.steps.repetition import GopherRepetition
+from megatfm.data_prep.steps.rule import Counted, DocumentStep, Rule
+from megatfm.data_prep.steps.sample import Sample
+from megatfm.data_prep.steps.unicode import FixUnicode
+from megatfm.data_prep.steps.where import Where
 
 __all__ = ["STEPS", "Counted", "DocumentStep", "FixUnicode", "Rule", "make", "pass_through"]
 
@@ -45,10 +45,10 @@ for _name, _rule in _RULES.items():
 
 # Imported when a config names them: their libraries are large, or need not be there.
 _LATER = {
-    "fasttext": "data_prep.steps.fast_text",
-    "presidio": "data_prep.steps.presidio",
-    "classifier": "data_prep.models.classifier",
-    "perplexity": "data_prep.models.perplexity",
+    "fasttext": "megatfm.data_prep.steps.fast_text",
+    "presidio": "megatfm.data_prep.steps.presidio",
+    "classifier": "megatfm.data_prep.models.classifier",
+    "perplexity": "megatfm.data_prep.models.perplexity",
 }
 
 

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import BlockedUrlsConfig, BlockedWordsConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 from megatfm.errors import UsageError
 
 

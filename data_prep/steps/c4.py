@@ -3,9 +3,9 @@
 import re
 from dataclasses import replace
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import C4Config
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 _SENTENCE = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.readers.jsonl import records
-from data_prep.words import Hashes, one_run, run_hashes, word_hashes
 from megatfm.config.prep_steps import DecontaminateConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.readers.jsonl import records
+from megatfm.data_prep.words import Hashes, one_run, run_hashes, word_hashes
 from megatfm.errors import MegatfmError, UsageError
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.registry import STEPS
-from data_prep.steps.scored import judged, met
 from megatfm.config.prep_scores import FastTextConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.registry import STEPS
+from megatfm.data_prep.steps.scored import judged, met
 from megatfm.errors import UsageError
 
 

@@ -1,10 +1,10 @@
 """The rules of FineWeb."""
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.repetition import repeated
-from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import FineWebConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.repetition import repeated
+from megatfm.data_prep.steps.split_words import splitter
 
 _ENDS = (".", "?", "!", '"', "'")
 

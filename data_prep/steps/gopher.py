@@ -2,10 +2,10 @@
 
 import re
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import GopherQualityConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.split_words import splitter
 
 _BULLETS = ("•", "‣", "◦", "⁃", "∙", "·", "-", "*")
 _ELLIPSES = ("...", "…")

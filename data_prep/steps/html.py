@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from resiliparse.extract.html2text import extract_plain_text
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import HtmlConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 _TAG = re.compile(
     r"<(?:!doctype|html|head|body|div|p|br|h[1-6]|ul|ol|table|span|a)\b[^<>]{0,2000}>", re.IGNORECASE

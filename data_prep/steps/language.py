@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import LanguageConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 

@@ -8,11 +8,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.scored import judged, met
-from data_prep.words import run_hashes, word_hashes
 from megatfm.config.prep_scores import LinearConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.scored import judged, met
+from megatfm.data_prep.words import run_hashes, word_hashes
 from megatfm.errors import UsageError
 
 

@@ -3,9 +3,9 @@
 import unicodedata
 from dataclasses import replace
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import NormalizeConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 
 class Normalize:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.registry import STEPS
 from megatfm.config.prep_scores import PresidioConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.registry import STEPS
 from megatfm.errors import UsageError
 
 

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.secrets import CARD, IBAN, PRIVATE_KEY, SECRETS, is_card, is_iban
 from megatfm.config.prep_steps import RedactConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.secrets import CARD, IBAN, PRIVATE_KEY, SECRETS, is_card, is_iban
 
 # Each pattern begins with a few characters, so that the search for them is fast, and only where no such character
 # stands before (the look back over two), so that a long run is tried once and not at every place.

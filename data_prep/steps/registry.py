@@ -1,6 +1,6 @@
 """Cleaning steps by name: ours, and those of plugins."""
 
-from data_prep.steps.rule import Rule
+from megatfm.data_prep.steps.rule import Rule
 from megatfm.registry import Registry
 
 STEPS: Registry[type[Rule]] = Registry("cleaning step")

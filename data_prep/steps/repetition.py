@@ -7,10 +7,10 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps.split_words import splitter
 from megatfm.config.prep_steps import GopherRepetitionConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.split_words import splitter
 
 Integers = NDArray[np.int64]
 

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 
 class DocumentStep(Protocol):

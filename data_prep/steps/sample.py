@@ -4,9 +4,9 @@ from fnmatch import fnmatchcase
 
 from blake3 import blake3
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import SampleConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 
 class Sample:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Protocol
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 
 class Limits(Protocol):

@@ -7,8 +7,8 @@ import ftfy
 from ftfy.badness import is_bad
 from ftfy.chardata import CONTROL_CHARS
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 # Repair only what was broken on the way to us. What an author may have meant stays: in source code an &amp; a
 # curly quote, a ligature or a full-width letter is data. So is the normal form: in the standard library NFC

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
 from megatfm.config.prep_steps import WhereConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
 
 
 class Where:

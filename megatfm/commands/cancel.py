@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from launchers.beside import cancel, cancel_job
-from launchers.progress import check_run, is_run, runs_here
 from megatfm.errors import UsageError
+from megatfm.launchers.beside import cancel, cancel_job
+from megatfm.launchers.progress import check_run, is_run, runs_here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

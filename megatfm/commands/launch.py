@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from launchers import cli
 from megatfm.atomic import write_whole
 from megatfm.commands import add_config_arguments, add_source_argument, training_config
 from megatfm.config import to_toml
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers import cli
 
 FROM = "from.toml"
 """In the run directory: the config with which all ranks of a run that goes on from a model are started."""

@@ -5,8 +5,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from launchers.follow import follow, show
-from launchers.progress import check_run, launcher_of
+from megatfm.launchers.follow import follow, show
+from megatfm.launchers.progress import check_run, launcher_of
 
 QUEUE_SECONDS = 10.0
 """How often the queue is asked whether there will be more: schedulers don't like to be asked often."""

@@ -2,8 +2,8 @@
 
 import argparse
 
-from data_prep.command import DASK_HELP, PART_HELP, cli
 from megatfm.commands import add_config_arguments
+from megatfm.data_prep.command import DASK_HELP, PART_HELP, cli
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prepare a corpus; the same as `python -m data_prep`."""
+    """Prepare a corpus; the same as `python -m megatfm.data_prep`."""
     part = ["--part", args.part] if args.part else []
     part += ["--dask", args.dask] if args.dask else []
     return cli([args.config, *args.overrides, *part, *(["--debug"] if args.debug else [])])

@@ -11,7 +11,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from megatfm.config import Config, load_config
 from megatfm.errors import REQUEUE, MegatfmError, UsageError
+from megatfm.launchers.job import TRAIN, python_path
 
 WHOLE = "parallel.zero=0"
 """Two processes can each hold all of so small a model; to gather it from both takes a fifth more time."""
@@ -83,7 +83,7 @@ def _stage(
 ) -> None:
     """Run one command of megatfm, shown as a user would type it. Raises MegatfmError when it fails."""
     _show(title, words)
-    process = subprocess.Popen([sys.executable, "-m", "megatfm", *words])
+    process = subprocess.Popen([*TRAIN[:-1], *words], env={**os.environ, **python_path()})
     try:
         if stop_after is not None and run_dir is not None and _reached(process, run_dir, stop_after):
             console.print(f"[dim]$ kill -TERM {process.pid}[/dim]")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launchers.progress import Progress, check_run, look, runs_here
+from megatfm.launchers.progress import Progress, check_run, look, runs_here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import data_prep
+from megatfm import data_prep
 from megatfm.config import Config, load
 from megatfm.config.prep import PrepConfig
 from tests.e2e.ranks import Fault, Ranks, Start

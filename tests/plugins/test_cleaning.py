@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import data_prep
-from data_prep.readers import FORMATS, READERS
-from data_prep.steps import STEPS
+from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.data import Corpus
+from megatfm.data_prep.readers import FORMATS, READERS
+from megatfm.data_prep.steps import STEPS
 from megatfm.errors import UsageError
 from tests.plugins.test_inputs_and_heads import on_page
 from tests.unit.test_docs import module

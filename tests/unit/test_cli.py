@@ -12,7 +12,7 @@ from megatfm.cli import COMMANDS
 from megatfm.commands.completion import SHELLS, script
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "launchers", "data_prep")
+HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "megatfm.launchers", "megatfm.data_prep")
 PROGRAM = """
 import sys
 from megatfm import cli

@@ -112,7 +112,7 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
 
 
 def test_the_site_file_loads(tmp_path: Path) -> None:
-    site = importlib.import_module("launchers.site")
+    site = importlib.import_module("megatfm.launchers.site")
     (text,) = (text for _, title, text in fences("toml") if title == "slurm/site.toml")
     path = tmp_path / "site.toml"
     path.write_text(text)

@@ -69,17 +69,17 @@ USES = {
     for room in ("generate", "convert", "report", "verify", "evaluate", "describe")
 }
 BESIDE = {
-    "data_prep": {"megatfm.data", "megatfm.tokenizers", "megatfm.config"},
+    "megatfm.data_prep": {"megatfm.data", "megatfm.tokenizers", "megatfm.config"},
     # Steps that have a model read the text, which data_prep imports by name when a config asks for one.
-    "data_prep.models": {
-        "data_prep",
+    "megatfm.data_prep.models": {
+        "megatfm.data_prep",
         "megatfm.data",
         "megatfm.tokenizers",
         "megatfm.config",
         "megatfm.generate",
     },
-    "launchers": {"megatfm.config"},
-    "slurm": set[str](),
+    "megatfm.launchers": {"megatfm.config"},
+    "megatfm.slurm": set[str](),
 }
 API = {
     "megatfm.api": {
@@ -112,24 +112,28 @@ ROOMS = {
     **ROOT_PACKAGE,
 }
 
-NO_TORCH = {"megatfm.config", "launchers", "slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
+FOLDERS = {"data_prep", "launchers", "slurm"}
+"""Rooms whose folders lie at the top of the repository. All import them as `megatfm.data_prep`, …: by the bare name a
+user's own `data_prep.py` would be imported instead, or ours a second time."""
+NO_TORCH = {"megatfm.config", "megatfm.launchers", "megatfm.slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
 ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
 DOORS = {"megatfm.engines": ("megatfm.engines.interface", "megatfm.engines.registry")}
 """Room → the only files of it that other rooms may import."""
 BELOW_FLOOR_3 = ("ops", "layers", "tokenizers", "data", "models", "objectives")
-NO_DISTRIBUTED = {"data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
+NO_DISTRIBUTED = {"megatfm.data_prep", *(f"megatfm.{room}" for room in BELOW_FLOOR_3)}
 
 
 def room_of(module: str) -> str:
     """`megatfm.data.index` → `megatfm.data`; `megatfm.train.guards.lock` → `megatfm.train.guards`."""
     parts = module.split(".")
-    inner = ".".join(parts[: 3 if parts[0] == "megatfm" else 2])
-    return inner if inner in ROOMS else ".".join(parts[: 2 if parts[0] == "megatfm" else 1])
+    inner = ".".join(parts[:3])
+    return inner if inner in ROOMS else ".".join(parts[:2])
 
 
 def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -158,7 +162,9 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
     for line, name in imports(source, module, is_package):
         other = room_of(name) if room_of(name) in ROOMS else name.split(".")[0]
-        if name.split(".")[0] in ("megatfm", *BESIDE) and other in ROOMS:
+        if name.split(".")[0] in FOLDERS:
+            found.append(f"{module}:{line} imports {name}: its name is megatfm.{name}")
+        elif name.split(".")[0] == "megatfm" and other in ROOMS:
             if other in ONLY_FROM and module == ONLY_FROM[other]:
                 continue
             if other != room and other not in {*ROOMS[room], *({} if room in EVERYBODYS else EVERYBODYS)}:
@@ -173,7 +179,7 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
 
 
 def test_every_import_goes_down() -> None:
-    files = [path for room in ("megatfm", *BESIDE) for path in sorted((ROOT / room).rglob("*.py"))]
+    files = [path for room in ("megatfm", *FOLDERS) for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 20
     found = [
         fault
@@ -181,6 +187,18 @@ def test_every_import_goes_down() -> None:
         for fault in faults(path.read_text(encoding="utf-8"), module_of(path), path.name == "__init__.py")
     ]
     assert not found, "\n".join(found)
+
+
+def test_nobody_imports_a_folder_of_the_checkout() -> None:
+    """Tests, benchmarks and documentation, too, where the bare name works as well, and makes a second module of it."""
+    files = [path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line, name in imports(path.read_text(encoding="utf-8"), module_of(path), False)
+        if name.split(".")[0] in FOLDERS
+    ]
+    assert not found, found
 
 
 def test_the_table_has_floors() -> None:
@@ -214,8 +232,10 @@ def test_the_table_has_floors() -> None:
         ("megatfm.train.loop", "from megatfm.engines.interface import Engine", False),
         ("megatfm.engines.registry", "from megatfm.engines.native.engine import NativeEngine", False),
         ("megatfm.config.root", "from torch import nn", True),
-        ("launchers.slurm", "import torch", True),
-        ("launchers.slurm", "from megatfm.train import loop", True),
+        ("megatfm.launchers.slurm", "import torch", True),
+        ("megatfm.commands.prep", "from data_prep.command import cli", True),
+        ("megatfm.commands.prep", "from megatfm.data_prep.command import cli", False),
+        ("megatfm.launchers.slurm", "from megatfm.train import loop", True),
         ("megatfm.report.page", "from megatfm.generate import sample", True),
         ("megatfm.attic.old", "import os", True),
         ("megatfm.layers.block", "from megatfm import load", True),

@@ -9,7 +9,7 @@ import pytest
 from tests.forks import Command
 
 ROOT = Path(__file__).parents[3]
-OURS = ("megatfm", "data_prep", "launchers", "tests")
+OURS = ("megatfm", "tests")
 SMALL = {
     "checkpoint.py": "FOLDER/kept --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/made.json",
     "initial.py": "--threads 1 --rounds 1",

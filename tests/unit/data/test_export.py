@@ -10,9 +10,9 @@ import pytest
 import webdataset
 import zstandard
 
-from data_prep.readers import ids
 from megatfm.config.prep import ReadConfig
 from megatfm.data import Codec, Corpus, ShardWriter, check, export, stats
+from megatfm.data_prep.readers import ids
 from megatfm.errors import MegatfmError, UsageError
 
 EOS = 300

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import data_prep
+from megatfm import data_prep
 from megatfm.data.files import WholeFile
 
 name, writes, rank, config, *rest = sys.argv[1:]

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import data_prep.pipeline
-from data_prep.progress import Reporter
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import WholeFile
+from megatfm.data_prep import pipeline
+from megatfm.data_prep.progress import Reporter
 
 
 class Clock:
@@ -38,7 +38,7 @@ def run(config: PrepConfig, last: int) -> None:
     clock = Clock(last)
     os.fsync, os.replace = clock.ticking(os.fsync), clock.ticking(os.replace)
     WholeFile.write = clock.ticking(WholeFile.write)  # type: ignore[method-assign]
-    data_prep.pipeline.run(config, Reporter())
+    pipeline.run(config, Reporter())
     print(clock.now, file=sys.stderr)
 
 

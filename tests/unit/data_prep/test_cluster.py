@@ -13,11 +13,11 @@ import pytest
 from distributed import LocalCluster
 from distributed.security import Security
 
-import data_prep
-from data_prep.cluster import dask_workers
-from data_prep.command import cli
-from data_prep.work import Workspace
+from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.cluster import dask_workers
+from megatfm.data_prep.command import cli
+from megatfm.data_prep.work import Workspace
 from megatfm.errors import MegatfmError
 from tests.unit.data_prep.conftest import tree
 

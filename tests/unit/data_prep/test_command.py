@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import data_prep
-from megatfm import tokenizers
+from megatfm import data_prep, tokenizers
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.data import Corpus, check
@@ -171,7 +170,7 @@ def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
 
 def check_limited(small: PrepConfig, path: Path, most: int, whole: dict[str, str]) -> None:
     path.write_text(to_toml(small))
-    command = [sys.executable, "-m", "data_prep", str(path)]
+    command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
     limit = (most, resource.RLIM_INFINITY)
     full = subprocess.run(
         command,

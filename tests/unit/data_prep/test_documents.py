@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.documents import Document, DocumentWriter, read_documents
+from megatfm.data_prep.documents import Document, DocumentWriter, read_documents
 from megatfm.errors import MegatfmError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))

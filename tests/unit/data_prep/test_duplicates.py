@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from data_prep import duplicates
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.duplicates.index import Index, Rows, RowsWriter
-from data_prep.duplicates.pieces import Lines
-from data_prep.minhash import signatures
-from data_prep.words import run_hashes, word_hashes
 from megatfm.config.prep_steps import DuplicatesConfig, RepeatedLinesConfig
+from megatfm.data_prep import duplicates
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.duplicates.index import Index, Rows, RowsWriter
+from megatfm.data_prep.duplicates.pieces import Lines
+from megatfm.data_prep.minhash import signatures
+from megatfm.data_prep.words import run_hashes, word_hashes
 from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30

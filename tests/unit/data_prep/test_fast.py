@@ -13,11 +13,11 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import tokenizer
-from data_prep.fast import FastEncoder
-from data_prep.word_memory import WordMemory
 from megatfm import tokenizers
 from megatfm.config.prep import TokenizerConfig
+from megatfm.data_prep import tokenizer
+from megatfm.data_prep.fast import FastEncoder
+from megatfm.data_prep.word_memory import WordMemory
 from megatfm.errors import MegatfmError
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 
@@ -196,7 +196,7 @@ def test_a_difference_is_found(
 def test_the_memory_of_words_is_bounded(
     words: tuple[Tokenizer, WordMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_prep.word_memory.REMEMBERED", 50)
+    monkeypatch.setattr("megatfm.data_prep.word_memory.REMEMBERED", 50)
     reference, memory = words
     for number in range(20):
         text = " ".join(f"w{number}x{each}" for each in range(20)) + "y" * 100

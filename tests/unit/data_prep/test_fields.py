@@ -11,16 +11,15 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-import data_prep
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.readers import reader
-from data_prep.readers.record import Record
-from data_prep.steps.where import Where
-from megatfm import tokenizers
+from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.config.prep_steps import WhereConfig
 from megatfm.data import Codec, Corpus, check, export, show, stats
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.readers import reader
+from megatfm.data_prep.readers.record import Record
+from megatfm.data_prep.steps.where import Where
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import write
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.files import Listing
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.files import Listing
 from megatfm.errors import MegatfmError, UsageError
 
 

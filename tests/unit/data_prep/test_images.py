@@ -19,12 +19,12 @@ from PIL import Image
 from rich.console import Console
 from webdataset import tariterators
 
-import data_prep
-from data_prep import tokenizer
+from megatfm import data_prep
 from megatfm.cli import main
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.data import Corpus
 from megatfm.data.inspect import check, show
+from megatfm.data_prep import tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree, write
 from tests.unit.data_prep.test_resume import KILLED, count_moments, killed

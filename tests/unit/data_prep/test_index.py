@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data_prep.duplicates import index as index_module
-from data_prep.duplicates.alike import mark_alike, tree
-from data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter
-from data_prep.duplicates.later import equal, mark_later_ones
+from megatfm.data_prep.duplicates import index as index_module
+from megatfm.data_prep.duplicates.alike import mark_alike, tree
+from megatfm.data_prep.duplicates.index import Division, Facts, Index, Rows, RowsWriter
+from megatfm.data_prep.duplicates.later import equal, mark_later_ones
 from tests.unit.data_prep.conftest import one_by_one
 
 MANY = 2**30

@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 import zstandard
 
-import data_prep
+from megatfm import data_prep
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.data import Corpus
@@ -148,7 +148,7 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
 def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data_prep.run(config()).out
     before = tree(out)
-    monkeypatch.setattr("data_prep.work.VERSION", 99)
+    monkeypatch.setattr("megatfm.data_prep.work.VERSION", 99)
     with pytest.raises(UsageError, match=r"by another version of megatfm.*overwrite=true"):
         data_prep.run(config())
     assert tree(out) == before
@@ -179,7 +179,7 @@ def test_a_mistake_in_the_last_stage_costs_only_that_stage(
 ) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
-    monkeypatch.setattr("data_prep.clean.Read", None)  # reading again would fail
+    monkeypatch.setattr("megatfm.data_prep.clean.Read", None)  # reading again would fail
     mended = data_prep.run(config())
     monkeypatch.undo()
     assert tree(mended.out) == tree(data_prep.run(config(out="clean")).out)

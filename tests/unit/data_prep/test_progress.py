@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from data_prep import progress
-from data_prep.progress import Reporter
+from megatfm.data_prep import progress
+from megatfm.data_prep.progress import Reporter
 
 
 def test_a_log_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

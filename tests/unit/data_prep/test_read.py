@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.documents import Document
-from data_prep.files import Listing
-from data_prep.read import Read
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.files import Listing
+from megatfm.data_prep.read import Read
 from megatfm.errors import MegatfmError
 
 

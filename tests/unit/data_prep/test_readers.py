@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-from data_prep.documents import Document
-from data_prep.files import Listing
-from data_prep.read import Read
-from data_prep.readers import FORMATS, Bad, BadFileError, format_of, reader
-from data_prep.readers.mediawiki import plain
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.files import Listing
+from megatfm.data_prep.read import Read
+from megatfm.data_prep.readers import FORMATS, Bad, BadFileError, format_of, reader
+from megatfm.data_prep.readers.mediawiki import plain
 from megatfm.errors import MegatfmError
 
 TEXTS = ["The first text.\n", "second: é 東京 \U0001f600\nwith lines\n\nand more", "x" * 3000, "fourth"]
@@ -382,7 +382,7 @@ def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
 
 
 def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
+    monkeypatch.setattr("megatfm.data_prep.readers.jsonl.MAX_RECORD_BYTES", 10_000)
     for name, data in (("a.jsonl", b" " * 20_000), ("a.jsonl.gz", gzip.compress(b" " * 20_000))):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(BadFileError, match="line 1 is longer than 10,000 bytes"):
@@ -442,7 +442,7 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
                 )
             )
         with monkeypatch.context() as patch:
-            patch.setattr("data_prep.readers.warc.MAX_RECORD_BYTES", 10_000)
+            patch.setattr("megatfm.data_prep.readers.warc.MAX_RECORD_BYTES", 10_000)
             found = list(reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
         texts = [(each.url, each.text) for each in found if not isinstance(each, Bad)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]

@@ -13,11 +13,11 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
-import data_prep
-from data_prep.away import Away
-from data_prep.files import Listing
+from megatfm import data_prep
 from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.data import Corpus, Remote, remote
+from megatfm.data_prep.away import Away
+from megatfm.data_prep.files import Listing
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import write
 

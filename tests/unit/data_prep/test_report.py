@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-import data_prep
-from data_prep import tokenizer
-from data_prep.report import render
-from data_prep.report.page import bars, number, size
-from data_prep.statistics import Statistics
-from megatfm import tokenizers
+from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.data import Corpus
+from megatfm.data_prep import tokenizer
+from megatfm.data_prep.report import render
+from megatfm.data_prep.report.page import bars, number, size
+from megatfm.data_prep.statistics import Statistics
 from tests.unit.data_prep.conftest import write
 
 Make = Callable[..., PrepConfig]

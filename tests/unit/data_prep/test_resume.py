@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import data_prep
-from data_prep.work import Workspace
+from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.work import Workspace
 from tests.unit.data_prep.conftest import tree
 
 Make = Callable[..., PrepConfig]
@@ -56,7 +56,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.written.ShardWriter.finish", fail)
+        patch.setattr("megatfm.data_prep.written.ShardWriter.finish", fail)
         with pytest.raises(KeyboardInterrupt):
             data_prep.run(config())
     for done in (
@@ -65,7 +65,7 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
         "hold_out.plan_parts_of_files",
         "encode.tokenizer.make",
     ):
-        monkeypatch.setattr(f"data_prep.{done}", fail)
+        monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)
     out = data_prep.run(config()).out
     monkeypatch.undo()
     assert tree(out) == tree(data_prep.run(config("clean")).out)
@@ -87,7 +87,7 @@ def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.
 
     for number, settings in enumerate(OTHERS):
         with monkeypatch.context() as patch:
-            patch.setattr("data_prep.work.Workspace.finish", fail)
+            patch.setattr("megatfm.data_prep.work.Workspace.finish", fail)
             with pytest.raises(KeyboardInterrupt):
                 data_prep.run(config(f"{number}", **settings))
         assert tree(data_prep.run(config(f"{number}")).out) == clean
@@ -96,7 +96,7 @@ def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.
 def test_two_preps_do_not_share_a_folder(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text(to_toml(config()))
-    command = [sys.executable, "-m", "data_prep", path]
+    command = [sys.executable, "-m", "megatfm.data_prep", path]
     with Workspace(config()).lock():
         second = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert second.returncode == 2

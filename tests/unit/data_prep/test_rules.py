@@ -16,11 +16,11 @@ from datatrove.data import Document as TheirDocument
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import TypeAdapter
 
-from data_prep.documents import Document
-from data_prep.steps import STEPS, language, make
-from data_prep.steps.repetition import _Runs
-from data_prep.steps.rule import DocumentStep
 from megatfm.config.prep_steps import StepConfig
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps import STEPS, language, make
+from megatfm.data_prep.steps.repetition import _Runs
+from megatfm.data_prep.steps.rule import DocumentStep
 from megatfm.errors import UsageError
 
 WORDS = [

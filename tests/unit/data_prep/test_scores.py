@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.steps import make
-from data_prep.steps.linear import Weights, features
-from data_prep.work import identity
 from megatfm.config.base import Section
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps import make
+from megatfm.data_prep.steps.linear import Weights, features
+from megatfm.data_prep.work import identity
 from megatfm.errors import UsageError
 from megatfm.generate.load import load
 from tests.unit.generate.conftest import random_model, tokenizer_model, wide, write_run  # noqa: F401
@@ -260,7 +260,7 @@ def test_words_by_spacy_are_datatrove_s() -> None:
     pytest.importorskip("spacy")
     from datatrove.utils.word_tokenizers import SpaCyTokenizer
 
-    from data_prep.steps.split_words import _SpacyWords
+    from megatfm.data_prep.steps.split_words import _SpacyWords
 
     theirs, ours = SpaCyTokenizer("en"), _SpacyWords("en")
     for text in (*texts(PROSE, 3, 7), "Don't — it's $5.00!  (e.g. U.S. \n\n e-mail: a@b.org)…", ""):

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.counts import Counts
-from data_prep.documents import Document
-from data_prep.guard import NearDuplicates
-from data_prep.split import choose, plan_parts_of_files, plan_split
 from megatfm.config.prep import NearDuplicatesConfig
+from megatfm.data_prep.counts import Counts
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.guard import NearDuplicates
+from megatfm.data_prep.split import choose, plan_parts_of_files, plan_split
 
 WORDS = [f"w{number}" for number in range(5000)]
 sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), max_size=50)
@@ -91,8 +91,8 @@ def documents(texts: Mapping[str, str]) -> Iterator[Document]:
 def test_near_duplicates_against_exact_similarity(
     tmp_path: Path, threshold: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_prep.counts.EXAMPLES", 1000)
-    monkeypatch.setattr("data_prep.minhash.BATCH_BYTES", 20_000)  # in many batches
+    monkeypatch.setattr("megatfm.data_prep.counts.EXAMPLES", 1000)
+    monkeypatch.setattr("megatfm.data_prep.minhash.BATCH_BYTES", 20_000)  # in many batches
     rng = random.Random(0)
     held_out = {f"v{number}\n/é": " ".join(rng.choices(WORDS, k=400)) for number in range(20)}
     texts, similarities = {}, {}

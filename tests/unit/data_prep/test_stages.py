@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import data_prep
+from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import tree, write

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import Document
-from data_prep.steps import FixUnicode, pass_through
-from data_prep.steps.unicode import _ODD, REPAIR, repaired
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps import FixUnicode, pass_through
+from megatfm.data_prep.steps.unicode import _ODD, REPAIR, repaired
 
 MENDED = {
     "mojibake": ("schÃ¶n â€“ voilÃ\xa0", "schön – voilà"),

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
 
-import data_prep
-from data_prep import tokenizer
-from megatfm import tokenizers
+from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.data import Corpus
+from megatfm.data_prep import tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree
 

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-import data_prep
-from data_prep.team import Claims, has_locks, mpi_world, ranks, read_part
+from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.team import Claims, has_locks, mpi_world, ranks, read_part
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import tree
 
@@ -38,7 +38,7 @@ def start(config: Make, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pop
     started = []
 
     def go(*words: str, before: tuple[str, ...] = (), falls: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        how = (str(Path(__file__).with_name("falling.py")), *falls) if falls else ("-m", "data_prep")
+        how = (str(Path(__file__).with_name("falling.py")), *falls) if falls else ("-m", "megatfm.data_prep")
         process = subprocess.Popen(
             [*before, sys.executable, *how, str(path), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-import data_prep
-from data_prep.work import identity
-from megatfm import tokenizers
+from megatfm import data_prep, tokenizers
 from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.data import Corpus
+from megatfm.data_prep.work import identity
 from megatfm.errors import UsageError
 from tests.unit.data_prep.conftest import tree
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.agent import exit_code_of, torchrun
+from megatfm.launchers.agent import exit_code_of, torchrun
 
 ROOT = Path(__file__).parents[3]
 STEP = {
@@ -54,7 +54,7 @@ time.sleep(60)
 
 def test_the_command_follows_slurms_order() -> None:
     words = torchrun(STEP, 4, ["train", "config.toml"])
-    assert words[-4:] == ["-m", "launchers.worker", "train", "config.toml"]
+    assert words[-4:] == ["-m", "megatfm.launchers.worker", "train", "config.toml"]
     for word in ("--nnodes=3", "--node-rank=2", "--nproc-per-node=4", "--master-addr=n1", "--max-restarts=0"):
         assert word in words
     commands = [torchrun({**STEP, "SLURM_JOB_ID": str(job)}, 4, []) for job in range(40)]
@@ -84,7 +84,15 @@ def agent(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
             "READY": str(tmp_path / "ready-"),
             "TMPDIR": str(tmp_path),
         }
-        command = [sys.executable, "-m", "launchers.agent", "--processes", "2", "train", "config.toml"]
+        command = [
+            sys.executable,
+            "-m",
+            "megatfm.launchers.agent",
+            "--processes",
+            "2",
+            "train",
+            "config.toml",
+        ]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         started.append(process)
         deadline = time.monotonic() + 100

@@ -2,10 +2,10 @@
 
 import pytest
 
-from launchers.fit import misfit, most_nodes
 from megatfm.config import load_config
 from megatfm.data import check_batch
 from megatfm.errors import UsageError
+from megatfm.launchers.fit import misfit, most_nodes
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.train.guards.elastic import fit_layout
 

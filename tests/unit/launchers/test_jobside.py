@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launchers.jobside import blame, main
-from launchers.restarts import UNFINISHED, Attempt, Restarts
 from megatfm.config import load_config, to_toml
+from megatfm.launchers.jobside import blame, main
+from megatfm.launchers.restarts import UNFINISHED, Attempt, Restarts
 from tests.unit.launchers.conftest import FakeSlurm
 
 Commit = Callable[[int], None]

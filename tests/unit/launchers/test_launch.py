@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers import Job, Local, Mpi, add_arguments, main
-from launchers.files import last_records, read_json
 from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
+from megatfm.launchers import Job, Local, Mpi, add_arguments, main
+from megatfm.launchers.files import last_records, read_json
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
     program.write_text(FAKE_RANK + FINISH)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("launchers.job.TRAIN", (sys.executable, str(program), "train"))
+    monkeypatch.setattr("megatfm.launchers.job.TRAIN", (sys.executable, str(program), "train"))
     return tmp_path
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers.restarts import FRUITLESS_STOPS, RESTARTS, Attempt, Restarts
 from megatfm.errors import DONE, FAILED, REQUEUE
+from megatfm.launchers.restarts import FRUITLESS_STOPS, RESTARTS, Attempt, Restarts
 
 Commit = Callable[[int], None]
 

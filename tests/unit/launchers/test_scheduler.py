@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from launchers import scheduler
-from launchers.files import last_records, newest_step
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers import scheduler
+from megatfm.launchers.files import last_records, newest_step
 from tests.unit.launchers.conftest import FakeSlurm
 
 # As SLURM 22.05 prints it: values with spaces, with `=`, and empty ones.

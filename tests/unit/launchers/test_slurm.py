@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launchers import Job, Slurm, Submitted, add_arguments, main, snapshot, submit
-from launchers.beside import cancel
-from launchers.progress import look
-from launchers.site import Site, load_site
 from megatfm.config import load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.launchers import Job, Slurm, Submitted, add_arguments, main, snapshot, submit
+from megatfm.launchers.beside import cancel
+from megatfm.launchers.progress import look
+from megatfm.launchers.site import Site, load_site
 from tests.unit.launchers.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -253,12 +253,14 @@ def test_what_reaches_the_shell_is_quoted(
     assert done.stderr == ""
     seen = (folder / "seen").read_text().splitlines()
     step = seen[seen.index("srun") :]
-    assert step[step.index("run") :][:4] == ["run", text, text, "-m"], "container, then the Python inside it"
+    assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
+        "container, then the Python inside it"
+    )
     assert f"HOSTILE={text}" in step
     assert seen[seen.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert seen[-1 - seen[::-1].index("jobside") :][1:4] == ["-m", "launchers.jobside", "end"]
+        assert seen[-1 - seen[::-1].index("jobside") :][1:4] == ["-m", "megatfm.launchers.jobside", "end"]
     assert not (folder / "owned").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["bin", "corpora", "seen"]
 
@@ -373,7 +375,7 @@ def test_submit_writes_the_files_and_says_where_to_look(
     assert fake_slurm.calls[-1] == f"sbatch --parsable {run}/slurm/pretrain.sbatch"
     code = snapshot.take([]).name
     assert sorted(path.name for path in (run / "slurm").iterdir()) == [code, "config.toml", "pretrain.sbatch"]
-    assert f"PYTHONPATH={run}/slurm/{code}:" in (run / "slurm" / "pretrain.sbatch").read_text()
+    assert f"PYTHONPATH={run}/slurm/{code}$" in (run / "slurm" / "pretrain.sbatch").read_text()
     queued = load_config(run / "slurm" / "config.toml")
     assert (queued.train.steps, queued.run_dir) == (77, str(run))
     assert (run / "logs").is_dir()
@@ -450,7 +452,7 @@ def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
     fake_slurm.answer("sbatch", "12\n")
     launch("--slurm", name_of(folder))
     before = (folder / "runs/mine/launch.json").read_text()
-    monkeypatch.setattr("launchers.job.TRAIN", ("true", "-m", "megatfm", "train"))
+    monkeypatch.setattr("megatfm.launchers.job.TRAIN", ("true", "-m", "megatfm", "train"))
     assert launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
     assert (folder / "runs/mine/launch.json").read_text() == before
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers import snapshot
 from megatfm.errors import UsageError
+from megatfm.launchers import snapshot
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,9 +17,9 @@ def test_what_is_copied_is_importable_and_wins_over_the_checkout(tmp_path: Path)
     place = snapshot.take([]).write(tmp_path)
     assert place.name.startswith("code-")
     assert not list(place.rglob("__pycache__"))
-    assert (place / "slurm" / "pretrain.sbatch").is_file()
+    assert (place / "megatfm" / "slurm" / "pretrain.sbatch").is_file()
     assert (place / "megatfm" / "presets" / "quickstart.toml").is_file()
-    told = "import megatfm, launchers, data_prep; print(megatfm.__file__, launchers.__file__, data_prep.__file__)"
+    told = "from megatfm import cli, data_prep, launchers; print(cli.__file__, data_prep.__file__, launchers.__file__)"
     environment = {"PYTHONPATH": f"{place}:{ROOT}", "PYTHONSAFEPATH": "1"}
     said = subprocess.run(
         [sys.executable, "-c", told], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -52,3 +52,42 @@ def test_installed_plugins_stay_where_they_are() -> None:
 def test_a_plugin_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match="plugins: can't find 'nothing_of_this_name'"):
         snapshot.take(["nothing_of_this_name.part"])
+
+
+def test_what_a_plugin_imports_from_its_own_folder_goes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job doesn't look into the folder that it was submitted from, where a `queue.py` would hide Python's own."""
+    here = tmp_path / "here"
+    (here / "helper_of_a_test").mkdir(parents=True)
+    (here / "plugin_of_a_test.py").write_text("def later():\n    import queue, helper_of_a_test.deep\n")
+    (here / "helper_of_a_test" / "deep.py").write_text(
+        "from further_of_a_test import x\nfrom . import x as y\n"
+    )
+    (here / "further_of_a_test.py").write_text("import plugin_of_a_test\nx = 1\n")
+    (here / "queue.py").write_text("raise ImportError\n")
+    (here / "nothing_to_do_with_it.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    more = set(snapshot.take(["plugin_of_a_test"]).files) - set(snapshot.take([]).files)
+    assert more == {"plugin_of_a_test.py", "helper_of_a_test/deep.py", "further_of_a_test.py"}
+
+
+def test_a_plugin_with_a_link_to_itself_and_with_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "package_of_a_test"
+    for folder in ("part", "runs/a", ".git", "part/__pycache__"):
+        (here / folder).mkdir(parents=True)
+        (here / folder / "file.py").write_text("")
+    (here / "part" / "up").symlink_to(here)
+    (here / "again").symlink_to(here / "part")
+    (here / "table.json").write_text("{}")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    more = set(snapshot.take(["package_of_a_test"]).files) - set(snapshot.take([]).files)
+    assert more == {f"package_of_a_test/{name}" for name in ("again/file.py", "part/file.py", "table.json")}
+    with open(here / "part" / "weights.bin", "wb") as file:
+        file.truncate(65 * 2**20)
+    with pytest.raises(
+        UsageError, match=r"holds 130 MB, of which package_of_a_test/.*weights\.bin is the largest"
+    ):
+        snapshot.take(["package_of_a_test"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers.supervise import Child, supervise
 from megatfm.errors import MegatfmError
+from megatfm.launchers.supervise import Child, supervise
 
 # A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
 RANK = """
@@ -42,7 +42,7 @@ while True:
 LAUNCHER = """
 import sys
 from pathlib import Path
-from launchers import supervise as module
+from megatfm.launchers import supervise as module
 from tests.unit.launchers.test_supervise import team
 module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
 sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from launchers.follow import chosen, follow, show
-from launchers.progress import look
-from launchers.restarts import Attempt, dump
 from megatfm import cli
+from megatfm.launchers.follow import chosen, follow, show
+from megatfm.launchers.progress import look
+from megatfm.launchers.restarts import Attempt, dump
 from tests.unit.launchers.conftest import FakeSlurm
 
 ROOT = Path(__file__).parents[3]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from launchers.supervise import Child, supervise
 from megatfm.commands import generate
 from megatfm.errors import MegatfmError
+from megatfm.launchers.supervise import Child, supervise
 from megatfm.parallel.bootstrap import Rank
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.metrics import MetricsLog, RunFacts, log_event
