@@ -38,7 +38,7 @@ class Submitted:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             state = self.state
-            if state.is_over and state.word != "UNKNOWN":
+            if state.is_over:
                 return state
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.folder}: still {state.word} after {timeout:g} s: {state.detail}")

@@ -28,6 +28,11 @@ def check_free(job: Job) -> list[str]:
     evaluations = alive(evaluations_of(run))
     living = evaluations if job.kind == "evaluate" else alive(jobs_of(run))
     for number, state in living.items():
+        if state.is_unknown:
+            raise UsageError(
+                f"{run}: can't tell whether job {number} still waits or runs ({state.detail}): try again, or where "
+                f"SLURM answers; give this one another name; or, if that job is surely gone, delete {run / LAUNCH}"
+            )
         what = "evaluates this run" if job.kind == "evaluate" else "is of this run"
         doing = "runs" if state.word == "RUNNING" else f"is in the queue ({state.word})"
         end = number if job.kind == "evaluate" else shlex.quote(str(run))

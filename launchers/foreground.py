@@ -14,7 +14,7 @@ from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError
 from megatfm.launchers.beside import check_free, process
 from megatfm.launchers.files import EVENTS, finished, last_records, launched, note_launch
-from megatfm.launchers.job import Job, State
+from megatfm.launchers.job import UNKNOWN, Job, State
 from megatfm.launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
 
 WORDS = {"finished": "DONE", "stopped": "STOPPED"}
@@ -75,7 +75,7 @@ class Foreground:
         if process(run):
             return State("RUNNING", f"pid {note['pid']} on {note['host']}", note.get("time"))
         if note.get("host") != socket.gethostname() and not _ended(run):
-            return State("UNKNOWN", f"started on {note.get('host')}: ask there")
+            return State(UNKNOWN, f"started on {note.get('host')}: ask there")
         return _ended(run) or State("FAILED", "its launcher is gone, and left no word")
 
     def logs(self, run: Path) -> list[Path]:

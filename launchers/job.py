@@ -121,20 +121,14 @@ def _origin(path: list[str]) -> Path | None:
     return Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
 
 
-ALIVE = {
-    *(
-        "PENDING",
-        "RUNNING",
-        "COMPLETING",
-        "CONFIGURING",
-        "SUSPENDED",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-    ),
-    *("SPECIAL_EXIT", "RESV_DEL_HOLD", "RESIZING", "SIGNALING", "STAGE_OUT"),
+OVER = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+    *("DONE", "ENDED", "GONE", "NO PROGRESS", "STOPPED"),
 }
-"""Words of squeue for a job that it will start, or that has not ended."""
+"""Words for a job that has ended for good: SLURM's, then ours. Any other is of one that holds nodes or may start."""
+UNKNOWN = "UNKNOWN"
+"""Word for a job of which nobody can tell: the scheduler doesn't answer, or it runs on another machine."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +141,13 @@ class State:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended for good: one that waits to be started again has not."""
-        return self.word not in ALIVE
+        """Whether the job has surely ended for good: one that waits to be started again has not."""
+        return self.word.partition(" by ")[0] in OVER  # sacct: "CANCELLED by 1000"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody can tell how it is."""
+        return self.word == UNKNOWN
 
 
 class Launcher(Protocol):

@@ -102,7 +102,7 @@ def look(run: Path) -> Progress:
         steps=steps,
         loss=float(last["loss"]) if "loss" in last else None,  # JSON has "NaN" as a string
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        seconds_left=None if state.is_over else left,
+        seconds_left=None if state.is_over or state.is_unknown else left,
         restarts=_restarts(run),
         checkpoint=newest_step(run),
         event=detail,

@@ -6,8 +6,8 @@ from pathlib import Path
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.files import launched
-from megatfm.launchers.job import State
-from megatfm.launchers.restarts import Restarts
+from megatfm.launchers.job import UNKNOWN, State
+from megatfm.launchers.restarts import FINAL, Restarts
 
 HELD = "it is held: `scontrol release {job}` lets it go on"
 LESS = "cancel it, and launch with"
@@ -39,26 +39,31 @@ def evaluations_of(run: Path) -> list[str]:
 
 
 def alive(jobs: Sequence[str]) -> dict[str, State]:
-    """Jobs of these that wait or run, and how they are."""
+    """Jobs of these that wait or run, and those of which nobody can tell, and how they are."""
     states = {job: job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 
 
 def queue_state(run: Path) -> State:
-    """The state of a run's jobs: the one that runs, else the next to run, else what became of the last."""
+    """The state of a run's jobs: the one that runs, else the next to run, else what became of the last.
+
+    Where the scheduler doesn't say, the run's own record is believed only if it says that nothing goes on.
+    """
     jobs, tasks = jobs_of(run), int(launched(run).get("array", 1))
     states = [(job, job_state(job, tasks)) for job in jobs]
-    for wanted in (lambda state: state.word == "RUNNING", lambda state: not state.is_over):
-        for job, state in states:
+    living = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
+    for wanted in (lambda state: state.word == "RUNNING", lambda state: True):
+        for job, state in living:
             if wanted(state):
-                waiting = sum(not other.is_over for _, other in states) - 1
+                waiting = len(living) - 1
                 more = [f"job {job}", state.detail, f"{waiting} more in the chain" if waiting else ""]
                 return State(state.word, ", ".join(part for part in more if part), state.since)
     if not states:
-        return State("UNKNOWN", "no job was noted")
+        return State(UNKNOWN, "no job was noted")
     attempts = [each for each in Restarts(run).attempts if each.job in jobs]
-    job, state = states[-1]
-    if attempts and attempts[-1].ended is not None:
+    unknown = [each for each in states if each[1].is_unknown]
+    job, state = (unknown or states)[-1]
+    if attempts and attempts[-1].ended is not None and (not unknown or attempts[-1].code in FINAL):
         last = attempts[-1]
         job, state = next((job, state) for job, state in states if job == last.job)
         if not state.word.startswith("CANCELLED"):
@@ -93,21 +98,29 @@ def job_state(job: str, tasks: int = 1) -> State:
     try:
         line = scheduler.call("squeue", "-h", "-a", "-r", "-j", job, "-o", "%T|%r|%N")
     except UsageError:
-        return State("UNKNOWN", "squeue is not on PATH here")
+        return State(UNKNOWN, "squeue is not on PATH here")
     except MegatfmError as error:
         if "Invalid job id" not in str(error):
-            return State("UNKNOWN", str(error))
+            return State(UNKNOWN, str(error))
         line = ""
     if rows := [row.split("|") for row in line.splitlines() if row.count("|") == 2]:
         words = {row[0] for row in rows}
         word = "RUNNING" if "RUNNING" in words else rows[0][0]
         row = next(row for row in rows if row[0] == word)
+        if word == "STOPPED":  # which is our word for a run that saved and ended
+            return State(
+                "SUSPENDED", f"SIGSTOP stopped it on {row[2]}: `scancel -s CONT {job}` lets it go on"
+            )
         if tasks > 1:
             return State(word, _tasks(job, rows, tasks))
         return State(word, row[2] if word == "RUNNING" else _reason(job, row[1]))
-    if found := scheduler.facts(job):
+    try:
+        found = scheduler.facts(job)
+    except MegatfmError as error:
+        return State(UNKNOWN, str(error))
+    if found:
         exit_code = found.get("ExitCode", "")
-        return State(found.get("JobState", "UNKNOWN"), f"exit code {exit_code}" if exit_code else "")
+        return State(found.get("JobState", UNKNOWN), f"exit code {exit_code}" if exit_code else "")
     try:
         past = scheduler.call("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode").split("\n")[0]
     except MegatfmError:

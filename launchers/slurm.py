@@ -74,7 +74,9 @@ class Slurm:
         config = job.resolved
         if isinstance(config, Config):
             config = config.model_copy(update={"run_dir": str(job.run_dir)})
-        return {f"{name}.sbatch": script, "config.toml": to_toml(config)}
+        files = {f"{name}.sbatch": script}
+        # An evaluation reads the run's own config. The one here is of the training job, which may still wait.
+        return files if job.kind == "evaluate" else {**files, "config.toml": to_toml(config)}
 
     def submit(self, job: Job) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""

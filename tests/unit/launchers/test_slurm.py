@@ -408,7 +408,22 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
     assert "note" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(
+            "PENDING",
+            "RUNNING",
+            "COMPLETING",
+            "REQUEUE_HOLD",
+            "STOPPED",
+            "POWER_UP_NODE",
+            "EXPEDITING",
+            "UPDATE_DB",
+        ),
+        *("LAUNCH_FAILED", "RECONFIG_FAIL", "A_WORD_OF_TOMORROW"),
+    ],
+)
 def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(
     folder: Path, fake_slurm: FakeSlurm, state: str
 ) -> None:
@@ -425,6 +440,40 @@ def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
     assert launch("--slurm", "train.steps=700") == 0
+
+
+@pytest.mark.parametrize("fails", ["squeue", "scontrol-show", "no SLURM here"])
+def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
+    folder: Path, fake_slurm: FakeSlurm, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    assert launch("--slurm", "--chain", "2") == 0
+    run = folder / "runs" / "quickstart"
+    note = (run / "launch.json").read_text()
+    if fails == "no SLURM here":
+        monkeypatch.setenv("PATH", str(folder))
+    elif fails == "scontrol-show":
+        fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
+    fake_slurm.fail(fails, "slurm_load_jobs error: Unable to contact slurm controller\n")
+    for again in (("--slurm",), ("--nproc", "1")):
+        with pytest.raises(
+            UsageError, match=r"can't tell whether job 12 still waits or runs \(.*delete .*json$"
+        ):
+            launch(*again)
+    assert (run / "launch.json").read_text() == note
+    assert (look(run).state.word, look(run).state.is_over) == ("UNKNOWN", False)
+    if fails != "no SLURM here":
+        assert cancel(run) == "cancelled job 12", "whatever squeue says"
+
+
+def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(folder: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("sbatch", "12\n")
+    name = name_of(folder)
+    launch("--slurm", name, "train.steps=900")
+    queued = (folder / "runs/mine/slurm/config.toml").read_text()
+    launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
+    assert (folder / "runs/mine/slurm/config.toml").read_text() == queued
+    assert "steps = 900\n" in queued
 
 
 def test_an_evaluation_joins_the_record_of_its_run(
