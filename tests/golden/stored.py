@@ -132,7 +132,7 @@ def record(target: Path) -> None:
     named = {name: stored_config(name, []) for name in PRESETS}
     named |= {f"quickstart+{name}": stored_config("quickstart", words) for name, words in variants().items()}
     for name, config in named.items():
-        (folder / "configs" / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "configs" / f"{name}.json").write_text(json.dumps(config) + "\n")
     texts(folder / "texts")
     for name, text in (("prep.toml", PREP.format(folder=folder)), ("run.toml", RUN)):
         (folder / name).write_text(text)

@@ -67,9 +67,10 @@ def go_on(folder: Path, corpus: Path) -> int:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.parent.name)
 def test_a_stored_run_resumes_and_its_weights_open(workers: Workers, run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
+    for name in ("run", "corpus"):  # the tree of the repository stays as it is
+        shutil.copytree(run.parent / name, tmp_path / name)
     recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert workers.run(go_on, 1, tmp_path / "run", run.parent / "corpus") == [DONE]
+    assert workers.run(go_on, 1, tmp_path / "run", tmp_path / "corpus") == [DONE]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert "resumed" in [event["event"] for event in events]
     again = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
