@@ -102,7 +102,7 @@ class Run:
 
     def _text(self, name: str | Path) -> str:
         path = self.folder / name
-        if not path.exists():
+        if not path.is_file():
             return ""
         try:
             return path.read_text(encoding="utf-8", errors="replace")
