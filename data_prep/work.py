@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm import tokenizers
+from megatfm.config.key_migrations import migrate_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
@@ -128,7 +129,10 @@ class Workspace:
 
     def result(self) -> dict[str, Any] | None:
         """What `finish` wrote, if it has."""
-        return self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+        result = self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+        return (
+            {**result, "config": migrate_prep(result["config"])} if result and "config" in result else result
+        )
 
     def send(self, path: Path) -> None:
         """A file below `out` is final: where `out` is a URL, it goes there."""

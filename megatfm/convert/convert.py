@@ -13,6 +13,7 @@ from torch import Tensor
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.config.key_migrations import migrate
 from megatfm.convert import template, tokenizer_files, travels
 from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
 from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
@@ -63,7 +64,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
     try:
-        config = Config.model_validate(state.get("config"))
+        config = Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         raise MegatfmError(
             f"{found}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "

@@ -13,6 +13,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.experts import MoEConfig
+from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import meta_shapes, new_folder
 from megatfm.errors import UsageError
 from megatfm.ops.initial import Normal, draw
@@ -129,7 +130,7 @@ def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[st
         raise UsageError(f"{target}: is there already: give a new folder")
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
-    config = Config.model_validate(state.get("config"))
+    config = Config.model_validate(migrate(state.get("config")))
     import_plugins(config.plugins)
     try:
         model = mixture.model(config.model)

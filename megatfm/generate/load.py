@@ -10,6 +10,7 @@ from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
+from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
@@ -112,7 +113,7 @@ def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
     """The state of a checkpoint and the config that it was saved under, which unlike RUN/config.toml can't change."""
     state = checkpoint.read_state(source)
     try:
-        return state, Config.model_validate(state.get("config"))
+        return state, Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "config"

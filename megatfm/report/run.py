@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatfm.config.key_migrations import migrate
 from megatfm.data.manifest import Manifest
 from megatfm.errors import MegatfmError, UsageError
 
@@ -94,13 +95,14 @@ class Run:
     def _config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            config: dict[str, Any] = migrate(tomllib.loads(path.read_text(encoding="utf-8")))
+            return config
         except (OSError, ValueError) as error:
             raise MegatfmError(f"{path}: can't read the run's config: {error}") from error
 
     def _text(self, name: str | Path) -> str:
         path = self.folder / name
-        if not path.exists():
+        if not path.is_file():
             return ""
         try:
             return path.read_text(encoding="utf-8", errors="replace")

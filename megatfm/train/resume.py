@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from megatfm import checkpoint
 from megatfm.checkpoint.folder import committed, damage
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
+from megatfm.config.key_migrations import migrate
 from megatfm.config.moved import tell_where_keys_went
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.ranks import run_on_rank_0
@@ -38,7 +39,10 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves."""
+    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves.
+
+    The state's config is as this version would have saved it, whatever version did (`current_config`).
+    """
 
     path: Path
     state: Mapping[str, Any]
@@ -59,11 +63,26 @@ class ResumePoint:
                 )
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
+        if "config" in self.state:
+            state = {**self.state, "config": current_config(self.state["config"])}
+            object.__setattr__(self, "state", state)
 
     @property
     def step(self) -> int:
         """Steps done when it was saved, at least 0: training goes on with the next."""
         return int(self.state["step"])
+
+
+def current_config(stored: Any) -> Any:
+    """A stored config with today's keys, and the defaults of those that its version didn't have.
+
+    What this version can't read stays as it was stored, so that the differences can be listed.
+    """
+    migrated = migrate(stored)
+    try:
+        return Config.model_validate(migrated).model_dump(mode="json")
+    except ValidationError:
+        return migrated
 
 
 def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:

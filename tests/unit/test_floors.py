@@ -52,9 +52,11 @@ RECORD = {
     },
 }
 BESIDE_A_STEP = {
+    "megatfm.train.generators": set[str](),
     "megatfm.train.watching": {*RECORD, "megatfm.ranks", "megatfm.parallel"},
     "megatfm.train.guards": {
         *RECORD,
+        "megatfm.train.generators",
         "megatfm.engines",
         "megatfm.ranks",
         "megatfm.parallel",

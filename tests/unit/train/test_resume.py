@@ -168,11 +168,27 @@ def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
         resume.check(found, state(), [])
 
 
-def test_a_fact_that_an_older_checkpoint_lacks_is_a_difference() -> None:
+@pytest.mark.parametrize(
+    "key", ["optimizer.clip", "model.norm.eps", "objective.name", "schedule.warmup_steps"]
+)
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str) -> None:
     older = state()
-    del older["config"]["optimizer"]["clip"]
-    with pytest.raises(UsageError, match=r"optimizer\.clip: None → 1\.0"):
-        resume.check(resume.ResumePoint(PATH, older), state(), [])
+    section, *names = key.split(".")
+    table = older["config"][section]
+    for name in names[:-1]:
+        table = table[name]
+    del table[names[-1]]
+    assert resume.check(resume.ResumePoint(PATH, older), state(), []) == []
+    (line,) = resume.check(
+        resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.clip", 2.0)), ["optimizer"]
+    )
+    assert line == "optimizer.clip: 1.0 → 2.0"
+
+
+def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
+    other = change(state(), "config.optimizer.gone", 3)
+    with pytest.raises(UsageError, match=r"optimizer\.gone: 3 → None\. .*resume\.allow=optimizer$"):
+        resume.check(resume.ResumePoint(PATH, other), state(), [])
 
 
 # ------------------------------------------------------------------------------------------------------- finding
