@@ -81,13 +81,15 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     }
     _check_names(found, ours, config.model)
     dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
-    written, said = set[str](), list[str]()
+    written, said, broken = set[str](), list[str](), list[str]()
     for part in parts:
         place = folder / part.folder
         disk.make_folder(place)
         order = [key for rule in part.rules for key in rule.ours]
-        size = write_weights(place, part.rules, ours, _Reader(found, order, ours).read, shard_bytes)
+        reader = _Reader(found, order, ours)
+        size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
         notes, ids = tokenizer_files.to_hf(found, config, place)
+        broken += reader.broken
         _check_padding(part.theirs, ids)
         before = origin if part.name == origin.get("name") else {}
         travelled = travels.on_the_way_back(before, part.theirs)
@@ -102,7 +104,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         said.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if left := sorted(ours.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(said), *notes]
+    return ["; ".join(said), *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
@@ -141,8 +143,12 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors of a folder, one after the other. Raises MegatfmError where a shape is not the model's."""
+    """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
+
+    Raises MegatfmError where a shape is not the model's.
+    """
     missing = set(shapes)
+    broken: list[str] = []
     for rule in opened.rules:
         for name, tensor in opened.ours(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
@@ -151,9 +157,19 @@ def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) ->
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
+            broken += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
         raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
+    opened.notes += not_finite(broken)
+
+
+def not_finite(names: Sequence[str]) -> list[str]:
+    """Note of tensors that hold NaN or infinity, where there are such."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    return [f"NaN or infinity in {names[0]}{more}: what the model computes may be NaN, too"]
 
 
 def _renamed(
@@ -190,6 +206,7 @@ class _Reader:
     def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
         self.path, self.order, self.ours = path, list(order), ours
         self.held: dict[str, Tensor] = {}
+        self.broken: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Each name can be asked for once."""
@@ -204,6 +221,7 @@ class _Reader:
             batch.append(self.order.pop(0))
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
         self.held |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
+        self.broken += [name for name in batch if not self.held[name].isfinite().all()]
 
 
 @contextmanager
