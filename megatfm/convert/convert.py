@@ -20,7 +20,7 @@ from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import stored_tensors
 from megatfm.models import build
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
 SHARD_BYTES = 5 * 10**9
@@ -30,10 +30,16 @@ READ_BYTES = 2**29
 
 
 def convert(
-    source: str | Path, target: str | Path, to: Literal["hf", "megatfm"], *, shard_bytes: int = SHARD_BYTES
+    source: str | Path,
+    target: str | Path,
+    to: Literal["hf", "megatfm"],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    trust_plugins: bool = False,
 ) -> list[str]:
     """Write the model at `source` to the new or empty folder `target`; returns what is to be said about it.
 
+    trust_plugins: import the packages that a checkpoint's config names.
     It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
@@ -45,7 +51,9 @@ def convert(
             _check_is_ours(source)
         raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
     with new_folder(target) as partial:
-        return _to_hf(source, partial, shard_bytes) if to == "hf" else _to_megatfm(source, partial, target)
+        if to == "hf":
+            return _to_hf(source, partial, shard_bytes, trust_plugins)
+        return _to_megatfm(source, partial, target)
 
 
 def _check_is_ours(source: Path) -> None:
@@ -59,7 +67,7 @@ def _check_is_ours(source: Path) -> None:
         ) from None
 
 
-def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
+def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
     try:
@@ -69,7 +77,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
             f"{found}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
             f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
-    import_plugins(config.plugins)
+    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
     kept = state.get("origin")
     origin = kept if isinstance(kept, dict) else {}
     parts = parts_of(config.model, origin.get("name"))

@@ -97,7 +97,7 @@ class UniversalFolder(HfFolder):
         file = self.source / ZERO / self.files[name][0] / f"{key}.pt"
         if not os.path.lexists(file):
             raise MegatfmError(
-                f"{file.parent}: no {key}.pt: DeepSpeed has trained that weight with another optimizer than Adam, or not "
+                f"{file.parent}: no {key}.pt: DeepSpeed trained that weight with another optimizer than Adam, or not "
                 "at all: convert its Hugging Face folder, which has weights alone, with --to megatfm"
             )
         content = read(file)

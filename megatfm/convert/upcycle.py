@@ -16,7 +16,7 @@ from megatfm.config.experts import MoEConfig
 from megatfm.convert.convert import meta_shapes, new_folder
 from megatfm.errors import UsageError
 from megatfm.ops.initial import Normal, draw
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
 PART = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
@@ -119,9 +119,12 @@ def _of_dense(found: re.Match[str]) -> str:
     return f"{found[1]}.w_{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
 
 
-def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[str]:
+def upcycle(
+    source: str | Path, target: str | Path, mixture: Mixture, *, trust_plugins: bool = False
+) -> list[str]:
     """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
 
+    trust_plugins: import the packages that its config names.
     Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
@@ -130,7 +133,7 @@ def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[st
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
     config = Config.model_validate(state.get("config"))
-    import_plugins(config.plugins)
+    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
     try:
         model = mixture.model(config.model)
     except UsageError as error:
