@@ -129,7 +129,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
             tokenizer = tokenizers.load(folder / kept)
             files = tokenizers.files(folder / kept)
             travelling["begins"] = [*travels.begin_of(source, files, tokenizer)]
-            travelling["stop"] = travels.stop_of(source, opened.json, tokenizer)
+            travelling["stop"] = [*travels.stop_of(source, opened.json, tokenizer)]
     state: dict[str, JsonValue] = {
         **travelling,
         "step": 0,

@@ -63,7 +63,7 @@ def text_parts(path: str | Path) -> dict[str, Any]:
         "step": 0,
         "folder": None,
         "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
-        "stop": travels.stop_of(source, opened.json, tokenizer),
+        "stop": tuple(travels.stop_of(source, opened.json, tokenizer)),
     }
 
 

@@ -22,8 +22,8 @@ from megatfm.tokenizers import Tokenizer
 class Loaded:
     """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own.
 
-    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the id that
-    ends a text.
+    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the ids of
+    which each ends a text.
     """
 
     model: nn.Module
@@ -32,7 +32,7 @@ class Loaded:
     step: int
     folder: Path | None
     begins: tuple[int, ...] | None = None
-    stop: int | None = None
+    stop: tuple[int, ...] = ()
 
 
 def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> Loaded:
@@ -77,7 +77,10 @@ def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
         step,
         folder,
         tuple(int(str(token)) for token in begins) if isinstance(begins, list) else None,
-        stop if isinstance(stop, int) else tokenizer.eos,
+        # One number in older checkpoints.
+        tuple(int(str(token)) for token in stop)
+        if isinstance(stop, list)
+        else (stop if isinstance(stop, int) else tokenizer.eos,),
     )
 
 

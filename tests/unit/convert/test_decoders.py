@@ -408,9 +408,9 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
             torch.testing.assert_close(logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
 def test_ids_rates_and_how_to_generate_travel(
-    before: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: bool, ends: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a text begins as the model's own tokenizer begins it; the folder itself makes the same text."""
     theirs = tmp_path / "theirs"
@@ -418,7 +418,11 @@ def test_ids_rates_and_how_to_generate_travel(
         **GPT | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
         eos_token_id=9, pad_token_id=None,
     )  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(theirs)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    bias, embedding = model.transformer.ln_f.bias.data, model.transformer.wte.weight.data
+    bias += 3 * embedding[ends] / embedding[ends].norm()
+    model.save_pretrained(theirs)
     (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
     (theirs / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
     library = Library.from_file(str(theirs / "tokenizer.json"))
@@ -442,12 +446,14 @@ def test_ids_rates_and_how_to_generate_travel(
     wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
     assert prompts_of(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
-    assert loaded.stop == 9
+    assert loaded.stop == (9, 11)
     ids = torch.tensor([wanted])
     made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
         ids, max_new_tokens=6, do_sample=False
     )
-    text = loaded.tokenizer.decode(made[0, len(wanted) :].tolist())
+    new = made[0, len(wanted) :].tolist()
+    assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
+    text = loaded.tokenizer.decode(new)
     for folder in (theirs, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
     assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT["n_embd"])
