@@ -78,6 +78,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
             f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
     import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
+    tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     kept = state.get("origin")
     origin = kept if isinstance(kept, dict) else {}
     parts = parts_of(config.model, origin.get("name"))
@@ -94,11 +95,11 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         place = folder / part.folder
         disk.make_folder(place)
         order = [key for rule in part.rules for key in rule.ours]
+        notes, ids = tokenizer_files.to_hf(found, config, place, tokenizer)
+        _check_padding(part.theirs, ids)
         reader = _Reader(found, order, ours)
         size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
-        notes, ids = tokenizer_files.to_hf(found, config, place)
         broken += reader.broken
-        _check_padding(part.theirs, ids)
         before = origin if part.name == origin.get("name") else {}
         travelled = travels.on_the_way_back(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}

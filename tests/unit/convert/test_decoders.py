@@ -335,6 +335,23 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     assert all(torch.equal(stored[name], again[name]) for name in stored)
 
 
+def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "decoder", TOKENIZERS["byte-bpe"]())
+    other = train_byte_bpe([text[::-1] for text in TEXTS], vocab_size=400, sentinels=4)
+    (run / "tokenizer.json").write_bytes(other)
+    with pytest.raises(UsageError, match=r"tokenizer.json: not the tokenizer that step-00000003 was trained"):
+        convert(run, tmp_path / "theirs", "hf")
+    assert not (tmp_path / "theirs").exists()
+    state = checkpoint.read_state(find(run))
+    checkpoint.save(run / "checkpoints", 4, checkpoint.read_tensors(find(run)), {**state, "tokenizer": None})
+    said = convert(run, tmp_path / "theirs", "hf")
+    assert (
+        said[1]
+        == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
+    )
+    assert not (tmp_path / "theirs" / "tokenizer.json").exists()
+
+
 def trained_on_from(folder: str) -> torch.Tensor:
     """The logits of a run that starts from the weights in a folder, under the folder's own config."""
     config = load_config(folder)
