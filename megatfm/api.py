@@ -45,9 +45,10 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     return folder
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
+def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> "Model":
     """The model of a run, a checkpoint or a folder in the Hugging Face format, in float32 and evaluation mode.
 
+    trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, whoever made it.
     Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
     if is_hf_folder(path) or is_pair(path):
@@ -55,7 +56,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
         if (pad := padding_of(path)) is not None:
             warn_of_padding(module, pad)
         return Model(module, Path(path))
-    return Model(load_model(path, device), Path(path))
+    module = load_model(path, device, trust_plugins=trust_plugins)
+    return Model(module, Path(path), trust_plugins=trust_plugins)
 
 
 class Model:
@@ -65,8 +67,8 @@ class Model:
     attributes and methods (`config`, `parameters()`, …) can be had here as well.
     """
 
-    def __init__(self, module: nn.Module, path: Path) -> None:
-        self.module, self.path = module, path
+    def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
+        self.module, self.path, self.trust_plugins = module, path, trust_plugins
         self._loaded: Loaded | None = None
         self._encoder: TextEncoder | None = None
 
@@ -134,7 +136,7 @@ class Model:
         newest checkpoint. Raises UsageError for what is no run directory.
         """
         folders = {name: str(Path(folder).resolve()) for name, folder in (sets or {}).items()}
-        found = evaluate_run(self.path, folders, compressors)
+        found = evaluate_run(self.path, folders, compressors, trust_plugins=self.trust_plugins)
         if found is None:
             return {}
         results, baselines = found

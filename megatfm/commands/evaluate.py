@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 
@@ -14,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compressors", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
     )
+    trust.add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -23,7 +25,9 @@ def main(args: argparse.Namespace) -> int:
 
     from megatfm.evaluate.evaluate import evaluate_run
 
-    found = evaluate_run(Path(args.run_dir), _sets(args.set), args.compressors)
+    found = evaluate_run(
+        Path(args.run_dir), _sets(args.set), args.compressors, trust_plugins=args.trust_plugins
+    )
     if found is None:
         return 0
     results, baselines = found

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
+    trust.add_argument(parser)
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
 
 
@@ -75,7 +77,11 @@ def main(args: argparse.Namespace) -> int:
 
     path, device = args.run_dir, _device(args.device)
     is_hf = is_hf_folder(path) or is_pair(path)
-    loaded = Loaded(load_hf(path, device), **text_parts(path)) if is_hf else load(path, device)
+    loaded = (
+        Loaded(load_hf(path, device), **text_parts(path))
+        if is_hf
+        else load(path, device, trust_plugins=args.trust_plugins)
+    )
     if args.beams:
         text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty, args.begin)
         print(f"{args.prompt}{text}")

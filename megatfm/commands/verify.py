@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from megatfm.commands import trust
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -17,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
+    trust.add_argument(parser)
     parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
 
@@ -29,6 +32,7 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(
         args.config, [*args.overrides, *engine]
     )  # before torch: a mistake in it shouldn't wait
+    trust.check(config, args)
 
     from rich.console import Console
 

@@ -90,6 +90,7 @@ class HfFolder:
         file, stored = self.files[name]
         try:
             if file not in self._open:
+                _check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
             return self._open[file].get_tensor(stored).clone()
         except (SafetensorError, OSError) as error:
@@ -113,6 +114,12 @@ class HfFolder:
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
+
+
+def _check_regular(path: Path) -> None:
+    """Raise MegatfmError for what is there but no file: opening a FIFO waits for who writes into it."""
+    if path.exists() and not path.is_file():
+        raise MegatfmError(f"{path}: no regular file")
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -25,14 +25,14 @@ log = logging.getLogger("megatfm")
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model, in float32 and in evaluation mode. Raises UsageError, MegatfmError."""
     opened = open_folder(path)
-    for note in opened.notes:
-        log.warning("%s: %s", path, note)
     model = build(opened.config)
     set_buffers(model)
     stored = stored_tensors(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
         stored[name].data = aligned(tensor.float())
+    for note in opened.notes:
+        log.warning("%s: %s", path, note)
     return model.eval().to(device)
 
 
@@ -63,7 +63,7 @@ def text_parts(path: str | Path) -> dict[str, Any]:
         "step": 0,
         "folder": None,
         "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
-        "stop": travels.stop_of(source, opened.json, tokenizer),
+        "stop": tuple(travels.stop_of(source, opened.json, tokenizer)),
     }
 
 

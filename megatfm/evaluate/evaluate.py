@@ -10,7 +10,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.evaluate.compressors import compressors
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
 from megatfm.train.evaluation import evaluate
@@ -19,18 +19,19 @@ from megatfm.train.record.run_directory import RunDirectory
 
 
 def evaluate_run(
-    run_dir: Path, sets: dict[str, str], with_compressors: bool
+    run_dir: Path, sets: dict[str, str], with_compressors: bool, *, trust_plugins: bool = False
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
     """The results of each set, and of the compressors; both are written into the run directory as well.
 
-    Under several processes all take part, and rank 0 has the results.
+    Under several processes all take part, and rank 0 has the results. trust_plugins: import the packages that the run's
+    config names.
     """
     if not (run_dir / "config.toml").is_file():
         raise UsageError(
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
         )
     config = load_config(run_dir / "config.toml")
-    import_plugins(config.plugins)
+    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
     parallel = config.parallel.model_copy(
         update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1, "ep": 1}

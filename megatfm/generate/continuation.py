@@ -23,16 +23,18 @@ def sample(
 ) -> list[str]:
     """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
 
-    The prompt stands where texts stood in training (see `prompt.py`); `eos` ends a text.
+    The prompt stands where texts stood in training (see `prompt.py`); an id of `loaded.stop` ends a text.
     """
     tokenizer = loaded.tokenizer
     prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin)
     decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
+    ended = [False] * samples
     show(prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.stop):
         for row, token in enumerate(tokens.tolist()):
-            piece = decoders[row].add([token])
+            piece = "" if ended[row] else decoders[row].add([token])
+            ended[row] = ended[row] or token in loaded.stop
             texts[row] += piece
             if row == 0:
                 show(piece)

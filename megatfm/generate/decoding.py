@@ -35,6 +35,13 @@ class Prompts:
         return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix)
 
 
+def stop_tokens(given: int | Sequence[int] | None) -> list[int]:
+    """The ids that end a text: none, one or several."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, int) else list(given)
+
+
 class Decoding:
     """The model's view of the batch. Without `cache` everything is computed again for each token: the reference."""
 

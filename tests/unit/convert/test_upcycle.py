@@ -15,6 +15,9 @@ from megatfm.errors import UsageError
 from megatfm.layers.moe import Experts
 from megatfm.train.init_from import what_fits
 from tests.unit.convert.test_convert import TOKENS, gpt2, llama
+from tests.unit.generate.conftest import MODEL, random_model, tokenizer_model, write_run
+
+__all__ = ["tokenizer_model"]  # a fixture
 
 
 @pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
@@ -99,3 +102,30 @@ def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
     add_arguments(parser)
     with pytest.raises(UsageError, match=said):
         main(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
+
+
+def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
+    config = MODEL.changed(
+        {
+            "n_layers": 3,
+            "blocks": ["narrow", "wide", "plain"],
+            "block": {
+                "narrow": {},
+                "wide": {"ffn": {"d_ff": 96, "dropout": 0.2}},
+                "plain": {"ffn": {"d_ff": 60, "activation": "relu"}},
+            },
+        }
+    )
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    said = upcycle(run, tmp_path / "moe", Mixture(3, granularity=2))
+    assert said[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
+    made = megatfm.load(tmp_path / "moe")
+    widths = [made.config.at(depth).ffn.d_ff for depth in range(3)]
+    assert widths == [24, 48, 30]
+    wanted = megatfm.load(run).double()(TOKENS).logits
+    torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(
+        UsageError, match=r"--granularity 8 does not divide model\.block\.plain\.ffn\.d_ff = 60: choose 6"
+    ):
+        upcycle(run, tmp_path / "again", Mixture(3, granularity=8))

@@ -14,7 +14,7 @@ from megatfm.generate.decoding import Prompts
 from megatfm.generate.generate import generate
 from tests.parity.oracle import Pair, pair
 
-VOCABULARY, STOP = 40, 3
+VOCABULARY, STOP = 40, [3, 17]
 SMALL = {
     "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.eps": 1e-5,
     "embedding.tied": False,
@@ -73,7 +73,8 @@ def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tenso
 
 
 def until_stop(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(STOP) + 1] if STOP in tokens else tokens
+    ends = [i + 1 for i, token in enumerate(tokens) if token in STOP]
+    return tokens[: ends[0]] if ends else tokens
 
 
 @pytest.mark.parametrize("seed", [0, 7])
