@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -230,7 +230,7 @@ def test_what_arrives_damaged_is_never_kept(
     corpus = Corpus.open(memory, cache)
     bad = corpus.shard_blocks(1)[0]
     assert_refused(lambda: corpus.block(bad), f"{memory}/{SHARD}: what arrives is not what the manifest says")
-    assert not (corpus.folder / SHARD).exists()
+    assert not corpus.store.path(corpus.manifest.shards[1]).exists()
     assert not list(corpus.folder.glob("*.partial"))
     fs.pipe(path, bytes(data))
     if change != "flipped":
@@ -368,3 +368,38 @@ def test_check_and_workers_read_urls(
     shutil.rmtree(cache.folder)  # even if all of it goes in between
     with Loader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
+
+
+def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
+    memory: str, folder: Path, write: Callable[..., Path], cache: Cache, fetched: list[str]
+) -> None:
+    """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
+    are not read."""
+    first = Corpus.open(memory, cache)
+    assert same(first, Corpus.open(folder))
+    for known in (file for shard in first.manifest.shards for file in (shard, shard.index)):
+        # Under the plain name, as versions before 2026-11 kept files.
+        (first.folder / known.file).write_bytes(first.store.path(known).read_bytes())
+    texts = [tokens.copy() for number in range(first.n_blocks) for _, tokens in first.block(number)]
+    others = write(texts, "others", frame_bytes=3000)
+    swapped = write([tokens[::-1].copy() for tokens in texts], "swapped", compress=False)
+    plain = write(texts, "plain", compress=False)
+    assert [s.bytes for s in Corpus.open(swapped).manifest.shards] == [
+        s.bytes for s in Corpus.open(plain).manifest.shards
+    ]
+    fs = fsspec.filesystem("memory")
+    for new in (others, plain, swapped, folder):
+        for path in new.iterdir():
+            fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
+        assert same(Corpus.open(memory, cache), Corpus.open(new))
+    assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
+
+
+def test_a_damaged_file_of_the_cache_is_told_how_to_mend(memory: str, cache: Cache) -> None:
+    corpus = Corpus.open(memory, cache)
+    path = corpus.store.path(corpus.manifest.shards[0].index)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert_refused(lambda: Corpus.open(memory, cache), str(path), "delete this file of the cache", memory)
+    path.unlink()
+    assert Corpus.open(memory, cache).n_samples == 100
