@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -121,6 +122,8 @@ class Manifest(_Strict):
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read and validate `folder/manifest.json`; a UsageError if there is none, a MegatfmError if it's bad."""
+        if folder.is_file():
+            raise UsageError(f"{folder}: is a file, not a corpus: make one of it with `megatfm prep`")
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
         path = folder / MANIFEST
@@ -129,6 +132,13 @@ class Manifest(_Strict):
                 raise UsageError(
                     f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
                     f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
+                )
+            if (corpora := _read_by_run(folder)) is not None:
+                raise UsageError(
+                    f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
+                    + "".join(
+                        f", and at what it reads with `megatfm data show {place}`" for place in corpora[:1]
+                    )
                 )
             raise UsageError(
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
@@ -145,3 +155,13 @@ class Manifest(_Strict):
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the file"
             raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error
+
+
+def _read_by_run(folder: Path) -> list[str] | None:
+    """Return the training corpora of a run directory, as its config names them; None for another folder."""
+    try:
+        data = tomllib.loads((folder / "config.toml").read_text())["data"]
+        sources = data.get("mixture", {}).values()
+        return [place for place in [data.get("train"), *(source["path"] for source in sources)] if place]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

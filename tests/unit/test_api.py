@@ -116,7 +116,7 @@ def test_evaluation_is_what_the_command_leaves(
     found = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
     assert set(found) == {"held-out", "again", "more", "web"}
     assert found["web"]["loss"] == found["more"]["loss"] == found["held-out"]["loss"]
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["evaluate", str(run), "--set", f"web={url}"])
     assert "web" in capsys.readouterr().out
     assert found["more"]["compressors"]["gzip -9, per document"] > 1
