@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.data.packing import Fields
+from megatfm.data.packing import Fields, join_rows
 from megatfm.data.rows import Rows
 from megatfm.errors import MegatfmError
 
@@ -53,8 +53,7 @@ class Workers:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        parts = [answer for answer in answers if isinstance(answer, dict)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return join_rows([answer for answer in answers if isinstance(answer, dict)])
 
     def close(self) -> None:
         """End the processes, and kill those that still work after 10 seconds; a later request starts new ones."""
