@@ -5,7 +5,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from blake3 import blake3
@@ -24,6 +24,7 @@ from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
+SCHEMA_VERSION: Final = 1
 SHARD_NAME = r"shard-\d{6,9}\.tar(\.zst)?"
 INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
 FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
@@ -31,6 +32,9 @@ FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
 MOST_A_BYTE = 64
 """Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
+
+DEFAULT_FRAME_BYTES = 2**18
+"""Bytes after which a frame of a plain tar ends, where a manifest says nothing."""
 
 TokenDtype = Literal["uint16", "uint32"]
 # Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
@@ -58,12 +62,14 @@ class Shard(_Strict):
     file: ShardName
     bytes: Count
     blake3: Blake3
-    samples: Count
+    samples: Annotated[int, Field(gt=0, lt=2**53)]
     tokens: Count
     text_bytes: Count
     index: IndexFile
     foreign: bool = False
     """Not written by `ShardWriter`, but indexed as it is."""
+    frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES
+    """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
@@ -79,7 +85,10 @@ class Shard(_Strict):
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        return fields if self.foreign else {k: v for k, v in fields.items() if k != "foreign"}
+        defaults = {"foreign": False, "frame_bytes": DEFAULT_FRAME_BYTES}
+        return {
+            name: value for name, value in fields.items() if name not in defaults or value != defaults[name]
+        }
 
     @property
     def is_raw(self) -> bool:
@@ -90,7 +99,7 @@ class Shard(_Strict):
 class Manifest(_Strict):
     """All that a reader must know before it opens a shard; written last, so its presence is the commit."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1] = SCHEMA_VERSION
     token_dtype: TokenDtype
     tokenizer_hash: Annotated[str, Field(min_length=1)]
     shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False)]
@@ -111,7 +120,12 @@ class Manifest(_Strict):
     @property
     def fingerprint(self) -> str:
         """A BLAKE3 hash of what determines the content and order of samples (not of how they were made)."""
-        facts = [self.token_dtype, self.tokenizer_hash, [shard.blake3 for shard in self.shards]]
+        shards = [
+            # Frames of the default size are left out, as before there were others.
+            shard.blake3 if shard.frame_bytes == DEFAULT_FRAME_BYTES else [shard.blake3, shard.frame_bytes]
+            for shard in self.shards
+        ]
+        facts = [self.token_dtype, self.tokenizer_hash, shards]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
@@ -154,6 +168,14 @@ class Manifest(_Strict):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the file"
+            if (
+                first["loc"] == ("schema_version",)
+                and type(first["input"]) is int
+                and first["input"] > SCHEMA_VERSION
+            ):
+                raise MegatfmError(
+                    f"{path}: is of schema_version {first['input']}, and this megatfm reads {SCHEMA_VERSION}: update it"
+                ) from error
             raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error
 
 
