@@ -237,10 +237,16 @@ def _is_whole(path: Path, known: Known) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system frees it when a process dies."""
+    """One process at a time; the system frees it when a process dies. A MegatfmError where a file system can't lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise MegatfmError(
+                f"{path}: its file system can't lock files ({error.strerror}), so processes would fetch over one "
+                "another: choose a folder on a disk of this machine as data.cache"
+            ) from error
         yield
     finally:
         os.close(file)

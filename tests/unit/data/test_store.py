@@ -1,5 +1,6 @@
 """Corpora behind URLs: fetched once for a machine, verified on arrival, bounded on disk, never half there."""
 
+import errno
 import functools
 import http.server
 import importlib
@@ -237,26 +238,100 @@ def test_what_arrives_damaged_is_never_kept(
         corpus.block(bad)
 
 
-def test_a_network_that_fails_is_tried_again(
-    memory: str, cache: Cache, fetched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus, calls = Corpus.open(memory, cache), [0]
-    real = fsspec.core.url_to_fs
+def failing_first(
+    monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None
+) -> tuple[list[int], list[float]]:
+    """Have the first `times` accesses fail; the number of accesses and the seconds waited between them."""
+    accesses, waits, real = [0], list[float](), fsspec.core.url_to_fs
 
-    def failing(url: str, *, times: int) -> Any:
-        calls[0] += 1
-        if calls[0] <= times:
-            raise ConnectionResetError("the network is down")
+    def access(url: str) -> Any:
+        accesses[0] += 1
+        if accesses[0] <= times:
+            raise error or ConnectionResetError("the network is down")
         return real(url)
 
-    monkeypatch.setattr(fsspec.core, "url_to_fs", functools.partial(failing, times=2))
+    monkeypatch.setattr(fsspec.core, "url_to_fs", access)
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    return accesses, waits
+
+
+def test_a_store_that_is_away_is_waited_for_some_minutes(
+    memory: str,
+    cache: Cache,
+    fetched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    corpus = Corpus.open(memory, cache)
+    accesses, waits = failing_first(monkeypatch, remote.ATTEMPTS - 1)
     corpus.block(0)
-    assert calls == [3]
-    monkeypatch.setattr(fsspec.core, "url_to_fs", functools.partial(failing, times=99))
+    expected = [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert accesses == [len(expected) + 1]
+    assert all(n / 2 <= waited <= 1.5 * n for n, waited in zip(expected, waits, strict=True))
+    assert sum(expected) > 240
+    assert caplog.messages[1].startswith(
+        f"{memory}: shard-000000.tar.zst can't be read (ConnectionResetError: the"
+    )
+    assert "try 3 of 10 in " in caplog.messages[1]
+    _, others = failing_first(monkeypatch, 3)
+    corpus.block(corpus.shard_blocks(2)[0])
+    assert not set(waits) & set(others), "ranks don't ask together"
+    failing_first(monkeypatch, 99)
     bad = corpus.shard_blocks(1)[0]
     assert_refused(
         lambda: corpus.block(bad), f"{memory}: {SHARD} can't be read (ConnectionResetError: the network"
     )
+
+
+class Status(Exception):
+    """What libraries of HTTP raise: `status` is aiohttp's, `code` that of Google's."""
+
+    def __init__(self, **status: int) -> None:
+        super().__init__("said the server")
+        vars(self).update(status)
+
+
+class NoCredentialsError(Exception):
+    """As botocore names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "accesses"),
+    [
+        (PermissionError("Access Denied"), 1),
+        (NoCredentialsError("Unable to locate credentials"), 1),
+        (Status(status=403), 1),
+        (Status(code=401), 1),
+        (TypeError("a mistake"), 1),
+        (Status(status=429), 3),
+        (Status(code=503), 3),
+        (TimeoutError(), 3),
+    ],
+    ids=str,
+)
+def test_what_no_waiting_mends_ends_at_once(
+    memory: str, cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
+) -> None:
+    counted, waits = failing_first(monkeypatch, 2, error)
+    if accesses == 3:
+        Corpus.open(memory, cache)
+    else:
+        kind = MegatfmError if isinstance(error, TypeError) else UsageError
+        assert_refused(
+            lambda: Corpus.open(memory, cache), "manifest.json can't be read", str(error), kind=kind
+        )
+    assert counted[0] >= accesses
+    assert len(waits) == accesses - 1
+
+
+def test_a_file_system_without_locks_is_named(
+    memory: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    assert_refused(lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache")
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
