@@ -155,9 +155,11 @@ class Loader(Iterator[list[Fields]]):
         return self._workers.pids
 
     def close(self) -> None:
-        """Stop fetching, and end the thread and the workers."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Stop fetching, and end the thread and the workers, those first: the thread may wait for one that hangs."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
+        self._executor.shutdown(wait=True)
+        self._workers.close()  # those that the thread was about to start
 
     def __enter__(self) -> Self:
         return self
