@@ -132,11 +132,10 @@ class Model:
     ) -> dict[str, Any]:
         """By validation set `loss` and, where it is the text's likelihood, `bits_per_byte`; as `megatfm evaluate` does.
 
-        sets: corpora besides the run's own. compressors: under each set also what gzip and xz need. It reads the run's
-        newest checkpoint. Raises UsageError for what is no run directory.
+        sets: folders or URLs of corpora besides the run's own. compressors: under each set also what gzip and xz need.
+        It reads the run's newest checkpoint. Raises UsageError for what is no run directory.
         """
-        folders = {name: str(Path(folder).resolve()) for name, folder in (sets or {}).items()}
-        found = evaluate_run(self.path, folders, compressors, trust_plugins=self.trust_plugins)
+        found = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
         if found is None:
             return {}
         results, baselines = found

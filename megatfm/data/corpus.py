@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import RESTORE, read_at
+from megatfm.data.files import read_at
 from megatfm.data.frames import BadFrame, unpack, unpack_together
 from megatfm.data.index import NPY_HEADER_BYTES, frame_hash
 from megatfm.data.indexes import Indexes
@@ -162,7 +162,8 @@ class Corpus:
         first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(known)
         try:
             for row in rows:
-                yield first + row, np.frombuffer(read_at(descriptor, path, starts[row], sizes[row]), dtype)
+                data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
+                yield first + row, np.frombuffer(data, dtype)
         finally:
             os.close(descriptor)
 
@@ -303,7 +304,7 @@ class Corpus:
             raise self._damage(shard, frame, str(error)) from error
 
     def _path(self, shard: int) -> Path:
-        return self.folder / self.manifest.shards[shard].file
+        return self.store.path(self.manifest.shards[shard])
 
     def _damage(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
         block = int(self._first_blocks[shard]) + frame
@@ -313,6 +314,6 @@ class Corpus:
         place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
         block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
         return MegatfmError(
-            f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}; to train without them, put "
+            f"{self._path(shard)}: {place}: damaged: {reason}: {self.store.remedy}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )

@@ -7,7 +7,6 @@ from typing import overload
 from blake3 import blake3
 
 from megatfm.data.cache import ByteCache, nbytes
-from megatfm.data.files import RESTORE
 from megatfm.data.index import ShardIndex
 from megatfm.data.manifest import Manifest, Shard
 from megatfm.data.store import Store
@@ -44,4 +43,4 @@ class Indexes(Sequence[ShardIndex]):
                 raise MegatfmError("its BLAKE3 hash is not the manifest's")
             return ShardIndex.decode(data, shard, self._manifest.dtype.itemsize)
         except MegatfmError as error:
-            raise MegatfmError(f"{self._store.folder / shard.index.file}: {error}: {RESTORE}") from error
+            raise MegatfmError(f"{self._store.path(shard.index)}: {error}: {self._store.remedy}") from error

@@ -11,7 +11,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.files import RESTORE
 from megatfm.data.groups import groups_of
 from megatfm.data.plan import MUCH_PADDING
 from megatfm.data.whole import best_fit
@@ -50,7 +49,9 @@ def check(folder: str | Path) -> Checked:
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
             twice = names[counts.argmax()].decode("ascii", "replace")
-            raise MegatfmError(f"{corpus.folder / shard.file}: sample {twice!r} is there twice: {RESTORE}")
+            raise MegatfmError(
+                f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
+            )
         # Samples first: they tell where the damage is, the hash only that there is some.
         for block in corpus.shard_blocks(number):
             found.update(corpus.frame_bytes(block))
@@ -59,7 +60,7 @@ def check(folder: str | Path) -> Checked:
                 tokens += len(sample.tokens)
         if found.hexdigest() != shard.blake3:
             raise MegatfmError(
-                f"{corpus.folder / shard.file}: its BLAKE3 hash is not the manifest's: {RESTORE}"
+                f"{corpus.store.path(shard)}: its BLAKE3 hash is not the manifest's: {corpus.store.remedy}"
             )
     return Checked(
         shards=len(corpus.manifest.shards),

@@ -76,5 +76,15 @@ def test_another_tokenizer_is_refused(corpus: Corpus) -> None:
 
 def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
     assert_refused(lambda: Corpus.open(tmp_path / "none"), "no such folder", kind=UsageError)
+    (tmp_path / "run").mkdir()
+    config = tmp_path / "run/config.toml"
+    for text, advice in (
+        ('[data]\ntrain = "corpora/a"', "data show corpora/a"),
+        ('[data.mixture.a]\npath = "s3://b/c"', "data show s3://b/c"),
+        ("data = 3", "run `megatfm prep` (again)"),
+    ):
+        config.write_text(text)
+        assert_refused(lambda: Corpus.open(tmp_path / "run"), advice, kind=UsageError)
+    assert_refused(lambda: Corpus.open(config), "is a file, not a corpus", kind=UsageError)
     (folder / "manifest.json").unlink()
     assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)
