@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from data_prep.counts import Counts, why
 from data_prep.documents import Document, DocumentWriter, part_path, read_documents
@@ -17,14 +18,14 @@ NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
 
 
 class HoldOut:
-    """Splits the documents that wait in the parts of `name`, whose stage noted the bytes of each file in each part."""
+    """Splits the documents that wait in a folder, in the parts of `name`, whose stage noted the bytes of each file in
+    each part."""
 
-    def __init__(self, stages: Stages, name: str, parts: int) -> None:
+    def __init__(self, stages: Stages, folder: Path, name: str, parts: int) -> None:
         self._stages = stages
         self._config = stages.config
-        self._folder = stages.folder
+        self._input = folder
         self._name, self._parts = name, parts
-        self._near = NearDuplicates(self._config.near_duplicates, self._folder)
 
     def plan(self, basis: Facts) -> Facts:
         """Choose what is held out: the level, the names, and the parts that have some of it."""
@@ -41,7 +42,7 @@ class HoldOut:
             return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
 
         def sources(number: int) -> Facts:
-            documents = read_documents(part_path(self._folder, self._name, number))
+            documents = read_documents(part_path(self._input, self._name, number))
             return {"files": {document.source: document.text_bytes for document in documents}}
 
         def by_sources(parts: Iterable[Facts]) -> Facts:
@@ -62,14 +63,17 @@ class HoldOut:
         )
 
     def run(self, plan: Facts, size: int, basis: Facts) -> Facts:
-        """The rest, without near duplicates of what is held out, is for training."""
+        """The rest, without near duplicates of what is held out, is for training. Both splits wait in the folder of the
+        basis."""
+        self._folder = self._stages.at(basis)
+        self._near = NearDuplicates(self._config.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]))
         held_out = self._set_aside(plan, split, basis) if plan["names"] else {"bytes": 0}
         with self._stages.reporter.stage("split", size) as advance:
 
             def work(number: int) -> Facts:
                 counts = Counts(NearDuplicates.title)
-                documents = advancing(read_documents(part_path(self._folder, self._name, number)), advance)
+                documents = advancing(read_documents(part_path(self._input, self._name, number)), advance)
                 rest = (document for document in documents if not split.holds_out(document))
                 with DocumentWriter(part_path(self._folder, "train", number)) as writer:
                     kept = self._near.without(rest, counts) if plan["names"] else _counted(rest, counts)
@@ -100,7 +104,7 @@ class HoldOut:
         with self._stages.reporter.stage("hold out", len(plan["parts"])) as advance:
 
             def work(number: int) -> Facts:
-                path = part_path(self._folder, self._name, plan["parts"][number])
+                path = part_path(self._input, self._name, plan["parts"][number])
                 counts = Counts("held out")
                 with DocumentWriter(part_path(self._folder, "validation", number)) as writer:
                     held_out = filter(split.holds_out, read_documents(path))
