@@ -9,12 +9,18 @@ from data_prep.documents import Document, DocumentWriter, part_path, read_docume
 from data_prep.files import matches_path
 from data_prep.guard import NearDuplicates
 from data_prep.progress import advancing
-from data_prep.split import Split, plan_parts_of_files, plan_split
+from data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_parts_of_files, plan_split
 from data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
 NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
 """The plan where nothing is held out."""
+NOTES = {
+    "file": "split by file: too few larger units",
+    "record": "split by record: too few larger units",
+    "part of a file": "split by part of a file: parts of one text are in training and in validation, whose loss will "
+    "look better than that of new text: add files or records, or name those to hold out in split.files",
+}
 
 
 class HoldOut:
@@ -42,18 +48,23 @@ class HoldOut:
             return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
 
         def sources(number: int) -> Facts:
-            documents = read_documents(part_path(self._input, self._name, number))
-            return {"files": {document.source: document.text_bytes for document in documents}}
+            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+            for document in read_documents(part_path(self._input, self._name, number)):
+                for level, of_level in sizes.items():
+                    of_level[LEVELS[level](document)] += document.text_bytes
+            return sizes
 
         def by_sources(parts: Iterable[Facts]) -> Facts:
-            split = plan_parts_of_files(
-                {name: size for part in parts for name, size in part["files"].items()}, share, seed
-            )
+            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+            for part in parts:
+                for level, of_level in sizes.items():
+                    of_level.update(part[level])
+            split = plan_parts_of_files(sizes, share, seed)
             if split is None:
                 raise UsageError(
                     f"too little text to hold {share:.0%} of it out: add text, or change split.validation"
                 )
-            return _plan(split, parts)
+            return _plan(split, ({"files": part[split.level]} for part in parts))
 
         plan = self._stages.once("plan", basis, by_files)
         return (
@@ -86,8 +97,8 @@ class HoldOut:
                 counts = Counts.joined([part["steps"][0] for part in parts])
                 if not counts.documents_out:
                     raise UsageError(f"no training document is left: {why([counts])}")
-                notes = [f"split by {split.level}: too few larger units"]
-                if self._config.split.files or split.level == "top-level package" or not plan["names"]:
+                notes = [NOTES[split.level]] if plan["names"] and split.level in NOTES else []
+                if self._config.split.files:
                     notes = []
                 return {
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
