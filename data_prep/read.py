@@ -63,7 +63,10 @@ class Read:
         self.counts.changed += parts > 1
         try:
             for part, text in enumerate(texts(path, self._limit)):
-                yield Document(f"{file.name}#{part}" if parts > 1 else file.name, text)
+                if parts == 1:
+                    yield Document(file.name, text)
+                else:
+                    yield Document(f"{file.name}#{part}", text, record=file.name)
         except (OSError, BadFileError) as error:
             raise MegatfmError(
                 f"{file.where}: changed while it was read ({error}): run the same command again"
@@ -84,8 +87,11 @@ class Read:
                 pieces = list(cut_text(_whole(record.text), self._limit))
                 self.counts.changed += len(pieces) > 1
                 for part, text in enumerate(pieces):
-                    place = f"{source}.{part}" if len(pieces) > 1 else source
-                    yield Document(place, text, record.url, fields=record.fields)
+                    if len(pieces) == 1:
+                        yield Document(source, text, record.url, fields=record.fields)
+                    else:
+                        place = f"{source}.{part}"
+                        yield Document(place, text, record.url, fields=record.fields, record=source)
         except BadFileError as error:
             self._listing.on_bad(file.where, str(error))
             self._drop("breaks off", 0, f"{file.name}: {error}")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import data_prep
+from megatfm import data_prep
 from megatfm.config import Config, load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.train.loop import train

@@ -116,7 +116,7 @@ ROOMS = {
 
 FOLDERS = {"data_prep", "launchers", "slurm"}
 """Rooms whose folders lie at the top of the repository. All import them as `megatfm.data_prep`, …: by the bare name a
-user's own `data_prep.py` would be imported instead, or ours a second time."""
+user's own `megatfm.data_prep.py` would be imported instead, or ours a second time."""
 NO_TORCH = {"megatfm.config", "megatfm.launchers", "megatfm.slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
 ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
