@@ -51,8 +51,8 @@ class How:
 
     @property
     def is_banded(self) -> bool:
-        """Whether each query is in a band, and nowhere in blocks."""
-        return all(isinstance(visit, Band) for visit in self.visits)
+        """Whether each query is in a band, and nowhere in blocks. False if nothing is visited: then no query is."""
+        return bool(self.visits) and all(isinstance(visit, Band) for visit in self.visits)
 
     @classmethod
     def of(
