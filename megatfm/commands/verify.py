@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatfm.verify.verify import Comparison, Difference
 
 SHOWN = 8
+DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
     parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
+    parser.add_argument(
+        "--documents",
+        metavar="KIND",
+        choices=DOCUMENTS,
+        default=DOCUMENTS[0],
+        help=f"documents of each row: {', '.join(DOCUMENTS)}",
+    )
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
 
 
@@ -32,9 +40,12 @@ def main(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from megatfm.verify import forkserver
+
+    forkserver.start()
     from megatfm.verify.verify import verify
 
-    comparison = verify(config)
+    comparison = verify(config, args.documents)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(comparison), markup=False)
     shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.utils import deterministic
 
 from megatfm.checkpoint import Box
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.ops.attention import blocks
 from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -58,12 +60,19 @@ class Failure:
 
 READY = "ready"
 
+BLOCK = 8
+"""Tokens of an attention kernel's block: rows are shorter than in training, and a rank's part must be several blocks."""
+
 
 def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Arrays) -> None:
     """The process's main function: sends READY, waits for a word, sends Answer or Failure, waits for the end."""
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
     torch.set_num_threads(1)
+    # Memory that nobody has written is NaN, so that a kernel which reads it is found.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    blocks.SIZE = BLOCK
     try:
         connection.send(READY)
         connection.recv()

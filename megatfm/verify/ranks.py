@@ -1,6 +1,5 @@
 """Starts the processes of a layout on this machine and collects their answers; a failure ends them all at once."""
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.batch import Arrays
+from megatfm.verify.forkserver import context
 from megatfm.verify.rank import Answer, Failure, RankSetup, run_rank
 
 START_SECONDS = 300.0  # to import torch, while all the others do
@@ -63,10 +63,8 @@ def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
 
 
 def _start(place: RankSetup, config: Config, batch: Arrays) -> Member:
-    context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
-    context.set_forkserver_preload([run_rank.__module__])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_rank, args=(theirs, place, config, batch), daemon=True)
+    ours, theirs = context().Pipe()
+    process = context().Process(target=run_rank, args=(theirs, place, config, batch), daemon=True)
     process.start()
     theirs.close()  # so that the process's end is seen as the end of the line
     return Member(process, ours)

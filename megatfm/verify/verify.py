@@ -9,7 +9,7 @@ from torch import Tensor
 from megatfm.config import Config
 from megatfm.parallel.layout import Region
 from megatfm.registry import import_plugins
-from megatfm.verify.batch import random_batch
+from megatfm.verify.batch import Documents, random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
 from megatfm.verify.ledger import Flows
 from megatfm.verify.rank import Answer
@@ -76,15 +76,15 @@ class Comparison:
         return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
 
 
-def verify(config: Config) -> Comparison:
+def verify(config: Config, documents: Documents = "mixed") -> Comparison:
     """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
-    if its engine has no float64.
+    if its engine has no float64. documents: the kind of documents in each row.
 
     Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
     """
     import_plugins(config.plugins)
     small, shrunk = shrink(config)
-    batch = random_batch(small)
+    batch = random_batch(small, documents)
     step = reference_step(small, batch)
     answers = run_ranks(small, batch)
     limits = LIMITS[small.train.precision]
@@ -149,7 +149,7 @@ def gradient_differences(
         held = sum(torch.Size(sizes).numel() for _, sizes in squares)
         total = sum(squares.values()) if held == gradient.numel() else float("nan")
         norm = float(gradient.norm())
-        error = total**0.5 / max(norm, limits.floor * everything)
+        error = _relative(total**0.5, max(norm, limits.floor * everything))
         found.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
     return sorted(found, key=lambda one: (one.error == one.error, -one.error))
 
@@ -157,8 +157,13 @@ def gradient_differences(
 def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
     error = 0.0
     for value in values:
-        error = _larger(error, abs(value - expected) / abs(expected))
+        error = _larger(error, _relative(abs(value - expected), abs(expected)))
     return Difference(name, error, expected, (), limits.bound)
+
+
+def _relative(error: float, size: float) -> float:
+    """error / size. Where a batch predicts nothing and size is zero: 0 without an error, else infinity."""
+    return error / size if size else error and float("inf")
 
 
 def _larger(one: float, other: float) -> float:
