@@ -103,6 +103,9 @@ def _gradients(comparison: "Comparison", shown: int) -> "Table":
     table.add_section()
     add(comparison.grad_norm)
     add(comparison.loss)
+    table.add_section()
+    for one in [update for update in comparison.updates if update.is_wrong][:SHOWN] or comparison.updates[:1]:
+        add(one)
     return table
 
 
@@ -125,12 +128,20 @@ def _conclusion(comparison: "Comparison") -> str:
     bound, everything = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.misses:
         more = f" (and {len(comparison.misses) - 1} more)" if len(comparison.misses) > 1 else ""
-        same = f"loss, norm and {everything} gradients agree within {bound:g}"
+        same = f"loss, norm, {everything} gradients and all updates agree within {bound:g}"
         return f"DIFFERENT TRAFFIC: {same}, but {comparison.misses[0]}{more}"
     if not comparison.wrong:
-        return f"Same computation: loss, norm and {everything} gradients agree within {bound:g}."
-    worst = max(comparison.wrong, key=lambda one: (one.error != one.error, one.error))
+        return f"Same computation: loss, norm, {everything} gradients and all updates agree within {bound:g}."
+    updates = [one for one in comparison.updates if one.is_wrong]
+    before = [one for one in comparison.wrong if one not in updates]  # wrong gradients make wrong updates
+    worst = max(before or updates, key=lambda one: (one.error != one.error, one.error))
     gradients = sum(one.is_wrong for one in comparison.gradients)
+    if not before:
+        return (
+            f"DIFFERENT UPDATES: {everything} gradients agree within {bound:g}, but the optimizer moves "
+            f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "
+            f"gradients; the worst is the {worst.name}, by {worst.error:.1e}"
+        )
     return (
         f"DIFFERENT: {gradients} of {everything} gradients are off by more than {bound:g}; "
         f"the worst is {worst.name}, by {worst.error:.1e}"

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +28,9 @@ from megatfm.verify.batch import Arrays, objective_of
 from megatfm.verify.reference import perturbation
 from megatfm.verify.traffic import Flow, Traffic
 
+Blocks = Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
+"""Parameter name → its blocks on a rank, and where they are in the whole tensor."""
+
 
 @dataclass(frozen=True)
 class RankSetup:
@@ -41,12 +44,14 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's share of the step: its blocks of every gradient (zeros where there is none)."""
+    """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
+    it."""
 
     loss: float
     grad_norm: float
-    blocks: Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
+    blocks: Blocks
     flows: list[Flow]
+    weights: Blocks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Failure:
 READY = "ready"
 
 BLOCK = 8
-"""Tokens of an attention kernel's block: rows are shorter than in training, and a rank's part must be several blocks."""
+"""Tokens of an attention kernel's block: rows are short, and a rank's part must be several blocks."""
 
 
 def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Arrays) -> None:
@@ -98,7 +103,7 @@ def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Ar
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
-    weights = {name: box for name, box in engine.weights().items() if name in engine.layout}
+    weights = _weights(engine)
     for name, box in weights.items():
         for part in box.parts:
             sizes = tuple(part.tensor.shape)
@@ -108,12 +113,18 @@ def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
-    return Answer(stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows())
+    updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
+    return Answer(
+        stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
+    )
 
 
-def _blocks(
-    weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]
-) -> dict[str, list[tuple[Region, NDArray[np.floating[Any]]]]]:
+def _weights(engine: Engine) -> dict[str, Box]:
+    """Blocks of the parameters, without what modules keep beside them."""
+    return {name: box for name, box in engine.weights().items() if name in engine.layout}
+
+
+def _blocks(weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]) -> Blocks:
     return {
         name: [
             ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())

@@ -91,6 +91,17 @@ def reach_misses_a_key():
         return found if found is None else found[1:]
     core.reached = reached
 
+def weights_are_multiplied():
+    import torch
+    real = torch.optim.AdamW.step
+    def step(optimizer, *args):
+        real(optimizer, *args)
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(-3)
+    torch.optim.AdamW.step = step
+
 def nothing_is_banded():
     from megatfm.ops.attention import bands, tiles
     tiles.How.is_banded = property(lambda how: all(isinstance(visit, bands.Band) for visit in how.visits))
@@ -258,6 +269,17 @@ def test_a_window_that_misses_a_key_of_another_rank_is_found(
     assert all(comparison.misses for comparison in comparisons[1:])
     assert any("attn" in one.name for one in comparisons[1].wrong)
     assert "model.attention.pattern.width 32 → 16" in capsys.readouterr().out
+
+
+def test_an_optimizer_that_moves_weights_otherwise_is_found(
+    tmp_path: Path, plant, comparisons, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["parallel.dp_shard=2", "parallel.zero=1"]
+    assert run_command(tmp_path, *layout) == 0
+    assert run_command(tmp_path, plant("weights_are_multiplied"), *layout) == 1
+    assert not any(one.is_wrong for one in comparisons[1].gradients)
+    assert all(one.is_wrong for one in comparisons[1].updates)
+    assert "DIFFERENT UPDATES: " in capsys.readouterr().out
 
 
 def test_what_nobody_wrote_is_found(tmp_path: Path, plant, comparisons) -> None:
