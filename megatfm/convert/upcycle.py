@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.checkpoint import disk
-from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.config import Config, ModelConfig, invalid, to_toml
 from megatfm.config.experts import MoEConfig
 from megatfm.convert.convert import meta_shapes, new_folder
 from megatfm.errors import UsageError
@@ -77,8 +77,7 @@ class Mixture:
             blocks = ["dense"] * (self.every - 1) + ["sparse"]
             return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": {"ffn": experts}}})
         except ValidationError as error:
-            said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise UsageError(f"no mixture can be made of it: {said}") from None
+            raise invalid("no mixture can be made of it", error) from None
 
     def tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
@@ -133,11 +132,13 @@ def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[st
     import_plugins(config.plugins)
     try:
         model = mixture.model(config.model)
+        made = config.changed(
+            {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
+        )
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-    made = config.changed(
-        {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
-    )
+    except ValidationError as error:
+        raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = meta_shapes(made.model)
     kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}

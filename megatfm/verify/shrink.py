@@ -6,6 +6,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
 from megatfm.config import (
     BigBirdPatternConfig,
@@ -20,6 +21,7 @@ from megatfm.config import (
     ModelConfig,
     StridedPatternConfig,
     WindowPatternConfig,
+    invalid,
 )
 from megatfm.config.attention import AttentionSection
 from megatfm.config.base import Section, nested
@@ -72,15 +74,19 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         for key, length in before.items()
     }
     rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
+    try:
+        model = _model(
+            config.model,
+            heads_over=parallel.tp * parallel.cp,
+            shards=parallel.tp * parallel.dp_shard,
+            stages=parallel.pp * parallel.stages_per_rank,
+            rows=rows,
+        )
+    except ValidationError as error:
+        raise invalid("verify can't make this model small", error) from None
     small = config.model_copy(
         update={
-            "model": _model(
-                config.model,
-                parallel.tp * parallel.cp,
-                parallel.tp * parallel.dp_shard,
-                parallel.pp * parallel.stages_per_rank,
-                rows,
-            ),
+            "model": model,
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "full", "comm_memory": "torch", "async_tp": False}
             ),
@@ -114,8 +120,9 @@ def _matches(config: Config, pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
-def _model(model: ModelConfig, tp: int, shards: int, stages: int, rows: Rows) -> ModelConfig:
-    kv_heads = min(model.attention.kv_heads, 2 * tp)  # two a rank, so that their order shows
+def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, rows: Rows) -> ModelConfig:
+    """heads_over: ranks that may take heads, of tensor and context parallelism. shards: ranks that cut widths."""
+    kv_heads = min(model.attention.kv_heads, 2 * heads_over)  # two a rank, so that their order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
     joined = model.d_model == model.attention.n_heads * model.head_width
@@ -139,7 +146,7 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int, rows: Rows) ->
     for key, size in _sizes_of_pattern(model.attention.pattern, rows).items():
         changes[f"attention.pattern.{key}"] = size
     if (generator := model.generator) is not None:
-        n_heads = min(generator.n_heads, 2 * tp)
+        n_heads = min(generator.n_heads, 2 * heads_over)
         each = generator.d_model // generator.n_heads
         changes["generator"] = {
             "d_model": n_heads * min(each, HEAD_DIM),
@@ -147,7 +154,7 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int, rows: Rows) ->
             "d_ff": _fit(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
-    changes["block"] = {kind: _block(model, kind, tp, shards, rows) for kind in model.block}
+    changes["block"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.block}
     return model.changed(changes)
 
 
@@ -207,14 +214,14 @@ def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
     return {}
 
 
-def _block(model: ModelConfig, kind: str, tp: int, shards: int, rows: Rows) -> dict[str, Any]:
+def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
     """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
     keys, own = nested(model.block[kind]), model.of_kind(kind)
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _fit(own.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
     if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
-        kv_heads = min(own.attention.kv_heads, 2 * tp)
+        kv_heads = min(own.attention.kv_heads, 2 * heads_over)
         heads = kv_heads * (own.attention.n_heads // own.attention.kv_heads)
         attention |= {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
         if isinstance(own.attention, HeadsAttentionConfig):

@@ -158,6 +158,30 @@ def count_collectives() -> list[Flow]:
     return traffic.flows()
 
 
+def count_coalesced() -> list[Flow]:
+    world = dist.group.WORLD
+    ops = torch.ops._c10d_functional
+    rows, more = torch.ones(6, 2), torch.ones(2, 4)
+    with Traffic({world.group_name: "everybody"}) as traffic:
+        for one in (
+            *ops.all_reduce_coalesced([rows, more], "sum", world.group_name),
+            *ops.all_gather_into_tensor_coalesced([rows, more], 2, world.group_name),
+            *ops.reduce_scatter_tensor_coalesced([rows, more], "sum", 2, world.group_name),
+        ):
+            ops.wait_tensor(one)
+    return traffic.flows()
+
+
+def test_tensors_that_go_together_count_as_those_that_go_alone(workers) -> None:
+    """12 and 8 elements of float32 between two ranks."""
+    for flows in workers.run(count_coalesced, 2):
+        assert flows == [
+            Flow("everybody", "all_gather", 1, 80),
+            Flow("everybody", "all_reduce", 1, 80),
+            Flow("everybody", "reduce_scatter", 1, 40),
+        ]
+
+
 def test_bytes_are_those_of_a_ring(workers) -> None:
     """Two ranks, float32: all-reduces of 5 and 4 elements, the others of 6 rows of 2."""
     for flows in workers.run(count_collectives, 2):
