@@ -1,5 +1,6 @@
-"""What one process of the layout does: build the engine as training does, take one step, answer."""
+"""A process of the layout: builds the engine as training does, takes one step, answers."""
 
+import gc
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import debug
 from torch.utils import deterministic
 
 from megatfm.checkpoint import Box
@@ -43,6 +45,15 @@ class RankSetup:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A step that a rank process is asked to take."""
+
+    place: RankSetup
+    config: Config
+    batch: Arrays
+
+
+@dataclass(frozen=True)
 class Answer:
     """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
     it."""
@@ -69,8 +80,12 @@ BLOCK = 8
 """Tokens of an attention kernel's block: rows are short, and a rank's part must be several blocks."""
 
 
-def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Arrays) -> None:
-    """The process's main function: sends READY, waits for a word, sends Answer or Failure, waits for the end."""
+def run_rank(connection: Connection) -> None:
+    """Main function of a rank process: sends READY, then for each Job an Answer or a Failure, until None comes.
+
+    After an answer it waits for a word before it leaves the group: to leave earlier would close sockets that other
+    ranks still read.
+    """
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
     torch.set_num_threads(1)
@@ -78,9 +93,20 @@ def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Ar
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     blocks.SIZE = BLOCK
+    gc.freeze()  # the modules imported so far need not be searched after each step
     try:
         connection.send(READY)
-        connection.recv()
+        while (job := connection.recv()) is not None:
+            connection.send(_answer(job))
+            connection.recv()
+            _leave_group()
+    except EOFError:  # the process that asked is gone
+        return
+
+
+def _answer(job: Job) -> Answer | Failure:
+    place = job.place
+    try:
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(place.store, place.world_size),
@@ -88,16 +114,21 @@ def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Ar
             world_size=place.world_size,
             timeout=timedelta(seconds=place.timeout),
         )
-        import_plugins(config.plugins)
-        connection.send(_step(config, batch, place.world_size))
-        connection.recv()  # to leave earlier would close sockets that others still read
-    except EOFError:  # the process that asked is gone
-        return
+        import_plugins(job.config.plugins)
+        return _step(job.config, job.batch, place.world_size)
     except UsageError as error:
-        connection.send(Failure(str(error), traceback.format_exc(), is_usage=True))
+        return Failure(str(error), traceback.format_exc(), is_usage=True)
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
-        connection.send(Failure(f"{type(error).__name__}: {line}", traceback.format_exc()))
+        return Failure(f"{type(error).__name__}: {line}", traceback.format_exc())
+
+
+def _leave_group() -> None:
+    """Close the group, and what keeps its threads and sockets: an engine is in cycles, DTensor caches its meshes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:

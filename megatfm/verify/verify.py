@@ -18,7 +18,7 @@ from megatfm.verify.batch import Documents, random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
 from megatfm.verify.ledger import Flows
 from megatfm.verify.rank import Answer
-from megatfm.verify.ranks import run_ranks
+from megatfm.verify.ranks import RankTeam
 from megatfm.verify.reference import ReferenceStep, reference_step
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
@@ -87,9 +87,10 @@ class Comparison:
         return [one for one in (self.loss, self.grad_norm, *self.gradients, *self.updates) if one.is_wrong]
 
 
-def verify(config: Config, documents: Documents = "mixed") -> Comparison:
+def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None = None) -> Comparison:
     """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
-    if its engine has no float64. documents: the kind of documents in each row.
+    if its engine has no float64. documents: the kind of documents in each row. team: rank processes to use; left out,
+    they start and end here.
 
     Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
     """
@@ -97,7 +98,11 @@ def verify(config: Config, documents: Documents = "mixed") -> Comparison:
     small, shrunk = shrink(config)
     batch = random_batch(small, documents)
     step = reference_step(small, batch)
-    answers = run_ranks(small, batch)
+    if team:
+        answers = team.step(small, batch)
+    else:
+        with RankTeam() as team:
+            answers = team.step(small, batch)
     limits = LIMITS[small.train.precision]
     without = unpredicted(small)
     by_rank = [
