@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.checkpoint import disk
-from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.config import Config, ModelConfig, invalid, to_toml
 from megatfm.config.experts import FFNConfig, MoEConfig
 from megatfm.config.key_migrations import migrate
 from megatfm.config.model_parts import DenseFFNConfig
@@ -73,8 +73,7 @@ class Mixture:
             sparse = {"ffn": self._section(dense.ffn)}
             return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": sparse}})
         except ValidationError as error:
-            said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise UsageError(f"no mixture can be made of it: {said}") from None
+            raise invalid("no mixture can be made of it", error) from None
 
     def _section(self, ffn: FFNConfig) -> dict[str, Any]:
         """The section of the experts that a dense network becomes."""
@@ -173,11 +172,13 @@ def upcycle(
     import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
     try:
         model = mixture.model(config.model)
+        made = config.changed(
+            {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
+        )
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-    made = config.changed(
-        {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
-    )
+    except ValidationError as error:
+        raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = meta_shapes(made.model)
     kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}

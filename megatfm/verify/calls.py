@@ -73,7 +73,7 @@ class Watcher:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept += 1
-        return tensor
+        return tensor.detach()  # a tensor kept by its own node would form a cycle that nobody frees
 
     def _enter(self) -> None:
         self._inside = len(self._calls)

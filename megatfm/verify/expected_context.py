@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,9 +51,14 @@ class RowsCut:
         def at(name: str) -> Tensor:
             return self._dealt["encoder_" if name.startswith("encoder_") else ""][rank]
 
-        return {
+        part = {
             name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()
         }
+        if "span_left" in part:  # only shapes count here, and the plain model has no tokens outside the part
+            tokens = part["span_left"].shape[1]
+            part["span_left"] = np.minimum(part["span_left"], tokens)
+            part["span_right"] = np.minimum(part["span_right"], np.arange(tokens)[::-1])
+        return part
 
     def here(self, path: str, rank: int) -> Tensor:
         """The places in rows of the tokens that a module of a rank sees."""
@@ -110,9 +116,8 @@ class RowsCut:
         """Keys and values that are made of several tokens, of all heads, forward and backward."""
         computed = PRECISIONS[self._config.train.precision].computed.itemsize
         of_head = module.sums_of(self._row(microbatch, self._side(call, module)))  # type: ignore[operator]
-        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
         elements = of_head * self._config.model.attention.n_heads // self._config.parallel.tp
-        ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
+        ledger.all_reduce(CONTEXT, elements * computed, times=self._sums_forward(call) + call.has_gradient)
 
     def _slots(self, ledger: Ledger, microbatch: int, call: Call, module: Any) -> None:
         """Logarithms of sums are gathered; means are summed and cut; what is made of these is gathered; and back."""
@@ -124,8 +129,7 @@ class RowsCut:
         for gathered in (rows * slots * self._at_least_float32, of_rank):
             ledger.all_gather(CONTEXT, gathered, times=forwards)
             ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
-        sums = 1 if self._config.train.recompute == "selective" else forwards  # which it keeps
-        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=sums)
+        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=self._sums_forward(call))
         ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
 
     def _core(
@@ -189,6 +193,10 @@ class RowsCut:
     def _forwards(self, call: Call) -> int:
         return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
 
+    def _sums_forward(self, call: Call) -> int:
+        """How often a sum over ranks is made in the forward direction: "selective" keeps it."""
+        return 1 if self._config.train.recompute == "selective" else self._forwards(call)
+
     def _side(self, call: Call, module: nn.Module) -> str:
         """Whose keys are looked at, as the prefix of its fields."""
         of_encoder = getattr(getattr(module, "pattern", None), "of_memory", False)
@@ -213,7 +221,8 @@ class RowsCut:
         count = len(module.wide(self._row(microbatch, side), self._dealt[side]))  # type: ignore[operator]
         size = PRECISIONS[self._config.train.precision].computed.itemsize
         queries = rows * n // self._config.parallel.tp * count
-        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * (forwards + call.has_gradient))
+        summed = self._sums_forward(call) + call.has_gradient
+        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * summed)
         ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
         ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * forwards)
 

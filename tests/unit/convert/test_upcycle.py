@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import megatfm
+from megatfm.checkpoint import find_checkpoint, read_state
 from megatfm.commands.convert import add_arguments, main
+from megatfm.config import Config
+from megatfm.convert import template
 from megatfm.convert.convert import convert
 from megatfm.convert.upcycle import Mixture, upcycle
 from megatfm.errors import UsageError
@@ -18,6 +21,8 @@ from tests.unit.convert.test_convert import TOKENS, gpt2, llama
 from tests.unit.generate.conftest import MODEL, random_model, tokenizer_model, write_run
 
 __all__ = ["tokenizer_model"]  # a fixture
+
+RECOMPILED = {"compile": True, "recompute": "full"}
 
 
 @pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
@@ -77,7 +82,7 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
     with pytest.raises(UsageError, match=r"--granularity 7 does not divide model\.ffn\.d_ff = \d+: choose"):
         upcycle(dense, tmp_path / "again", Mixture(4, granularity=7))
     with pytest.raises(
-        UsageError, match="no mixture can be made of it: top_k = 5 is more than n_experts = 4"
+        UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"
     ):
         upcycle(dense, tmp_path / "again", Mixture(4, top_k=5))
     assert not (tmp_path / "again").exists()
@@ -91,6 +96,27 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"
     ):
         what_fits(shapes[1], shapes[0], (), dense)
+
+
+def test_a_config_that_goes_with_no_experts_is_a_usage_error(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = read_state(find_checkpoint(dense))
+    values = {**state, "config": {**state["config"], "train": {**state["config"]["train"], **RECOMPILED}}}
+    monkeypatch.setattr("megatfm.checkpoint.read_state", lambda _: values)
+    with pytest.raises(
+        UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"
+    ):
+        upcycle(dense, tmp_path / "moe", Mixture(4))
+    assert not (tmp_path / "moe").exists()
+
+
+def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) -> None:
+    model = Config.model_validate(read_state(find_checkpoint(dense))["config"]).model
+    with pytest.raises(
+        UsageError, match=r"no config can be made .*: data\.sequence_length: Input should be greater"
+    ):
+        template.config(tmp_path, model, None, -1)
 
 
 @pytest.mark.parametrize(
