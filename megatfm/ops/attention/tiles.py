@@ -38,6 +38,7 @@ class How:
 
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
     q_places: the same of the queries [T]. zero: the number of a bias by distance that is of no distance.
+    covers: the visits are bands that hold every query once, so that outputs need not start as zeros.
     """
 
     visits: Sequence[Piece | Band]
@@ -48,11 +49,13 @@ class How:
     places: Tensor | None = None
     q_places: Tensor | None = None
     zero: int = 0
+    covers: bool = False
 
     @property
     def is_banded(self) -> bool:
-        """Whether each query is in a band, and nowhere in blocks."""
-        return all(isinstance(visit, Band) for visit in self.visits)
+        """Whether each query is in a band, and nowhere in blocks. Bands alone don't say so: queries that see nothing
+        are in none."""
+        return self.covers
 
     @classmethod
     def of(
@@ -65,11 +68,12 @@ class How:
         zero: int,
         places: Tensor | None = None,
         q_places: Tensor | None = None,
+        covers: bool = False,
     ) -> Self:
         """width: of a head."""
         scale = width**-0.5 if variant.scale is None else variant.scale
         threshold = round(variant.dropout * LEVELS)
-        return cls(visits, size, scale, variant.softcap or 0.0, threshold, places, q_places, zero)
+        return cls(visits, size, scale, variant.softcap or 0.0, threshold, places, q_places, zero, covers)
 
 
 def attend(
