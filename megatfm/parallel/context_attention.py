@@ -3,7 +3,8 @@
 What queries may look at is fetched where a pattern says which tokens these are (windows, chunks), and the few queries
 that see all go to the keys themselves. Where documents alone bound what is looked at, that is fetched if it is less
 than half of the rest of the row; else keys and values go round a ring of ranks (Liu et al. 2023), one part of the row a
-step. Of attention of its own, and of that to another row, all keys are fetched.
+step. Of attention of its own, of that to another row, and where a bias has a number for each pair, all keys are
+fetched.
 """
 
 import logging
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
+from megatfm.ops.attention.distances import by_distance
 from megatfm.ops.attention.tiles import How
 from megatfm.ops.compiled import constant_when_compiled
 from megatfm.parallel.backward_parts import current_part
@@ -43,7 +45,8 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         core_: Any = core
         looked_at = sequence.memory if core_.pattern.of_memory else sequence
         as_they_are = Heads(k.shape[-1], v.shape[-1])
-        if looked_at is not sequence or not hasattr(core, "seen"):
+        of_pairs = bias is not None and not by_distance(bias)
+        if looked_at is not sequence or of_pairs or not hasattr(core, "seen"):
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
             _tell(shown, "all keys are fetched", contexts.size)
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
@@ -220,9 +223,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        if current_part() == "weights" and (
-            kept := vars(ctx).pop("of_weights", None)
-        ):  # nothing travels again
+        kept = vars(ctx).pop("of_weights", None) if current_part() == "weights" else None
+        if kept is not None:  # computed with the gradients of inputs: nothing travels again
             of_bias, of_sinks, of_weights = kept
             return None, None, of_bias, None, of_sinks, None, None, None, *of_weights
         q, sent, bias, drawn, sinks, out, lse, *weights = ctx.saved_tensors

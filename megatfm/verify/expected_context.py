@@ -142,7 +142,8 @@ class RowsCut:
         a_token = self._numbers_of_a_token(sent) * computed
         everywhere = [torch.cat(dealt) for _ in ranks]
         length, most = sum(map(len, dealt)), 0
-        if not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
+        of_pairs = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
+        if of_pairs or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
             needs, is_local = everywhere, True
         else:
             needs, is_local = self._needs(microbatch, module, side)
