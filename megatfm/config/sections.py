@@ -50,8 +50,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, le=WIDEST)
     """Context-parallel ranks, each with its part of every row."""
     context: Literal["auto", "ring", "heads"] = "auto"
-    """How full attention looks across parts: "ring": keys and values go round; "heads": ranks exchange tokens for
-    heads, each has all tokens of some (Ulysses); auto: heads where it can and sends less."""
+    """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
+    less than half to send; "heads": ranks exchange tokens for heads, each has all tokens of some (Ulysses); auto: heads
+    where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """

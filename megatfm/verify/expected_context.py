@@ -1,12 +1,14 @@
 """What attention should send where rows are cut: keys and values, and their gradients (Liu et al. 2023).
 
 Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
-and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
-way. Experts' choices go to all other ranks where a capacity limits them, and where each row is balanced its counts are
-summed. Slots of soft mixtures are summed, each rank keeping its share, and what is made of them is gathered.
+and twice that backward. Where a pattern says what its queries may look at, or documents leave no rank half of what the
+others have, what they may look at elsewhere, once each way. Experts' choices go to all other ranks where a capacity
+limits them, and where each row is balanced its counts are summed. Slots of soft mixtures are summed, each rank keeping
+its share, and what is made of them is gathered.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -41,9 +43,10 @@ class RowsCut:
         self._config, self._model, self._whole = config, model, batch
         unit = parallel.tp if parallel.sequence_parallel else 1
         self._dealt = {
-            side: places(batch[f"{side}positions"].shape[1], parallel.cp, is_folded(model), unit)
+            side: [*places(length, parallel.cp, is_folded(model, length), unit)]
             for side in SIDES
             if f"{side}positions" in batch
+            for length in batch[f"{side}positions"].shape[1:]
         }
         self.batches: list[Arrays] = [self._part(batch, rank) for rank in range(parallel.cp)]
 
@@ -142,16 +145,21 @@ class RowsCut:
         sent = call.inputs[1:2] if latents else (k, v)
         a_token = self._numbers_of_a_token(sent) * computed
         everywhere = [torch.cat(dealt) for _ in ranks]
-        if not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
-            needs: list[Tensor] | None = everywhere
+        length, most = sum(map(len, dealt)), 0
+        of_pairs = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
+        if of_pairs or not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
+            needs, is_local = everywhere, True
         else:
-            needs = self._needs(microbatch, module, side)
-            if needs is not None:
+            needs, is_local = self._needs(microbatch, module, side)
+            most = max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+            if is_local:
                 self._wide(ledger, microbatch, call, module, (q, k, v))
-        if needs is None and self._by_heads(q, k, v, sent):  # type: ignore[arg-type]
+        is_ring = not is_local and 2 * most * len(dealt) >= (len(dealt) - 1) * length
+        share = None if is_ring else Fraction(most * len(dealt), (len(dealt) - 1) * length)
+        if not is_local and self._by_heads(q, k, v, sent, share):  # type: ignore[arg-type]
             self._exchange(ledger, rank, call, (q, k, v), dealt, computed, forwards)  # type: ignore[arg-type]
             return
-        if needs is None:  # a ring: what rank − s had at first goes on after step s
+        if is_ring:  # a ring: what rank − s had at first goes on after step s
             for step in ranks[:-1]:
                 for _ in range(forwards + call.has_gradient):
                     ledger.send(CONTEXT, len(dealt[rank - step]) * a_token)
@@ -226,16 +234,20 @@ class RowsCut:
         ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
         ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * forwards)
 
-    def _by_heads(self, q: Shape, k: Shape, v: Shape, sent: Sequence[Shape | None]) -> bool:
+    def _by_heads(
+        self, q: Shape, k: Shape, v: Shape, sent: Sequence[Shape | None], share: Fraction | None
+    ) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
-        times what goes round, by heads twice queries, keys, values and what is made, 1/c of it)."""
+        times what goes round, of a fetch twice a share of that, by heads twice queries, keys, values and what is made,
+        1/c of it)."""
         parallel = self._config.parallel
         if parallel.context != "auto":
             return parallel.context == "heads"
         (heads, keys), c = self._heads(q, k), parallel.cp
         can = heads % c == 0 and (keys % c == 0 or c % keys == 0)
         by_heads = 2 * (heads + max(keys, c)) * (q[3] + v[3])
-        return can and by_heads * q[0] < 3 * c * self._numbers_of_a_token(sent)
+        times = 3 if share is None else 2 * share
+        return can and by_heads * q[0] < times * c * self._numbers_of_a_token(sent)
 
     def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
@@ -257,11 +269,12 @@ class RowsCut:
             if call.has_gradient:
                 ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * computed)
 
-    def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
+    def _needs(self, microbatch: int, module: nn.Module, side: str) -> tuple[list[Tensor], bool]:
+        """What each rank's queries look at, and whether their pattern bounds it, and not documents alone."""
         row = self._row(microbatch, side)
         pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
-        found = [reached(pattern, row, here) for here in self._dealt[side]]
-        return None if found[0] is None else [each for each in found if each is not None]
+        is_local = pattern.reach(0, 1, row.length) is not None
+        return [reached(pattern, row, here) for here in self._dealt[side]], is_local
 
     def _row(self, microbatch: int, side: str) -> SequenceMetadata:
         """The whole rows of a micro-batch."""

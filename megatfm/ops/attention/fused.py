@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.distances import of_pairs
-from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.products import Variant, unless_blind
 from megatfm.ops.attention.visible import Visible
 from megatfm.ops.compiled import constant_when_compiled
 
@@ -37,6 +37,7 @@ def fused(
 ) -> Tensor:
     """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
     causal, mask = seen.plain == "causal", seen.mask()
+    seen_by_bias = None if bias is None else mask
     if bias is not None:
         mask = _masked_bias(of_pairs(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
@@ -61,7 +62,8 @@ def fused(
             scale=scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )
-    return made[..., :of_values]
+    # Under a mask of booleans torch gives 0 by itself, under one of numbers the mean of all values.
+    return unless_blind(made[..., :of_values], seen_by_bias)
 
 
 def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend]:
