@@ -56,7 +56,9 @@ class Foreground:
         while True:
             begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
             code = attempt()
-            if code == DONE and not finished(run, steps):
+            if code == REQUEUE and finished(run, steps):  # asked to stop after its last step
+                code = DONE
+            elif code == DONE and not finished(run, steps):
                 code = FAILED
                 print(f"megatfm: {UNFINISHED}", file=sys.stderr)
             reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")

@@ -29,6 +29,7 @@ PREFIX = "megatfm job: "
 BEGIN_MARK = f"{PREFIX}attempt"
 # srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
+_NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
 _ENDED = re.compile(
     r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
@@ -118,11 +119,12 @@ def end(args: argparse.Namespace) -> int:
     if begun is None:
         raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
     code = args.code
-    if code == DONE and not finished(args.run, load_config(args.config).train.steps):
-        code = FAILED
     asked = args.asked or (
         "USR1" if code == 128 + signal.SIGUSR1 else ""
     )  # of which a rank died while it started
+    if code in (DONE, REQUEUE) or asked:  # asked to stop, it may have done its last step
+        has_finished = finished(args.run, load_config(args.config).train.steps)
+        code = DONE if has_finished else code or FAILED
     attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
     if code in FINAL:
         restarts.end(replace(attempt, asked=False, reason=FINAL[code]))
@@ -252,6 +254,10 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
             return Blame(host, rank, str(event.get("detail", "failed")))
     if lost := _LOST_NODE.search(text):
         return Blame(lost[1], None, f"node {lost[1]} failed")
+    if refused := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
+        # srun then kills the tasks that did start, on nodes that are in order.
+        how = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
+        return Blame(next(iter(refused)) if len(refused) == 1 else None, None, how)
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:
