@@ -2,11 +2,13 @@
 
 `python -m megatfm.launchers.jobside begin …` prints `NODES HEAD LIST` for srun, or nothing when there is nothing to do;
 `… end …` requeues the job, leaves the word to the next link of its chain, or stops. Both say on stderr, the job's log,
-what they decided and why, and exit with the code that the job shall end with.
+what they decided and why, and exit with the code that the job shall end with. `… again …` does so for a task of a
+preparation that was stopped.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,15 +19,19 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from megatfm.atomic import write_whole
 from megatfm.config import load_config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import EVENTS, finished, last_records, newest_step
+from megatfm.launchers.files import EVENTS, finished, last_records, newest_step, read_json
 from megatfm.launchers.fit import misfit, most_nodes
-from megatfm.launchers.queue import jobs_of
-from megatfm.launchers.restarts import FINAL, RESTARTS, UNFINISHED, Attempt, Restarts
+from megatfm.launchers.preparation import work_done
+from megatfm.launchers.queue import job_state, jobs_of
+from megatfm.launchers.restarts import FINAL, FRUITLESS_STOPS, RESTARTS, UNFINISHED, Attempt, Restarts
 
 PREFIX = "megatfm job: "
+UNSEEN_STOPS = 100
+"""Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
 BEGIN_MARK = f"{PREFIX}attempt"
 # srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
@@ -41,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two; returns the exit code."""
     parser = argparse.ArgumentParser(prog="megatfm.launchers.jobside", description=__doc__)
     actions = parser.add_subparsers(required=True, dest="action")
+    actions.add_parser("again").add_argument("--run", type=Path, required=True)
     for name in ("begin", "end"):
         action = actions.add_parser(name)
         action.add_argument("--run", type=Path, required=True)
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--requeue", action=argparse.BooleanOptionalAction, required=True)
     args = parser.parse_args(argv)
     try:
-        return begin(args) if args.action == "begin" else end(args)
+        return {"begin": begin, "end": end, "again": again}[args.action](args)
     except (MegatfmError, OSError) as error:
         say(f"error: {error}")
         return error.exit_code if isinstance(error, MegatfmError) else FAILED
@@ -145,6 +152,25 @@ def end(args: argparse.Namespace) -> int:
         return _give_up(args, restarts, attempt, spent)
     _go_on(args, restarts, attempt)
     return FAILED if attempt.failed else REQUEUE
+
+
+def again(args: argparse.Namespace) -> int:
+    """Requeue a task of a preparation that was stopped, unless stop after stop no part was finished by any task."""
+    job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+    note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
+    before, work = read_json(note, {}), work_done(args.run)
+    same = isinstance(before, dict) and (before.get("job"), before.get("work")) == (submitted, work)
+    stops = 1 + (before["stops"] if same and isinstance(before.get("stops"), int) else 0)
+    write_whole(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
+    if stops > (FRUITLESS_STOPS if work else UNSEEN_STOPS):
+        say(
+            f"no progress: task {task} was stopped {stops} times in a row, and no part was finished: give more --time"
+        )
+        return NO_PROGRESS
+    if job_state(job).word == "RUNNING":  # else it was cancelled
+        scheduler.requeue(job)
+        say(f"task {task} is requeued: it goes on when its turn comes")
+    return REQUEUE
 
 
 def _go_on(args: argparse.Namespace, restarts: Restarts, attempt: Attempt) -> None:

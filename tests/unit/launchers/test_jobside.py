@@ -408,6 +408,33 @@ def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixtur
     assert "the chain has no further link: start the same command again" in capsys.readouterr().err
 
 
+# ------------------------------------------------------------------------------------------- a preparation's task
+
+
+def test_a_task_that_is_stopped_again_and_again_and_finishes_nothing_is_given_up(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A time limit shorter than one part. What any task finishes is progress of all."""
+    run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
+    (run / "slurm").mkdir(parents=True)
+    work.mkdir(parents=True)
+    for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(name, value)
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    for part in range(3):
+        (work / f"clean.{part:05}.json").touch()
+        assert [main(["again", "--run", str(run)]) for _ in range(10)] == [75] * 10
+    assert [call for call in fake_slurm.calls if "requeue" in call] == ["scontrol requeue 9"] * 30
+    assert main(["again", "--run", str(run)]) == 76
+    assert "task 2 was stopped 11 times in a row, and no part was finished" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
+    fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
+    assert main(["again", "--run", str(run)]) == 75, "another submission counts anew"
+    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, (
+        "one that was cancelled stays so"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- blame
 
 DIED_BEFORE_LAUNCH = """\
