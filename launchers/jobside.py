@@ -23,13 +23,23 @@ from megatfm.atomic import write_whole
 from megatfm.config import load_config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import EVENTS, finished, last_records, newest_step, read_json
+from megatfm.launchers.files import (
+    EVENTS,
+    finished,
+    last_records,
+    newest_step,
+    number_of,
+    read_json,
+    texts_of,
+)
 from megatfm.launchers.fit import misfit, most_nodes
 from megatfm.launchers.preparation import work_done
 from megatfm.launchers.queue import job_state, jobs_of
 from megatfm.launchers.restarts import FINAL, FRUITLESS_STOPS, RESTARTS, UNFINISHED, Attempt, Restarts
 
 PREFIX = "megatfm job: "
+LOG_BYTES = 2**24
+"""How much of a log's end is searched for what SLURM said: it says little, and that at the end."""
 UNSEEN_STOPS = 100
 """Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
 BEGIN_MARK = f"{PREFIX}attempt"
@@ -261,11 +271,7 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
 
     before: when the next attempt began, whose events are none of this one's.
     """
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    text = text[text.rfind(BEGIN_MARK) + 1 :]
+    text = _since_mark(log)
     cut, until = "", before or sys.float_info.max
     if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
         cut, until = (
@@ -274,9 +280,10 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
         )
         text = text[: ended.start()]
     for event in reversed(last_records(run / EVENTS, 8)):
-        if event.get("event") == "failed" and since <= event.get("time", 0) < until:
-            hosts, ranks = event.get("hosts") or [], event.get("ranks") or []
-            host, rank = (hosts[0], ranks[0]) if len(set(hosts)) == 1 else (None, None)
+        if event.get("event") == "failed" and since <= (number_of(event, "time") or 0) < until:
+            hosts, ranks = texts_of(event, "hosts"), texts_of(event, "ranks")
+            known = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
+            host, rank = (hosts[0], int(ranks[0])) if known else (None, None)
             return Blame(host, rank, str(event.get("detail", "failed")))
     if lost := _LOST_NODE.search(text):
         return Blame(lost[1], None, f"node {lost[1]} failed")
@@ -291,6 +298,18 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
     if first := next(iter(guilty or tasks), None):
         return Blame(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
     return Blame(how=f"ended by SLURM: {cut.lower()}", by_slurm=cut != "NODE FAILURE") if cut else Blame()
+
+
+def _since_mark(log: Path) -> str:
+    """What a job's log says since the last attempt began, its end at most; nothing where there is no such file."""
+    try:
+        with log.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return ""
+    return data[data.rfind(BEGIN_MARK.encode()) + 1 :].decode(errors="replace")
 
 
 def _restart() -> int:
