@@ -53,7 +53,9 @@ def hostnames(nodes: str) -> list[str]:
     """The hosts of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
         return nodes.split(",")
-    return call("scontrol", "show", "hostnames", nodes).split()
+    if not (names := call("scontrol", "show", "hostnames", nodes).split()):
+        raise MegatfmError(f"scontrol show hostnames {nodes}: names no host")
+    return names
 
 
 def seconds(text: str) -> int | None:
