@@ -7,6 +7,7 @@ agree on. No torch.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -34,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         early: list[int] = []
 
         def deliver(pid: int, number: int) -> None:
-            if not to_workers(pid, number):  # there is nothing to save yet
+            if not to_workers(pid, number) and not any(Path(codes).iterdir()):  # there is nothing to save yet
                 early.append(number)
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
         agent = Child(
             "torchrun",
@@ -68,12 +70,17 @@ def to_workers(pid: int, number: int) -> bool:
     """Send a signal to the workers below torchrun; whether it has any yet."""
     workers = list(_workers(pid))
     for worker in workers:
-        worker.send_signal(number)
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            worker.send_signal(number)
     return bool(workers)
 
 
 def _workers(pid: int) -> Iterator[psutil.Process]:
-    for process in psutil.Process(pid).children():
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.Error:
+        return
+    for process in children:
         try:
             if "LOCAL_RANK" in process.environ():
                 yield process
@@ -85,7 +92,8 @@ def exit_code_of(code: int, folder: Path) -> int:
     """The code that the workers left, where all that left one agree; else 1."""
     if code == DONE:
         return DONE
-    left = {int(path.read_text()) for path in folder.iterdir()}
+    texts = {path.read_text() for path in folder.iterdir()}
+    left = {int(text) if text.isdecimal() else FAILED for text in texts}  # empty: killed while it wrote
     (agreed,) = left if len(left) == 1 else (FAILED,)
     # A worker that torchrun ended because another left with such a code could not leave its own.
     return agreed if agreed in (USAGE, REQUEUE, NO_PROGRESS, LOCKED) else FAILED

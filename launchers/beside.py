@@ -11,7 +11,7 @@ import psutil
 
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import LAUNCH, launched
+from megatfm.launchers.files import LAUNCH, launched, number_of
 from megatfm.launchers.job import Job
 from megatfm.launchers.queue import alive, evaluations_of, jobs_of
 
@@ -49,10 +49,12 @@ def process(run: Path) -> psutil.Process | None:
     if note.get("host") != socket.gethostname() or "pid" not in note:
         return None
     try:
-        found = psutil.Process(int(note["pid"]))
-        same = abs(found.create_time() - float(note.get("started", 0))) < 1  # else the number was used again
+        found = psutil.Process(int(number_of(note, "pid") or 0))
+        same = (
+            abs(found.create_time() - (number_of(note, "started") or 0)) < 1
+        )  # else the number was used again
         return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):
         return None
 
 
@@ -65,7 +67,14 @@ def cancel(run: Path) -> str:
     if jobs:
         said.append(_end(jobs))
     if found := process(run):
-        found.send_signal(signal.SIGTERM)
+        try:
+            found.send_signal(signal.SIGTERM)
+        except psutil.AccessDenied:
+            raise UsageError(
+                f"{run}: process {found.pid} is of {found.username()}, who alone can end it (or root)"
+            ) from None
+        except psutil.NoSuchProcess:
+            pass  # ended at this moment
         said.append(f"told process {found.pid} to save and stop")
     if not said:
         raise UsageError(f"{run}: {_nothing(run)}")

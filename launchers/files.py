@@ -5,9 +5,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatfm.atomic import write_whole
 
@@ -15,6 +15,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LAUNCH = "launch.json"
 TAIL_BYTES = 2**18
+BLOCK_BYTES = 2**16
 _COMMITTED = re.compile(r"step-(\d+)")
 
 
@@ -24,6 +25,23 @@ def read_json(path: Path, default: Any) -> Any:
         return json.loads(path.read_bytes()) if path.is_file() else default
     except (OSError, ValueError, RecursionError):
         return default
+
+
+def number_of(record: Mapping[str, Any], key: str) -> float | None:
+    """A number of a record that others write; None where there is none. JSON has NaN and infinities as text."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def texts_of(record: Mapping[str, Any], key: str) -> list[str]:
+    """A list of a record that others write, as texts; empty where there is none."""
+    value = record.get(key)
+    return [str(each) for each in value] if isinstance(value, list) else []
 
 
 def launched(run: Path) -> dict[str, Any]:
@@ -37,7 +55,7 @@ def launched(run: Path) -> dict[str, Any]:
 
 def note_launch(run: Path, **facts: object) -> None:
     """Leave in the run directory how it was started, for status, logs and cancel. Raises OSError."""
-    note = {"evaluations": launched(run).get("evaluations", []), **facts}
+    note = {"evaluations": texts_of(launched(run), "evaluations"), **facts}
     write_whole(run / LAUNCH, json.dumps({**note, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
 
 
@@ -61,8 +79,7 @@ def finished(run: Path, steps: int) -> bool:
     An exit code is not enough: srun leaves with 0 when its node is taken away.
     """
     last = next(iter(last_records(run / EVENTS, 1)), {})
-    step = last.get("step", 0)
-    return last.get("event") == "finished" and isinstance(step, int) and step >= steps
+    return last.get("event") == "finished" and (number_of(last, "step") or 0) >= steps
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
@@ -78,6 +95,25 @@ def last_records(path: Path, count: int) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records[::-1]
+
+
+def start_of_last_lines(file: BinaryIO, count: int) -> int:
+    """Where the last `count` lines of a file begin, an unfinished one among them; read from its end, block by block."""
+    position = end = file.seek(0, os.SEEK_END)
+    wanted = count
+    while position > 0 and count > 0:
+        start = max(0, position - BLOCK_BYTES)
+        file.seek(start)
+        block = file.read(position - start)
+        if position == end:  # what ends the last line begins no other
+            wanted += block.endswith(b"\n")
+        found = block.count(b"\n")
+        if found >= wanted:
+            for _ in range(wanted):
+                block = block[: block.rindex(b"\n")]
+            return start + len(block) + 1
+        wanted, position = wanted - found, start
+    return end if count <= 0 else 0
 
 
 def last_lines(path: Path) -> Iterator[str]:

@@ -1,6 +1,9 @@
 """The logs that matter: the job's own, in which rank 0 speaks (without a job, rank 0's), and those of ranks that had
 trouble."""
 
+import contextlib
+import itertools
+import os
 import re
 import sys
 import time
@@ -9,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from megatfm.launchers.files import last_lines
+from megatfm.launchers.files import TAIL_BYTES, start_of_last_lines
 from megatfm.launchers.progress import launcher_of
 
 POLL_SECONDS = 0.5
+LINE_BYTES = 4096
+"""Of lines that the last look ended in; longer ones tell of trouble at their beginning."""
 TROUBLE = re.compile(
     r"\b(ERROR|CRITICAL|Traceback|Fatal Python error|Segmentation fault|Aborted|hangs?|hung|out of memory)\b"
 )
@@ -28,11 +33,16 @@ class Tail:
     offset: int = 0
     rest: bytes = field(default=b"", repr=False)
 
+    def begin(self, count: int) -> None:
+        """Leave out what comes before the last `count` lines."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            self.offset = start_of_last_lines(file, count)
+
     def news(self) -> Iterator[str]:
         """Whole lines that came since the last look. A file that became shorter is read from its start."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.offset:
+                if file.seek(0, os.SEEK_END) < self.offset:
                     self.offset, self.rest = 0, b""
                 file.seek(self.offset)
                 data = file.read()
@@ -40,22 +50,57 @@ class Tail:
             return
         self.offset += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            yield line.decode(errors="replace").rstrip("\r")
+        yield from map(_shown, lines)
+
+    def end(self) -> Iterator[str]:
+        """The last line where it was never finished, as by a process that was killed."""
+        if self.rest:
+            yield _shown(self.rest)
+        self.rest = b""
 
 
-def chosen(run: Path, everything: bool = False) -> dict[Path, str]:
+def _shown(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r")
+
+
+class Troubles:
+    """Which logs of ranks tell of trouble; each is read once, and from then on what is new of it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[int, bool]] = {}
+
+    def has(self, path: Path) -> bool:
+        """Whether there is any in the last part of a file, or was when it was looked at before."""
+        seen, found = self._seen.get(path, (0, False))
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < seen:
+                    seen, found = 0, False
+                if not found and size > seen:
+                    # The line in which the last look ended is looked at again.
+                    file.seek(max(0, size - TAIL_BYTES, seen - LINE_BYTES))
+                    found = (
+                        TROUBLE.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
+                        is not None
+                    )
+        except OSError:
+            return found
+        self._seen[path] = size, found
+        return found
+
+
+def chosen(run: Path, everything: bool = False, troubles: Troubles | None = None) -> dict[Path, str]:
     """The files that matter, with a short label each: all of them, or those of ranks with trouble. What rank 0 writes
-    is in the job's log too."""
-    launcher = launcher_of(run)
+    is in the job's log too. troubles: what earlier looks have found."""
+    launcher, troubles = launcher_of(run), troubles or Troubles()
     jobs = launcher.logs(run) if launcher else []
     files = {path: "job" if len(jobs) == 1 else path.stem.rpartition("_")[2] for path in jobs}
     for path in sorted((run / "logs").glob("*.log"), key=_number):
         match = _RANK.fullmatch(path.name)
         if not match:
             continue
-        wanted = not jobs if match[1] == "0" else any(map(TROUBLE.search, last_lines(path)))
-        if everything or wanted:
+        if everything or (not jobs if match[1] == "0" else troubles.has(path)):
             files[path] = path.stem.replace("-", " ")
     return files
 
@@ -65,14 +110,21 @@ def _number(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def show(run: Path, count: int, everything: bool = False, out: TextIO | None = None) -> list[Tail]:
-    """Print the last `count` lines of each file; returns where to go on from."""
+def show(
+    run: Path, count: int, everything: bool = False, out: TextIO | None = None, *, to_the_end: bool = False
+) -> list[Tail]:
+    """Print the last `count` lines of each file; returns where to go on from.
+
+    to_the_end: also a last line that isn't finished, which who goes on would print in two parts.
+    """
     out, tails = out or sys.stdout, []
     for path, label in chosen(run, everything).items():
         tail = Tail(path, label)
-        lines = list(tail.news())
+        tail.begin(count)
         print(f"==> {path} <==", file=out)
-        for line in lines[max(0, len(lines) - count) :]:
+        for line in tail.news():
+            print(line, file=out)
+        for line in tail.end() if to_the_end else ():
             print(line, file=out)
         tails.append(tail)
     out.flush()
@@ -87,16 +139,16 @@ def follow(
     out: TextIO | None = None,
 ) -> None:
     """Print new lines, each with its file's label, until `is_over`. Ranks that get into trouble join in."""
-    out, known = out or sys.stdout, {tail.path: tail for tail in tails}
+    out, known, troubles = out or sys.stdout, {tail.path: tail for tail in tails}, Troubles()
     while True:
         ending = is_over()  # asked first, so that the last words are still shown
-        for path, label in chosen(run, everything).items():
+        for path, label in chosen(run, everything, troubles).items():
             if path not in known:
                 known[path] = Tail(path, label)
                 print(f"==> {path} <==", file=out)
         width = max((len(tail.label) for tail in known.values()), default=0)
         for tail in known.values():
-            for line in tail.news():
+            for line in itertools.chain(tail.news(), tail.end() if ending else ()):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()
         if ending:

@@ -13,7 +13,7 @@ import psutil
 from megatfm.config import Config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, MegatfmError
 from megatfm.launchers.beside import check_free, process
-from megatfm.launchers.files import EVENTS, finished, last_records, launched, note_launch
+from megatfm.launchers.files import EVENTS, finished, last_records, launched, note_launch, number_of
 from megatfm.launchers.job import UNKNOWN, Job, State
 from megatfm.launchers.restarts import FINAL, UNFINISHED, Attempt, Restarts
 
@@ -56,7 +56,9 @@ class Foreground:
         while True:
             begun = restarts.begin(Attempt(time.time(), submission=me, job=me, nodes=[socket.gethostname()]))
             code = attempt()
-            if code == DONE and not finished(run, steps):
+            if code == REQUEUE and finished(run, steps):  # asked to stop after its last step
+                code = DONE
+            elif code == DONE and not finished(run, steps):
                 code = FAILED
                 print(f"megatfm: {UNFINISHED}", file=sys.stderr)
             reason = FINAL.get(code, "stopped by a signal" if code == REQUEUE else f"exit code {code}")
@@ -73,7 +75,7 @@ class Foreground:
         """RUNNING while the process that launched it lives; else how it ended."""
         note = launched(run)
         if process(run):
-            return State("RUNNING", f"pid {note['pid']} on {note['host']}", note.get("time"))
+            return State("RUNNING", f"pid {note['pid']} on {note['host']}", number_of(note, "time"))
         if note.get("host") != socket.gethostname() and not _ended(run):
             return State(UNKNOWN, f"started on {note.get('host')}: ask there")
         return _ended(run) or State("FAILED", "its launcher is gone, and left no word")
@@ -89,5 +91,5 @@ def _ended(run: Path) -> State | None:
         return State(last.word, last.reason, last.ended)
     events = last_records(run / EVENTS, 1)
     if events and (word := WORDS.get(str(events[0].get("event")))):
-        return State(word, str(events[0].get("detail", "")), events[0].get("time"))
+        return State(word, str(events[0].get("detail", "")), number_of(events[0], "time"))
     return None

@@ -2,11 +2,13 @@
 
 `python -m megatfm.launchers.jobside begin …` prints `NODES HEAD LIST` for srun, or nothing when there is nothing to do;
 `… end …` requeues the job, leaves the word to the next link of its chain, or stops. Both say on stderr, the job's log,
-what they decided and why, and exit with the code that the job shall end with.
+what they decided and why, and exit with the code that the job shall end with. `… again …` does so for a task of a
+preparation that was stopped.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,18 +19,33 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from megatfm.atomic import write_whole
 from megatfm.config import load_config
 from megatfm.errors import DONE, FAILED, NO_PROGRESS, REQUEUE, USAGE, MegatfmError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import EVENTS, finished, last_records, newest_step
+from megatfm.launchers.files import (
+    EVENTS,
+    finished,
+    last_records,
+    newest_step,
+    number_of,
+    read_json,
+    texts_of,
+)
 from megatfm.launchers.fit import misfit, most_nodes
-from megatfm.launchers.queue import jobs_of
-from megatfm.launchers.restarts import FINAL, RESTARTS, UNFINISHED, Attempt, Restarts
+from megatfm.launchers.preparation import work_done
+from megatfm.launchers.queue import job_state, jobs_of
+from megatfm.launchers.restarts import FINAL, FRUITLESS_STOPS, RESTARTS, UNFINISHED, Attempt, Restarts
 
 PREFIX = "megatfm job: "
+LOG_BYTES = 2**24
+"""How much of a log's end is searched for what SLURM said: it says little, and that at the end."""
+UNSEEN_STOPS = 100
+"""Stops of a task whose parts can't be counted, as they lie in the scratch folder of a preparation to a URL."""
 BEGIN_MARK = f"{PREFIX}attempt"
 # srun names the node and how its tasks ended; who was killed by a signal is no victim of another's failure.
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
+_NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
 _ENDED = re.compile(
     r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
@@ -40,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two; returns the exit code."""
     parser = argparse.ArgumentParser(prog="megatfm.launchers.jobside", description=__doc__)
     actions = parser.add_subparsers(required=True, dest="action")
+    actions.add_parser("again").add_argument("--run", type=Path, required=True)
     for name in ("begin", "end"):
         action = actions.add_parser(name)
         action.add_argument("--run", type=Path, required=True)
@@ -55,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             action.add_argument("--requeue", action=argparse.BooleanOptionalAction, required=True)
     args = parser.parse_args(argv)
     try:
-        return begin(args) if args.action == "begin" else end(args)
+        return {"begin": begin, "end": end, "again": again}[args.action](args)
     except (MegatfmError, OSError) as error:
         say(f"error: {error}")
         return error.exit_code if isinstance(error, MegatfmError) else FAILED
@@ -118,11 +136,12 @@ def end(args: argparse.Namespace) -> int:
     if begun is None:
         raise MegatfmError(f"{args.run / RESTARTS}: nothing is noted of job {job}: was the file removed?")
     code = args.code
-    if code == DONE and not finished(args.run, load_config(args.config).train.steps):
-        code = FAILED
     asked = args.asked or (
         "USR1" if code == 128 + signal.SIGUSR1 else ""
     )  # of which a rank died while it started
+    if code in (DONE, REQUEUE) or asked:  # asked to stop, it may have done its last step
+        has_finished = finished(args.run, load_config(args.config).train.steps)
+        code = DONE if has_finished else code or FAILED
     attempt = replace(begun, ended=time.time(), code=code, asked=bool(asked))
     if code in FINAL:
         restarts.end(replace(attempt, asked=False, reason=FINAL[code]))
@@ -143,6 +162,25 @@ def end(args: argparse.Namespace) -> int:
         return _give_up(args, restarts, attempt, spent)
     _go_on(args, restarts, attempt)
     return FAILED if attempt.failed else REQUEUE
+
+
+def again(args: argparse.Namespace) -> int:
+    """Requeue a task of a preparation that was stopped, unless stop after stop no part was finished by any task."""
+    job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+    note, submitted = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
+    before, work = read_json(note, {}), work_done(args.run)
+    same = isinstance(before, dict) and (before.get("job"), before.get("work")) == (submitted, work)
+    stops = 1 + (before["stops"] if same and isinstance(before.get("stops"), int) else 0)
+    write_whole(note, json.dumps({"job": submitted, "work": work, "stops": stops}) + "\n")
+    if stops > (FRUITLESS_STOPS if work else UNSEEN_STOPS):
+        say(
+            f"no progress: task {task} was stopped {stops} times in a row, and no part was finished: give more --time"
+        )
+        return NO_PROGRESS
+    if job_state(job).word == "RUNNING":  # else it was cancelled
+        scheduler.requeue(job)
+        say(f"task {task} is requeued: it goes on when its turn comes")
+    return REQUEUE
 
 
 def _go_on(args: argparse.Namespace, restarts: Restarts, attempt: Attempt) -> None:
@@ -233,11 +271,7 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
 
     before: when the next attempt began, whose events are none of this one's.
     """
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    text = text[text.rfind(BEGIN_MARK) + 1 :]
+    text = _since_mark(log)
     cut, until = "", before or sys.float_info.max
     if ended := _ENDED.search(text):  # what SLURM then kills has done nothing wrong
         cut, until = (
@@ -246,12 +280,17 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
         )
         text = text[: ended.start()]
     for event in reversed(last_records(run / EVENTS, 8)):
-        if event.get("event") == "failed" and since <= event.get("time", 0) < until:
-            hosts, ranks = event.get("hosts") or [], event.get("ranks") or []
-            host, rank = (hosts[0], ranks[0]) if len(set(hosts)) == 1 else (None, None)
+        if event.get("event") == "failed" and since <= (number_of(event, "time") or 0) < until:
+            hosts, ranks = texts_of(event, "hosts"), texts_of(event, "ranks")
+            known = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
+            host, rank = (hosts[0], int(ranks[0])) if known else (None, None)
             return Blame(host, rank, str(event.get("detail", "failed")))
     if lost := _LOST_NODE.search(text):
         return Blame(lost[1], None, f"node {lost[1]} failed")
+    if refused := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
+        # srun then kills the tasks that did start, on nodes that are in order.
+        how = "; ".join(f"node {node} could not start its tasks: {why}" for node, why in refused.items())
+        return Blame(next(iter(refused)) if len(refused) == 1 else None, None, how)
     tasks = list(_SRUN.finditer(text))
     guilty = [match for match in tasks if _SIGNALLED.search(match[3])]
     if not guilty and len({match[1] for match in tasks}) > 1:
@@ -259,6 +298,18 @@ def blame(log: Path, run: Path, since: float, before: float | None = None) -> Bl
     if first := next(iter(guilty or tasks), None):
         return Blame(first[1], int(first[2]), f"rank {first[2]} on {first[1]}: {first[3]}")
     return Blame(how=f"ended by SLURM: {cut.lower()}", by_slurm=cut != "NODE FAILURE") if cut else Blame()
+
+
+def _since_mark(log: Path) -> str:
+    """What a job's log says since the last attempt began, its end at most; nothing where there is no such file."""
+    try:
+        with log.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return ""
+    return data[data.rfind(BEGIN_MARK.encode()) + 1 :].decode(errors="replace")
 
 
 def _restart() -> int:

@@ -1,16 +1,20 @@
 """How far a run is, from what it leaves in its directory. No torch: this runs on a login node."""
 
+import math
 import os
 import socket
 import statistics
+import time
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatfm.config.base import check_path
 from megatfm.errors import UsageError
-from megatfm.launchers.files import EVENTS, METRICS, last_records, launched, newest_step, read_json
+from megatfm.launchers.files import EVENTS, METRICS, last_records, launched, newest_step, number_of, read_json
 from megatfm.launchers.job import Launcher, State
 from megatfm.launchers.local import Local
 from megatfm.launchers.mpi import Mpi
@@ -24,6 +28,8 @@ SPEED_STEPS = 50
 """Last steps over whose median speed and time left are estimated."""
 HEARTBEAT_SECONDS = 30.0
 """A run's lock moves every few seconds while it trains, wherever it does."""
+CLOCK_SECONDS = 60.0
+"""By how much the clocks of two machines may differ."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,9 @@ def look(run: Path) -> Progress:
     for job, evaluation in alive(evaluations_of(run)).items():
         detail = f"{state.detail}; " if state.detail else ""
         state = replace(state, detail=f"{detail}evaluation in job {job}: {evaluation.word}")
-    step = last.get("step")
-    seconds = [float(each["step_seconds"]) for each in records if "step_seconds" in each]
-    speeds = [float(each["tokens_per_second"]) for each in records if "tokens_per_second" in each]
+    step = None if (found := number_of(last, "step")) is None or not math.isfinite(found) else int(found)
+    seconds = [value for each in records if (value := number_of(each, "step_seconds")) is not None]
+    speeds = [value for each in records if (value := number_of(each, "tokens_per_second")) is not None]
     left = (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
     detail = f"{events[0].get('event')}: {events[0].get('detail')}" if events else ""
     return Progress(
@@ -100,7 +106,7 @@ def look(run: Path) -> Progress:
         launcher=str(launched(run).get("launcher", "")),
         step=step,
         steps=steps,
-        loss=float(last["loss"]) if "loss" in last else None,  # JSON has "NaN" as a string
+        loss=number_of(last, "loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds_left=None if state.is_over or state.is_unknown else left,
         restarts=_restarts(run),
@@ -130,24 +136,30 @@ def _without_launcher(run: Path, events: list[dict[str, Any]]) -> State:
     """A run that was started by hand: its lock says whether it trains, its last event what became of it."""
     holder = read_json(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _holds(run, holder):
-        return State("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", holder.get("time"))
+        return State("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", number_of(holder, "time"))
     words = {"finished": "DONE", "stopped": "STOPPED"}
     event = str(events[0].get("event")) if events else ""
     return State(words.get(event, "ENDED"), str(events[0].get("detail", "")) if events else "")
 
 
 def _holds(run: Path, holder: dict[str, Any]) -> bool:
+    """Whether the holder of a run's lock lives: its process here, or whoever moves the file from another machine."""
+    if holder.get("host") == socket.gethostname():
+        taken, pid = number_of(holder, "time"), number_of(holder, "pid")
+        try:
+            # One that began after the lock was taken got the number of a dead one.
+            return pid is not None and psutil.Process(int(pid)).create_time() < (taken or math.inf) + 1
+        except (psutil.Error, ValueError, OverflowError):
+            return False
     try:
-        if holder.get("host") == socket.gethostname():
-            os.kill(int(holder["pid"]), 0)
-            return True
-        # Both times are the file server's: the clock of this machine may differ from it.
+        moved = (run / "lock").stat().st_mtime
+    except OSError:
+        return False
+    try:  # by the clock of the file server, from which this machine's may differ
         now = run / f".now.{os.getpid()}"
         now.touch()
-        age = now.stat().st_mtime - (run / "lock").stat().st_mtime
+        age = now.stat().st_mtime - moved
         now.unlink()
         return age < HEARTBEAT_SECONDS
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # no right to look closer: believe what it says
+    except OSError:  # a directory that can't be written to
+        return time.time() - moved < HEARTBEAT_SECONDS + CLOCK_SECONDS

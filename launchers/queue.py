@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.files import launched
+from megatfm.launchers.files import launched, number_of, texts_of
 from megatfm.launchers.job import UNKNOWN, State
 from megatfm.launchers.restarts import FINAL, Restarts
 
@@ -30,12 +30,12 @@ WAITS = {
 
 def jobs_of(run: Path) -> list[str]:
     """Numbers of the jobs that were submitted last for a run, in the order of their chain."""
-    return [str(job) for job in launched(run).get("jobs", [])]
+    return texts_of(launched(run), "jobs")
 
 
 def evaluations_of(run: Path) -> list[str]:
     """Numbers of the jobs that evaluate a run, or did."""
-    return [str(job) for job in launched(run).get("evaluations", [])]
+    return texts_of(launched(run), "evaluations")
 
 
 def alive(jobs: Sequence[str]) -> dict[str, State]:
@@ -49,7 +49,7 @@ def queue_state(run: Path) -> State:
 
     Where the scheduler doesn't say, the run's own record is believed only if it says that nothing goes on.
     """
-    jobs, tasks = jobs_of(run), int(launched(run).get("array", 1))
+    jobs, tasks = jobs_of(run), int(number_of(launched(run), "array") or 1)
     states = [(job, job_state(job, tasks)) for job in jobs]
     living = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
     for wanted in (lambda state: state.word == "RUNNING", lambda state: True):

@@ -8,7 +8,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.launchers import scheduler
 from megatfm.launchers.fit import misfit, most_nodes
 from megatfm.launchers.job import Job
-from megatfm.launchers.site import Site
+from megatfm.launchers.site import FROM_SHELL, Site
 
 START_SECONDS = 120
 """What a start takes, and by how much SLURM may signal too early (a minute)."""
@@ -29,6 +29,8 @@ def notes(job: Job, site: Site) -> Iterator[str]:
     if site.container:
         for problem in missing_paths(job):
             yield f"{problem}; let it be in the container"
+    if left_out := sorted(set(scheduler.overruling()) - set(FROM_SHELL.values())):
+        yield f"{', '.join(left_out)}: not passed on to sbatch, so that the job is as its script says: use flags"
     partition = scheduler.partition(site.partition)
     if partition and partition.state != "UP":
         yield (

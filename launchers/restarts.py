@@ -4,14 +4,17 @@ Only who starts and restarts a run writes the file: the helpers of job scripts, 
 """
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatfm.atomic import write_whole
 from megatfm.errors import DONE, FAILED, LOCKED, NO_PROGRESS, REQUEUE, USAGE
-from megatfm.launchers.files import newest_step, read_json
+from megatfm.launchers.files import newest_step
 
 RESTARTS = "restarts.json"
 FINAL = {
@@ -74,8 +77,11 @@ class Restarts:
     """The attempts at a run, the oldest first."""
 
     def __init__(self, run: Path) -> None:
+        """Read what there is; what is damaged is named on stderr, and left out."""
         self.run = run
         self.attempts = self._read()
+        if self._damaged:
+            print(f"megatfm: {run / RESTARTS}: left out: {self._damaged}", file=sys.stderr)
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Note that an attempt begins; returns it with the step that it begins at."""
@@ -140,14 +146,31 @@ class Restarts:
 
     def _read(self) -> list[Attempt]:
         """Afresh before each change: a link of a chain and the one before it may both be writing."""
-        known = {each.name for each in fields(Attempt)}
-        return [
-            Attempt(**{key: value for key, value in entry.items() if key in known})
-            for entry in read_json(self.run / RESTARTS, [])
-        ]
+        self._damaged = ""
+        attempts: list[Attempt] = []
+        try:
+            entries = json.loads((self.run / RESTARTS).read_bytes())
+        except FileNotFoundError:
+            return attempts
+        except (OSError, ValueError, RecursionError) as error:
+            self._damaged = f"all of it ({error})"
+            return attempts
+        if not isinstance(entries, list):
+            self._damaged = "all of it, which is no list of attempts"
+            return attempts
+        for number, entry in enumerate(entries):
+            try:
+                attempts.append(_ATTEMPT.validate_python(entry))
+            except ValidationError as error:
+                where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
+                self._damaged = f"entry {number} and perhaps more ({where}: {error.errors()[0]['msg']})"
+        return attempts
 
     def _save(self) -> None:
         write_whole(self.run / RESTARTS, dump(self.attempts))
+
+
+_ATTEMPT = TypeAdapter(Attempt)
 
 
 def dump(attempts: Sequence[Attempt]) -> str:

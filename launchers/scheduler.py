@@ -1,8 +1,9 @@
 """What is asked of SLURM, by its own commands. They answer in words that change between versions, so few are read."""
 
+import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatfm.errors import MegatfmError, UsageError
@@ -11,11 +12,19 @@ TIMEOUT_SECONDS = 60.0  # a dead slurmctld would hang its commands for longer
 _FACT = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
 
 
-def call(*words: str) -> str:
-    """What a command of SLURM prints. Raises UsageError where there is none, MegatfmError when it refuses."""
+def call(*words: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a command of SLURM prints. Raises UsageError where there is none, MegatfmError when it refuses.
+
+    environment: all of its variables, in place of ours.
+    """
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            env=environment,
         )
     except FileNotFoundError:
         raise UsageError(f"{words[0]} is not on PATH: run this on a login node of the cluster") from None
@@ -44,7 +53,9 @@ def hostnames(nodes: str) -> list[str]:
     """The hosts of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
         return nodes.split(",")
-    return call("scontrol", "show", "hostnames", nodes).split()
+    if not (names := call("scontrol", "show", "hostnames", nodes).split()):
+        raise MegatfmError(f"scontrol show hostnames {nodes}: names no host")
+    return names
 
 
 def seconds(text: str) -> int | None:
@@ -89,10 +100,25 @@ def usable_nodes(partition: str) -> set[str]:
     """Nodes of a partition that could run a job now or later: not down, drained or failing."""
     usable = set()
     for line in call("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
-        name, state = line.split()
-        if not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
+        name, _, state = line.strip().partition(" ")  # a node that is just being added has no state
+        if state and not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
             usable.add(name)
     return usable
+
+
+def submit(script: str, dependency: str = "") -> str:
+    """What sbatch says of a script. A dependency takes the place of the script's own.
+
+    sbatch's variables of this shell (SBATCH_TIMELIMIT and the like) would overrule the script: they are taken out.
+    """
+    option = [f"--dependency={dependency}"] if dependency else []
+    ours = {name: value for name, value in os.environ.items() if name not in overruling()}
+    return call("sbatch", "--parsable", *option, script, environment=ours)
+
+
+def overruling() -> list[str]:
+    """Variables of this shell by which sbatch would overrule what a script asks for."""
+    return sorted(name for name in os.environ if name.startswith("SBATCH_"))
 
 
 def requeue(job: str) -> None:

@@ -1,6 +1,7 @@
 """A cluster, described once in `slurm/site.toml`."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -73,9 +74,24 @@ class Site(Section):
 
 OURS = (
     *("array", "chdir", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
-    *("output", "parsable", "requeue", "signal", "wrap"),
+    *("output", "parsable", "requeue", "signal", "test-only", "wait", "wrap"),
+    *(
+        "account",
+        "constraint",
+        "cpus-per-task",
+        "exclude",
+        "gpus-per-node",
+        "mem",
+        "partition",
+        "qos",
+        "time",
+    ),
 )
-"""Options of sbatch on which the scripts rely as they are."""
+"""Options of sbatch on which the scripts rely as they are, and those for which there are flags and fields."""
+WRITTEN_OUT = (*OURS, "begin", "dependency", "nodelist", "reservation")
+"""Options that are read here, for which sbatch would take a beginning of the name, too."""
+FROM_SHELL = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
+"""Field → the variable of sbatch whose value it has where neither the site nor a flag says another."""
 
 
 def load_site(path: Path | None, overrides: dict[str, str | int | None], options: Sequence[str] = ()) -> Site:
@@ -90,10 +106,30 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
             raise UsageError(
                 f"{option!r}: no option of sbatch: give one as --name=value, without blanks or quotes"
             )
-        if option.removeprefix("--").partition("=")[0] in OURS:
-            raise UsageError(
-                f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's"
-            )
-    texts = {key: json.dumps(value) for key, value in overrides.items() if value is not None}
-    site = load(Site, chosen, [f"{key}={text}" for key, text in texts.items()])
+    given = {key: value for key, value in overrides.items() if value is not None}
+    site = _load(chosen, given)
+    shell = {key: os.environ.get(name) for key, name in FROM_SHELL.items() if getattr(site, key) is None}
+    if any(shell.values()):
+        site = _load(chosen, given | {key: value for key, value in shell.items() if value})
+    for option in (*site.sbatch, *options):
+        _check_option(option)
     return site.model_copy(update={"sbatch": [*site.sbatch, *options]})
+
+
+def _load(path: Path, fields: dict[str, str | int]) -> Site:
+    return load(Site, path, [f"{key}={json.dumps(value)}" for key, value in fields.items()])
+
+
+def _check_option(option: str) -> None:
+    """Raise UsageError for one that `megatfm launch` sets itself, also where the name is cut short."""
+    name = option.removeprefix("--").partition("=")[0]
+    if name in OURS:
+        raise UsageError(
+            f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields"
+        )
+    whole = [known for known in WRITTEN_OUT if known.startswith(name)]
+    if whole and name not in WRITTEN_OUT:
+        raise UsageError(
+            f"{option}: sbatch would take this for --{' or --'.join(whole)}: write the name out, or leave it to "
+            "`megatfm launch`, which has flags for what it sets itself"
+        )

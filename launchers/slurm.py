@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -49,12 +50,12 @@ class Slurm:
         of_srun = cpus or (1 if job.max_nodes else None)
         folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
         number = "%A_%a" if job.kind == "prep" else "%j"
-        options, dependency = self._options(job)
+        options, dependencies = self._options()
         script = template.render(
             job=job,
             site=self.site,
             options=options,
-            dependency=dependency,
+            dependency=",".join(dependencies),
             environment=self._environment(),
             cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
             # srun does not take it from the job by itself (SLURM 22.05 and later).
@@ -81,7 +82,7 @@ class Slurm:
     def submit(self, job: Job) -> int:
         """Write code, config and script into RUN/slurm/, queue the job, say its number and where to look."""
         folder, files = self._folder(job), self.render(job)
-        beside = check_free(job)
+        beside, (_, dependencies) = check_free(job), self._options()
         try:
             (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)  # sbatch would lose the log without it
             folder.mkdir(exist_ok=True)
@@ -93,7 +94,7 @@ class Slurm:
             script = folder / next(iter(files))
             jobs: list[str] = []
             for _ in range(job.chain):
-                jobs.append(_sbatch(script))
+                jobs.append(_sbatch(script, _following(dependencies, jobs)))
                 if job.kind == "evaluate":
                     note_evaluation(job.run_dir, [*beside, *jobs])
                 else:  # after each, so that the first knows of the others as soon as can be
@@ -140,12 +141,11 @@ class Slurm:
             return [*agent, "train", config]
         return [*megatfm, config]
 
-    def _options(self, job: Job) -> tuple[list[str], str]:
-        """sbatch's further options, and what the job waits for: in a chain, also for the links before it."""
+    def _options(self) -> tuple[list[str], list[str]]:
+        """sbatch's further options, and what the job waits for."""
         flag = "--dependency="
         waits = [each.removeprefix(flag) for each in self.site.sbatch if each.startswith(flag)]
-        waits += ["singleton"] if job.chain > 1 else []
-        return [each for each in self.site.sbatch if not each.startswith(flag)], ",".join(waits)
+        return [each for each in self.site.sbatch if not each.startswith(flag)], waits
 
     def _environment(self) -> dict[str, str]:
         interface = self.site.interface
@@ -176,14 +176,25 @@ class Slurm:
             )
 
 
+def _following(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
+    """What a link of a chain waits for: the link before it, however that ends, and what the first one waits for.
+
+    Not by the name of the job (`singleton`), which runs in other folders may have, too. Of alternatives (`?`), which
+    sbatch doesn't take together with another condition, the first link alone waits for one.
+    """
+    if not jobs:
+        return ""
+    return ",".join([*(each for each in dependencies if "?" not in each), f"afterany:{jobs[-1]}"])
+
+
 def _template(name: str) -> str:
     return (resources.files("megatfm.slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
-def _sbatch(script: Path) -> str:
+def _sbatch(script: Path, dependency: str) -> str:
     """Queue a script; returns the job's number."""
     try:
-        said = scheduler.call("sbatch", "--parsable", str(script))
+        said = scheduler.submit(str(script), dependency)
     except UsageError as error:
         raise UsageError(f"{error}, or look at the script with --dry-run") from None
     except MegatfmError as error:

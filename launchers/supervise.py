@@ -44,6 +44,11 @@ class Child:
     translate: Callable[[int], int] | None = None
     holds: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what it seems: one process, which writes here and takes every signal as it comes."""
+        return not (self.log or self.stop_signal or self.deliver)
+
 
 def supervise(children: Sequence[Child]) -> int:
     """Run all children to their end; returns the code that they agree on (0, 2, 75, 76 or 77), else 1.
@@ -75,6 +80,11 @@ class _Team:
         self._forwarded: set[int] = set()
         self._end_at = self._kill_at = float("inf")
         self._ending = False
+        # Of several, none may take what is typed: a rank that asks for it in the background would be stopped, unseen.
+        terminal = _is_terminal()
+        (first, *others) = children
+        self._in_front = terminal and not others and first.is_plain
+        self._has_keyboard = self._in_front or not terminal
 
     @property
     def living(self) -> list[Child]:
@@ -99,7 +109,10 @@ class _Team:
                 signal.signal(number, handler)
 
     def start(self) -> None:
-        """Start every child in a process group of its own, so that the terminal's Ctrl-C comes only through us."""
+        """Start every child in a process group of its own, so that the terminal's Ctrl-C comes only through us.
+
+        A single one stays in ours, where it may read from the terminal, as a debugger does: Ctrl-C reaches it, too.
+        """
         for child in self.children:
             output = None
             try:
@@ -110,10 +123,10 @@ class _Team:
                 self.processes[child.name] = subprocess.Popen(
                     child.command,
                     env={**os.environ, **child.environment},
-                    stdin=subprocess.DEVNULL if output else None,
+                    stdin=None if self._has_keyboard and not output else subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    process_group=0,
+                    process_group=None if self._in_front else 0,
                     preexec_fn=_before_exec(child),
                 )
             except OSError as error:
@@ -130,6 +143,8 @@ class _Team:
                     self._end_at = time.monotonic()
                 continue
             self._forwarded.add(number)
+            if number == signal.SIGINT and self._in_front and os.tcgetpgrp(0) == os.getpgrp():
+                continue  # typed at the terminal, which has told the child itself
             for child in self.living:
                 process, wanted = self.processes[child.name], child.stop_signal or number
                 if child.deliver:
@@ -170,7 +185,10 @@ class _Team:
         for child in self.living:
             process = self.processes[child.name]
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                if self._in_front:
+                    process.kill()
+                else:
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def exit_code(self) -> int:
@@ -199,6 +217,13 @@ class _Team:
         text = log.read_bytes()[self.log_starts[name] :].decode(errors="replace").rstrip()
         tail = text.splitlines()[-TAIL_LINES:]
         return "\n".join([f"{line}; the end of {log}:", *(f"  {row}" for row in tail)])
+
+
+def _is_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False
 
 
 def _is_stopped(pid: int) -> bool:

@@ -7,6 +7,7 @@ in the background has a group of its own, so that what it says never mixes with 
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -90,9 +91,18 @@ def gather_problems(mine: Sequence[str]) -> dict[str, list[str]]:
     return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(everyone) if problems}
 
 
+def machine() -> str:
+    """What tells this machine, or container, from the others of a run: several may be called localhost."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
 def own_on_host(mine: Collection[str], group: Group = None) -> set[str]:
     """Of these, those that no other rank on this rank's machine has."""
-    host, me = socket.gethostname(), rank(group)
+    host, me = machine(), rank(group)
     others: set[str] = set()
     for other, (where, its) in enumerate(gather((host, list(mine)), group)):
         if where == host and other != me:

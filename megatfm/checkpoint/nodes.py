@@ -7,7 +7,6 @@ somewhere, and fetches what its ranks need and its node lacks.
 
 import logging
 import secrets
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,8 +46,8 @@ class Nodes:
 
     @classmethod
     def meet(cls, folder: Path, group: Group) -> "Nodes":
-        """Find out. A collective. Ranks with the same host and the same folder are of one node."""
-        names: list[tuple[str, str]] = ranks.gather((socket.gethostname(), str(folder)), group)
+        """Find out. A collective. Ranks with the same machine and the same folder are of one node."""
+        names: list[tuple[str, str]] = ranks.gather((ranks.machine(), str(folder)), group)
         order = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(folder, ranks.rank(group), tuple(order[name] for name in names), group)
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the logs that matter: the job's or rank 0's, those of ranks with trouble."""
     run = check_run(args.run_dir)
-    tails = show(run, args.lines, args.all)
+    tails = show(run, args.lines, args.all, to_the_end=not args.follow)
     if not tails and not args.follow:
         print(f"{run}: no logs yet")
     launcher, asked, over = launcher_of(run), 0.0, False

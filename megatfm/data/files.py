@@ -1,5 +1,6 @@
 """Files of a corpus: read only if they are plain files, written only as a whole."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,16 @@ from megatfm.atomic import sync_folder
 from megatfm.errors import MegatfmError
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
+_TOO_MANY = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
+_NO_RIGHT = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
+_STORAGE = "the disk or file server has trouble: try again when it answers; if this stays, restore the file from a copy"
+ADVICE = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_RIGHT),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), _STORAGE),
+    errno.ENOMEM: "the machine is out of memory: the corpus is in order",
+}
+"""Error numbers for which the file itself is not at fault; what else can't be read is missing or damaged."""
 
 
 def plain_size(path: Path) -> int:
@@ -20,7 +31,7 @@ def plain_size(path: Path) -> int:
     try:
         found = os.lstat(path)
     except OSError as error:
-        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {RESTORE}") from error
+        raise _unreadable(path, error) from error
     if not stat.S_ISREG(found.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
     return found.st_size
@@ -39,7 +50,11 @@ def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
         # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise MegatfmError(f"{path}: cannot be read ({error.strerror}): {remedy}") from error
+        raise _unreadable(path, error, remedy) from error
+
+
+def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
+    return MegatfmError(f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}")
 
 
 def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:
@@ -52,7 +67,7 @@ def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = R
         # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
         data = os.pread(descriptor, size, offset)
     except OSError as error:
-        raise MegatfmError(f"{path}: cannot be read at byte {offset} ({error.strerror}): {remedy}") from error
+        raise _unreadable(path, error, remedy, f" at byte {offset}") from error
     if len(data) != size:
         raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {remedy}")
     return data

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from megatfm.parallel.agent_store import own_part
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
 from megatfm.parallel.sentinel import STOPPED
 from megatfm.parallel.startup_watch import StartupWatch
+from megatfm.ranks import machine
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -62,18 +63,21 @@ def initialise(
     given. A group that is there already is used as it is. Raises UsageError for an environment that contradicts
     itself, MegatfmError when the others can't be reached.
     """
+    later = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        beside = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % beside))
+        _timeout_of_later_groups(later, later)
         place = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return Rank(place.rank, place.world_size, local_rank, place.launcher, _device(place, device))
     place = read_process_environment(os.environ)
     chosen = _device(place, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    later = timedelta(seconds=collective_timeout or timeout)
     options: dict[str, Any] = {"backend": backend, "timeout": later}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
+    begun = time.monotonic()
     try:
         with StartupWatch(place):
             if place.launcher == "mpirun" and place.world_size > 1:
@@ -81,7 +85,9 @@ def initialise(
             else:
                 store = _store(place, timedelta(seconds=timeout))
             if place.world_size > 1:
-                _arrive(store, place, timedelta(seconds=timeout))
+                # What rank 0 has waited for the others in torchrun's store is a part of the time that they have.
+                since = begun if place.rank == 0 else time.monotonic()
+                _arrive(store, place, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **options)
             _timeout_of_later_groups(later, later)
     except (dist.DistError, RuntimeError) as error:
@@ -109,6 +115,7 @@ def joined(
     After an error on GPUs the group is left to the end of the process: to dismantle NCCL, the others must answer.
     """
     was_there = dist.is_initialized()
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     rank = None
     try:
         rank = initialise(timeout, device, collective_timeout)
@@ -119,6 +126,8 @@ def joined(
     finally:
         if not was_there:
             shutdown()
+        else:
+            _timeout_of_later_groups(*before)
 
 
 def _timeout_of_later_groups(gloo: timedelta, nccl: timedelta | None) -> None:
@@ -156,12 +165,13 @@ def _store(place: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     )
 
 
-def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta) -> None:
-    """Wait until all ranks are there. Raises MegatfmError that names those that never came."""
+def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta, since: float) -> None:
+    """Wait until all ranks are there. Raises MegatfmError that names those that never came within `timeout` of
+    `since`, a time of time.monotonic()."""
     store.set(f"megatfm/here/{place.rank}", socket.gethostname())
     if store.add("megatfm/arrived", 1) == place.world_size:
         store.set("megatfm/all", "1")
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = since + timeout.total_seconds()
     while (error := _not_all(store)) is not None:
         if store.check([STOPPED]):
             if place.rank == 0:
@@ -172,8 +182,8 @@ def _arrive(store: dist.Store, place: ProcessEnvironment, timeout: timedelta) ->
         if time.monotonic() < deadline:
             continue
         missing = [n for n in range(place.world_size) if not store.check([f"megatfm/here/{n}"])]
-        if not missing:
-            raise
+        if not missing:  # the last came, and has not said so yet
+            raise error
         names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
         raise MegatfmError(
             f"rank {names} of {place.world_size} never came, within {timeout.total_seconds():g} s: see its log, or the "
@@ -215,26 +225,53 @@ def _meet_over_mpi(place: ProcessEnvironment, timeout: timedelta) -> tuple[Proce
             f"mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
             f"({MPI.Get_library_version().split(',')[0].strip()}); point MPI4PY_LIBMPI at the one of this mpirun"
         )
-    hosts = world.allgather(socket.gethostname())
+    places = world.allgather((machine(), socket.gethostname()))
     store = None
-    address = _address_towards(next((host for host in hosts if host != hosts[0]), None))
+    address, port, problem = "", 0, None
     if world.rank == 0:
-        store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
-    address, port = world.bcast((address, store.port if store else 0))
+        try:
+            address = _own_address(places)
+            store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
+            port = store.port
+        except (MegatfmError, RuntimeError) as error:
+            problem = _first_line(error)
+    address, port, problem = world.bcast((address, port, problem))
     if ours:
         MPI.Finalize()
+    if problem is not None:
+        raise MegatfmError(f"rank 0 on {places[0][1]} can't wait for the others: {problem}")
     if store is None:
         store = dist.TCPStore(address, port, place.world_size, False, timeout)
     return replace(place, address=address, port=port), store
 
 
-def _address_towards(other: str | None) -> str:
-    """The address under which this host is seen from another, which need not be what its own name resolves to."""
-    if other is None:
+def _own_address(places: Sequence[tuple[str, str]]) -> str:
+    """Where the others reach rank 0, this one. places: machine and host name of each rank.
+
+    The address under which this host is seen from another, which need not be what its own name resolves to. Raises
+    MegatfmError where it can't be found and MASTER_ADDR isn't set.
+    """
+    (here, name), *_ = places
+    others = {host for place, host in places if place != here}
+    if not others:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # UDP: picks the route, sends nothing
-        return str(probe.getsockname()[0])
+    reason = ""
+    for other in sorted(others - {name}):
+        try:
+            for family, kind, _, _, place in socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(place)  # UDP: picks the route, sends nothing
+                    found = str(probe.getsockname()[0])
+                if not found.startswith("fe80:"):  # which is of one cable, and needs an interface with it
+                    return found
+        except OSError as error:
+            reason = reason or f"{other}: {error.strerror or error}"
+    if address := os.environ.get("MASTER_ADDR"):
+        return address
+    raise MegatfmError(
+        f"it can't find the others by name ({reason or f'all are called {name}'}): set MASTER_ADDR to the name or "
+        "address under which they reach it, and have mpirun pass it on"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -48,6 +48,22 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
     return ProcessEnvironment("none")
 
 
+def ranks_here(environment: Mapping[str, str]) -> int | None:
+    """How many ranks of this run are on this machine; None where the launcher doesn't say."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if (text := environment.get(name, "")).isdecimal():
+            return int(text)
+    counts, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
+    if not _is_step(environment) or not node.isdecimal():
+        return None
+    each = [  # e.g. 2(x3),1
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts)
+        for _ in range(int(times or 1))
+    ]
+    return each[int(node)] if int(node) < len(each) else None
+
+
 def _is_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks, rather than only the helper that started it."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
@@ -98,11 +114,12 @@ def _head_node(nodes: str) -> str:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
         )
-    except (OSError, subprocess.SubprocessError) as error:
+        (first, *_) = done.stdout.split()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise MegatfmError(
             f"scontrol can't expand SLURM_STEP_NODELIST={nodes} ({error}): set MASTER_ADDR to the first node's name"
         ) from error
-    return done.stdout.split()[0]
+    return first
 
 
 def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:

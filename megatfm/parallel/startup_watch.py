@@ -32,6 +32,7 @@ class StartupWatch:
     def __init__(self, place: ProcessEnvironment) -> None:
         self._place = place
         self._over = threading.Event()
+        self._ending = threading.Lock()  # they have met, or it ends this process: not both
         self._thread = threading.Thread(target=self._watch, name="megatfm-startup-watch", daemon=True)
 
     def __enter__(self) -> Self:
@@ -42,7 +43,8 @@ class StartupWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._over.set()
+        with self._ending:
+            self._over.set()
         sentinel.end()
 
     def _watch(self) -> None:
@@ -60,9 +62,10 @@ class StartupWatch:
                 self._end(REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save")
 
     def _end(self, code: int, text: str) -> None:
-        if not self._over.is_set():
-            os.write(2, f"{text}\n".encode())
-            os._exit(code)
+        with self._ending:
+            if not self._over.is_set():
+                os.write(2, f"{text}\n".encode())
+                os._exit(code)
 
 
 def stopped_here(place: ProcessEnvironment) -> list[int]:

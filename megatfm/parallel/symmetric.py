@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.mesh import TENSOR, Mesh
-from megatfm.ranks import together
+from megatfm.ranks import machine, together
 
 OFF = "set parallel.async_tp = false"
 
@@ -34,8 +34,9 @@ def share_memory(mesh: Mesh, device: torch.device) -> None:
 def _open(mesh: Mesh) -> None:
     from torch.distributed import _symmetric_memory as memory
 
-    hosts = sorted(set(mesh.gather_objects(socket.gethostname(), (TENSOR,))))
-    if len(hosts) > 1:
+    places = dict(mesh.gather_objects((machine(), socket.gethostname()), (TENSOR,)))
+    if len(places) > 1:
+        hosts = sorted(places.values())
         raise MegatfmError(
             f"a group of {mesh.size(TENSOR)} tensor-parallel ranks is on {' and '.join(hosts)}, and memory is read on "
             f"one machine alone: take a parallel.tp that divides the GPUs of one, or {OFF}"

@@ -1,11 +1,14 @@
 """What ranks tell one another: rank 0's result or error, everyone's items, and who has problems."""
 
 import socket
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from megatfm.checkpoint.nodes import Nodes
 from megatfm.errors import UsageError
-from megatfm.ranks import gather, gather_problems, run_on_rank_0, tell
+from megatfm.ranks import gather, gather_problems, own_on_host, run_on_rank_0, tell
 from tests.workers import Workers
 
 
@@ -32,6 +35,23 @@ def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
 def test_all_ranks_know_the_same(workers: Workers) -> None:
     problems = {f"rank 2 on {socket.gethostname()}": ["bad"]}
     assert workers.run(agreed, 3) == [(7, "rank 0 says no", [0, 1, 2], problems)] * 3
+
+
+def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
+    """Ranks 0 and 1 share a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "localhost")
+        real, boot = Path.read_text, f"boot of {dist.get_rank() // 2}\n"
+        patch.setattr(
+            Path, "read_text", lambda path, *rest: boot if path.name == "boot_id" else real(path, *rest)
+        )
+        return own_on_host(["a", f"of {dist.get_rank()}"]), Nodes.meet(folder, dist.group.WORLD).node
+
+
+def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -> None:
+    (first, nodes), (second, _), (third, _) = workers.run(on_machines_of_one_name, 3, tmp_path)
+    assert (first, second, third) == ({"of 0"}, {"of 1"}, {"a", "of 2"})
+    assert nodes == (0, 0, 1)
 
 
 def told() -> list[list[str]]:

@@ -23,6 +23,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError
 from megatfm.parallel.mesh import AXES, Mesh
+from megatfm.parallel.process_environment import ranks_here
 from megatfm.ranks import gather, gather_problems
 from megatfm.train.record.run_directory import RunDirectory
 
@@ -147,7 +148,7 @@ def free_memory(device: torch.device) -> int:
     ):
         with contextlib.suppress(OSError, ValueError):  # "max", or not this version of control groups
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return free // max(1, ranks_here(os.environ) or 1)
 
 
 def product_seconds(device: torch.device) -> float:

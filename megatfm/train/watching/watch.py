@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatfm.atomic import never_through_a_link
 from megatfm.errors import FAILED, MegatfmError
 from megatfm.parallel.bootstrap import Rank
-from megatfm.ranks import gather, run_on_rank_0
+from megatfm.ranks import gather, machine, run_on_rank_0
 from megatfm.train.watching.flight_recorder import dump_flight_recorder
 from megatfm.train.watching.hang_detector import SETTLE_SECONDS, Diagnosis, Heartbeat
 from megatfm.train.watching.hub import Hub, JsonConnection
@@ -120,8 +120,8 @@ class Watch:
 
     def _connect(self) -> tuple[JsonConnection, list[str]]:
         """Rank 0 opens its ear and tells the others where; all learn each other's hosts."""
-        size, hosts = self._rank.world_size, gather(socket.gethostname())
-        alone = len(set(hosts)) == 1
+        size, places = self._rank.world_size, gather((socket.gethostname(), machine()))
+        hosts, alone = [host for host, _ in places], len({place for _, place in places}) == 1
         ours, theirs = socket.socketpair()
 
         def open_ear() -> tuple[str, int]:

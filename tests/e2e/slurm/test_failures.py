@@ -40,13 +40,18 @@ def test_hostile_names_are_refused_before_they_are_submitted(project, name):
     assert not list(project.folder.rglob("owned"))
 
 
-def test_hostile_paths_and_values_reach_no_shell(new_project):
+def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
+    """Nor do variables of the submitting shell reach the job: those for sbatch, and with --export=NONE all others."""
     project = new_project("$(touch owned) & `touch owned`; #")
     project.run_name = "run $(touch owned) > owned"
-    site = f"container = ['env', 'A={HOSTILE}']\nenvironment = {{ B = '{HOSTILE}' }}\n"
+    trouble = json.dumps(str(project.folder / "trouble"))
+    site = f"container = ['env', 'A={HOSTILE}']\nenvironment = {{ B = '{HOSTILE}', TROUBLE = {trouble} }}\n"
     (project.folder / "site.toml").write_text(site)
-    job = project.launch("train.steps=2", "--site", "site.toml")
-    job.finish()
+    monkeypatch.setitem(project.cluster.environment, "SBATCH_TIMELIMIT", "1")
+    monkeypatch.setitem(project.cluster.environment, "SBATCH_JOB_NAME", "other")
+    job = project.launch("train.steps=2", "--site", "site.toml", "--sbatch=--export=NONE")
+    record = job.finish()
+    assert (record["JobName"], record["TimeLimit"]) == ("small", "UNLIMITED")
     assert [line["step"] for line in curve(job.run_dir)] == [1, 2]
     assert not list(project.folder.parent.rglob("owned"))
 

@@ -158,7 +158,7 @@ def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
     (project.folder / "site.toml").write_text("requeue = false\n")
     slow = project.trouble("slow", "0.3")
     links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 4, "--site", "site.toml")
-    assert all(link.record()["Dependency"].startswith("singleton") for link in links[1:])
+    assert all(link.record()["Dependency"].startswith("afterany:") for link in links[1:])
     first, second, third, last = links
     first.until_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", first.number)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.e2e.slurm.cluster import metrics
+
 
 @pytest.mark.slow  # six starts; tests/unit/launchers/test_jobside.py has what is asked of SLURM
 def test_a_node_that_fails_twice_is_excluded(project):
@@ -20,3 +22,32 @@ def test_a_node_that_fails_twice_is_excluded(project):
     assert job.nodes == ["n1", "n3"]
     attempts = json.loads((job.run_dir / "restarts.json").read_text())
     assert [(each["code"], each["failed_host"]) for each in attempts] == [(1, "n2"), (1, "n2"), (0, None)]
+
+
+@pytest.mark.slow  # tests/unit/launchers/test_jobside.py has what srun writes
+def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
+    """Twice, and comes back in between: then the run goes on beside it, and the healthy node is not left out."""
+    cluster = project.cluster
+    if not cluster.has_namespaces:
+        pytest.skip("needs network namespaces: without them a killed node's tasks live on")
+    cluster.until_idle()
+    held, waits = project.trouble("held"), project.folder / "waits"
+    hold = f"touch '{waits}'; while [ -e '{held}' ]; do sleep 0.1; done"
+    site = f'exclude = "n[4-8]"\nsetup = [["bash", "-c", {json.dumps(hold)}]]\n'
+    (project.folder / "site.toml").write_text(site)
+    job = project.launch("train.steps=3", "--site", "site.toml", nodes=2)
+    for dies in (True, True, False):
+        job.until(waits.exists)
+        if dies:
+            cluster.node("kill", "n2")
+        waits.unlink()
+        held.unlink()
+        if dies:
+            job.until(lambda: job.state != "RUNNING")
+            project.trouble("held")
+            cluster.node("start", "n2")
+    job.finish(timeout=400)
+    attempts = json.loads((job.run_dir / "restarts.json").read_text())
+    assert [each["failed_host"] for each in attempts] == ["n2", "n2", None]
+    assert job.nodes == ["n1", "n3"]
+    assert len(metrics(job.run_dir)) == 3

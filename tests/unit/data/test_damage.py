@@ -1,7 +1,9 @@
 """Damage and malice are named, in one line, before they do harm."""
 
+import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import zstandard
 
 from megatfm.data import Corpus, ShardWriter, check
 from megatfm.data.index import MAX_FRAME_BYTES
+from megatfm.errors import MegatfmError
 from tests.unit.data.tamper import (
     INDEX,
     SHARD,
@@ -26,6 +29,37 @@ from tests.unit.data.tamper import (
 )
 
 Write = Callable[..., Path]
+
+
+def test_too_many_open_files_are_no_damage(folder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(MegatfmError) as refused:
+            Corpus.open(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit -n" in str(refused.value)
+    assert "delete" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EIO, "try again when it answers"),
+        (errno.EACCES, "the right to read"),
+        (errno.ENXIO, "restore it"),
+    ],
+)
+def test_what_can_not_be_read_is_told_what_helps(
+    folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    corpus = Corpus.open(folder)
+    monkeypatch.setattr(os, "pread", fail)
+    assert_refused(lambda: corpus.block(0), f"cannot be read at byte 0 ({os.strerror(number)})", advice)
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.launchers.agent import exit_code_of, torchrun
+from megatfm.launchers.agent import exit_code_of, to_workers, torchrun
 
 ROOT = Path(__file__).parents[3]
 STEP = {
@@ -135,7 +135,23 @@ def test_a_signal_to_all_of_the_step_lets_the_workers_save(
     assert said == ""
 
 
+def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else `supervise` would kill the others while they save."""
+    ended = subprocess.Popen(["true"], env={**os.environ, "LOCAL_RANK": "0"})
+    saves = subprocess.Popen(["sleep", "60"], env={**os.environ, "LOCAL_RANK": "1"})
+    workers = [psutil.Process(process.pid) for process in (ended, saves)]
+    ended.wait()
+    monkeypatch.setattr("megatfm.launchers.agent._workers", lambda pid: iter(workers))
+    assert to_workers(os.getpid(), signal.SIGTERM)
+    assert saves.wait(10) == -signal.SIGTERM
+    monkeypatch.undo()
+    assert not to_workers(ended.pid, signal.SIGTERM), "torchrun itself is gone"
+
+
 def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) -> None:
+    (tmp_path / "9").write_text("")
+    assert exit_code_of(1, tmp_path) == 1, "killed while it wrote"
+    (tmp_path / "9").unlink()
     assert exit_code_of(1, tmp_path) == 1
     (tmp_path / "0").write_text("75")
     assert exit_code_of(1, tmp_path) == 75

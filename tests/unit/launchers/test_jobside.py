@@ -390,6 +390,17 @@ def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_sl
     assert fake_slurm.calls[-1] == "scancel 8 9"
 
 
+@pytest.mark.parametrize(("code", "asked"), [(75, "USR1"), (138, "USR1"), (138, ""), (75, "")])
+def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(
+    run: Path, fake_slurm: FakeSlurm, code: int, asked: str
+) -> None:
+    begin(run)
+    finish(run)
+    assert end(run, code, *(["--asked", asked] if asked else [])) == 0
+    assert Restarts(run).attempts[-1].word == "DONE"
+    assert not [call for call in fake_slurm.calls if "requeue" in call]
+
+
 def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain(run, 5, 6, 7)
     begin(run)
@@ -397,7 +408,43 @@ def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixtur
     assert "the chain has no further link: start the same command again" in capsys.readouterr().err
 
 
+# ------------------------------------------------------------------------------------------- a preparation's task
+
+
+def test_a_task_that_is_stopped_again_and_again_and_finishes_nothing_is_given_up(
+    tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A time limit shorter than one part. What any task finishes is progress of all."""
+    run, work = tmp_path / "made.jobs", tmp_path / "made" / ".work"
+    (run / "slurm").mkdir(parents=True)
+    work.mkdir(parents=True)
+    for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}.items():
+        monkeypatch.setenv(name, value)
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+    for part in range(3):
+        (work / f"clean.{part:05}.json").touch()
+        assert [main(["again", "--run", str(run)]) for _ in range(10)] == [75] * 10
+    assert [call for call in fake_slurm.calls if "requeue" in call] == ["scontrol requeue 9"] * 30
+    assert main(["again", "--run", str(run)]) == 76
+    assert "task 2 was stopped 11 times in a row, and no part was finished" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
+    fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
+    assert main(["again", "--run", str(run)]) == 75, "another submission counts anew"
+    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, (
+        "one that was cancelled stays so"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- blame
+
+DIED_BEFORE_LAUNCH = """\
+srun: error: Task launch for StepId=2.0 failed on node n4: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+slurmstepd-n3: error: *** STEP 2.0 ON n3 CANCELLED AT 2026-11-24T11:44:38 ***
+srun: error: n3: task 0: Killed
+"""
+"""Of SLURM 22.05, where n4 had lost power when srun began."""
 
 
 @pytest.mark.parametrize(
@@ -413,6 +460,15 @@ def test_the_last_link_says_how_to_go_on(run: Path, capsys: pytest.CaptureFixtur
         ),
         ("srun: error: Node failure on n3\nsrun: error: n1: task 0: Killed\n", "n3", None),
         ("nothing of interest\n", None, None),
+        (DIED_BEFORE_LAUNCH, "n4", None),
+        (DIED_BEFORE_LAUNCH.replace("Killed", "Exited with exit code 1"), "n4", None),
+        (
+            "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n"
+            "srun: error: Task launch for StepId=1.0 failed on node n3: Socket timed out on send/recv operation\n"
+            "srun: error: n1: task 0: Killed\n",
+            None,
+            None,
+        ),
     ],
 )
 def test_whom_the_log_names(run: Path, text: str, host: str | None, rank: int | None) -> None:

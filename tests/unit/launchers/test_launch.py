@@ -16,6 +16,7 @@ from megatfm.config import load_config
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers import Job, Local, Mpi, add_arguments, main
 from megatfm.launchers.files import last_records, read_json
+from megatfm.launchers.progress import look
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -115,9 +116,17 @@ def test_what_another_start_would_not_help_is_not_started_again(folder: Path) ->
     assert launch("--nproc", "1", "--max-restarts", "2") == 0
     for code in (0, 2, 75, 76, 77):
         (folder / "starts").write_text("")
+        if code == 2:
+            (folder / "runs" / "quickstart" / "events.jsonl").unlink()
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
         assert launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
+
+
+def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) -> None:
+    (folder / "fake_rank.py").write_text(f"{FAKE_RANK}{FINISH}sys.exit(75)")
+    assert launch("--nproc", "1") == 0
+    assert look(folder / "runs" / "quickstart").state.word == "DONE"
 
 
 def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(

@@ -66,7 +66,9 @@ def test_hosts(fake_slurm: FakeSlurm) -> None:
 
 
 def test_usable_nodes(fake_slurm: FakeSlurm) -> None:
-    fake_slurm.answer("sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\n")
+    fake_slurm.answer(
+        "sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\nn9 \nn10\n\n"
+    )
     assert scheduler.usable_nodes("main") == {"n1", "n2", "n5", "n7"}
 
 

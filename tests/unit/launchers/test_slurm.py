@@ -388,13 +388,33 @@ def test_a_chain_is_submitted_link_by_link(
 ) -> None:
     (folder / "bin").mkdir()
     sbatch = fake_slurm.folder / "bin" / "sbatch"
-    sbatch.write_text('#!/bin/bash\necho x >>"$SLURM_FAKE/n"\nwc -l <"$SLURM_FAKE/n"\n')
-    assert launch("--slurm", "--chain", "3") == 0
+    sbatch.write_text('#!/bin/bash\necho "$*" >>"$SLURM_FAKE/n"\nwc -l <"$SLURM_FAKE/n"\n')
+    assert launch("--slurm", "--chain", "3", "--dependency", "afterok:4711") == 0
     assert capsys.readouterr().out.startswith("jobs 1, 2, 3 are queued")
     assert json.loads((folder / "runs/quickstart/launch.json").read_text())["jobs"] == ["1", "2", "3"]
-    assert (
-        "#SBATCH --dependency=singleton\n" in (folder / "runs/quickstart/slurm/pretrain.sbatch").read_text()
+    script = folder / "runs/quickstart/slurm/pretrain.sbatch"
+    assert "#SBATCH --dependency=afterok:4711\n" in script.read_text()
+    after = [f"--dependency=afterok:4711,afterany:{number} " for number in (1, 2)]
+    asked = (fake_slurm.folder / "n").read_text()
+    assert asked == "".join(f"--parsable {option}{script}\n" for option in ["", *after]), (
+        "of no other run's jobs"
     )
+
+
+def test_variables_of_the_shell_do_not_overrule_the_script(
+    folder: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TIMELIMIT": "5", "NO_REQUEUE": "1", "ACCOUNT": "theirs", "PARTITION": "low"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    sbatch = fake_slurm.folder / "bin" / "sbatch"
+    sbatch.write_text('#!/bin/bash\nenv >"$SLURM_FAKE/env"\necho 7\n')
+    assert launch("--slurm", "--account", "mine") == 0
+    assert "SBATCH_" not in (fake_slurm.folder / "env").read_text()
+    assert "PATH=" in (fake_slurm.folder / "env").read_text()
+    assert "note: SBATCH_NO_REQUEUE, SBATCH_TIMELIMIT: not passed on to sbatch" in capsys.readouterr().err
+    script = (folder / "runs/quickstart/slurm/pretrain.sbatch").read_text()
+    assert "#SBATCH --account=mine\n" in script
+    assert "#SBATCH --partition=low\n" in script, "what a site's shell sets for all jobs is still heard"
 
 
 def test_where_nothing_is_requeued_a_single_job_is_warned_about(
@@ -645,7 +665,7 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     script = capsys.readouterr().out.replace("'", "")
     for line in (
         *("--mem=480G", "--exclude=n[1-2],n9", "--nodelist=n3", "--reservation=us", "--begin=now+2hours"),
-        *("--mail-type=FAIL,END", "--exclusive", "--dependency=afterok:4711?afterany:12,singleton"),
+        *("--mail-type=FAIL,END", "--exclusive", "--dependency=afterok:4711?afterany:12"),
     ):
         assert script.count(f"#SBATCH {line}\n") == 1, line
     assert script.count("--dependency") == 1, "of two, sbatch would take the last"
@@ -659,6 +679,11 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sbatch=--comment=a b"], "no option of sbatch"),
         (["--sbatch=--x\n#SBATCH --wrap=y"], "no option of sbatch"),
         (["--sbatch=--signal=B:USR1@5"], "`megatfm launch` sets this itself"),
+        (["--sbatch=--time=5"], "`megatfm launch` sets this itself"),
+        (["--sbatch=--outp=/x"], "--outp=/x: sbatch would take this for --output: write the name out"),
+        (["--sbatch=--job=other"], "for --job-name"),
+        (["--sbatch=--nodel=n1"], "for --nodelist"),
+        (["--sbatch=--depend=singleton"], "for --dependency"),
         (["--mem", "lots"], "memory = 'lots'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -177,6 +179,46 @@ def test_a_usage_error_is_said_once_by_rank_0(
     process = launch("exit2", "exit2")
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (2, "rank 0 says why\n")
+
+
+ASKS = """
+import os, sys
+from megatfm.launchers.supervise import Child, supervise
+code = "print('heard ' + input('asks '))"
+sys.exit(supervise([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank in range(int(sys.argv[1]))]))
+"""
+
+
+def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
+    """What a launcher of ranks that ask for a line leaves and shows, when this is typed to the question."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", ASKS, str(ranks)])
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while select.select([terminal], [], [], 60)[0] and (data := os.read(terminal, 4096)):
+            shown += data
+            if b"asks " in shown and typed:
+                os.write(terminal, typed)
+                typed = b""
+    os.close(terminal)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_a_single_rank_may_ask_at_the_terminal_as_a_debugger_does(tmp_path: Path) -> None:
+    code, shown = at_a_terminal(tmp_path, 1, b"a line\n")
+    assert (code, "heard a line" in shown) == (0, True)
+    code, shown = at_a_terminal(tmp_path, 1, b"\x03")
+    assert code == 75, "Ctrl-C reaches it"
+
+
+def test_of_several_ranks_none_waits_at_the_terminal_for_ever(tmp_path: Path) -> None:
+    code, shown = at_a_terminal(tmp_path, 2, b"a line\n")
+    assert code == 1
+    assert "EOFError" in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

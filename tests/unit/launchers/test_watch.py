@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatfm import cli
-from megatfm.launchers.follow import chosen, follow, show
+from megatfm.launchers.follow import TROUBLE, Troubles, chosen, follow, show
 from megatfm.launchers.progress import look
 from megatfm.launchers.restarts import Attempt, dump
 from tests.unit.launchers.conftest import FakeSlurm
@@ -242,6 +242,50 @@ def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: Make, name: str) -> No
     assert look(run).state.word == "ENDED"
 
 
+def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    (run / "lock").write_text(json.dumps({"host": "n9", "pid": 1}))
+    assert look(run).state.word == "RUNNING"
+    os.utime(run / "lock", (time.time() - 100,) * 2)
+    assert look(run).state.word == "ENDED"
+
+
+@pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
+def test_what_others_write_badly_stops_no_look(
+    make: Make, pid: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(launcher="local", host=socket.gethostname(), pid=pid, started="long ago", jobs=7, array="x")
+    (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "time": "now"}))
+    record = {"step": pid, "loss": None, "step_seconds": "x", "tokens_per_second": [1]}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "events.jsonl").write_text('{"event": "finished", "detail": 3, "time": "then"}\n')
+    for text in ('{"a": 1}', "[1]", "{", '[{"time": "x", "submission": 7}]'):
+        (run / "restarts.json").write_text(text)
+        code, said = megatfm("status", "runs/mine", capsys=capsys)
+        assert (code, "state       DONE" in said, "restarts.json: left out" in said) == (0, True, True)
+    launched = json.loads((run / "launch.json").read_text())
+    for launcher in ("slurm", "by hand"):
+        (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))
+        assert megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+
+
+def test_a_number_of_a_process_that_is_used_again_is_no_run(make: Make) -> None:
+    run = make()
+    began = psutil.Process().create_time()
+    for taken, word in ((began + 5, "RUNNING"), (began - 5, "ENDED")):
+        (run / "lock").write_text(
+            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken})
+        )
+        assert look(run).state.word == word
+
+
 def test_a_loss_that_is_no_number_is_shown(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
@@ -313,6 +357,48 @@ def test_following_shows_what_comes_and_who_gets_into_trouble(make: Make) -> Non
     over.set()
     thread.join(10)
     assert out.getvalue().endswith("rank 0 | the last word\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "a", "a\n", "a\n\nbc\n", "\n\na\r\nwith no end", "x" * 9 + "\ny\n\n\n"]
+)
+def test_the_last_lines_are_those_of_the_whole_file(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Read in pieces from the end, and to the last word of who was killed in mid-line."""
+    log = make() / "logs" / "rank-0.log"
+    log.write_bytes(text.encode())
+    monkeypatch.setattr("megatfm.launchers.files.BLOCK_BYTES", 3)
+    for count in range(5):
+        _, said = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
+        lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+        assert said.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
+
+
+def test_following_ends_with_a_line_that_was_never_finished(make: Make) -> None:
+    run = make()
+    log = run / "logs" / "rank-0.log"
+    log.write_text("old\nkilled in mid-li")
+    out, asked = io.StringIO(), iter([False, True])
+    follow(run, show(run, 1, out=out), is_over=lambda: next(asked), out=out)
+    assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
+
+
+def test_what_was_searched_for_trouble_is_not_read_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, troubles, read = make() / "logs" / "rank-1.log", Troubles(), []
+    search = TROUBLE.search
+    seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})
+    monkeypatch.setattr("megatfm.launchers.follow.TROUBLE", seen)
+    log.write_text("all is well\n" * 1000)
+    assert [troubles.has(log) for _ in range(3)] == [False] * 3
+    assert read == [12_000]
+    for part, expected in (("Trace", False), ("back (most recent call last)\n", True), ("and on\n", True)):
+        with log.open("a") as file:
+            file.write(part)
+        assert troubles.has(log) is expected, "also one that comes in two parts, and it stays so"
+    assert max(read[1:]) < 5000
+    log.write_text("begun anew\n")
+    assert not troubles.has(log)
 
 
 # ------------------------------------------------------------------------------------------------------ cancel
@@ -388,6 +474,21 @@ def test_a_local_run_is_told_to_save_and_stop(make: Make, capsys: pytest.Capture
     assert process.wait(10) == -signal.SIGTERM
     code, said = megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, said.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
+
+
+def test_the_process_of_another_user_is_named_with_its_owner(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me = psutil.Process()
+    make(launcher="local", host=socket.gethostname(), pid=me.pid, started=me.create_time())
+
+    def refuse(process: psutil.Process, number: int) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", refuse)
+    code, said = megatfm("cancel", "runs/mine", capsys=capsys)
+    assert (code, said.count("\n")) == (2, 1)
+    assert f"process {me.pid} is of {me.username()}, who alone can end it" in said
 
 
 def test_watching_needs_no_torch(make: Make) -> None:

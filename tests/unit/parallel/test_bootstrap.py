@@ -2,26 +2,49 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatfm.parallel.bootstrap import initialise, shutdown
+from megatfm.errors import MegatfmError
+from megatfm.parallel.bootstrap import TIMEOUTS, _arrive, _own_address, initialise, joined, shutdown
+from megatfm.parallel.process_environment import ProcessEnvironment
 
 
 def group_facts() -> tuple[int, int, bool]:
-    rank = initialise()
-    return rank.rank, rank.world_size, rank.is_main
+    with joined() as rank:
+        return rank.rank, rank.world_size, rank.is_main
 
 
 def test_a_group_that_is_there_is_used(workers) -> None:  # type: ignore[no-untyped-def]
     assert workers.run(group_facts, 2) == [(0, 2, True), (1, 2, False)]
+
+
+def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
+    os.environ.pop("LOCAL_RANK", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        with joined(collective_timeout=77) as rank:
+            inside = c10d.default_pg_timeout
+        return str(rank.device), inside, c10d.default_pg_timeout
+
+
+def test_a_group_that_is_there_gets_local_ranks_and_timeouts(workers) -> None:  # type: ignore[no-untyped-def]
+    """Whoever made it may not have set LOCAL_RANK."""
+    found = workers.run(join_on_machines_of_two_gpus, 3)
+    assert [device for device, _, _ in found] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert {inside for _, inside, _ in found} == {timedelta(seconds=77)}
+    assert {after for _, _, after in found} == {TIMEOUTS[0]}
 
 
 # Ranks share one output, where a long line of print may be cut in two by another's: one write each.
@@ -110,6 +133,50 @@ def test_ranks_that_never_come(program: str) -> None:
     said = [line for line in lines if line.startswith("MegatfmError")]
     assert len(said) == 1
     assert said[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
+
+
+def test_the_time_that_rank_0_has_waited_already_counts() -> None:
+    store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
+    with pytest.raises(MegatfmError, match="rank 1 of 2 never came, within 1000 s"):
+        _arrive(store, place, timedelta(seconds=1000), time.monotonic() - 1001)
+
+
+def test_a_last_count_that_does_not_come_is_told_by_the_store_s_own_reason() -> None:
+    store, place = dist.HashStore(), ProcessEnvironment("torchrun", 0, 2)
+    store.set("megatfm/here/1", "n2")
+    with pytest.raises(dist.DistError):
+        _arrive(store, place, timedelta(seconds=0), time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "known", "address"),
+    [
+        ([("a", "n1"), ("a", "n1")], {}, "127.0.0.1"),
+        ([("a", "n1"), ("b", "n2")], {"n2": "127.0.0.1"}, "127.0.0.1"),
+        ([("a", "n1"), ("b", "n2"), ("c", "n3")], {"n3": "::1"}, "::1"),
+        ([("a", "n1"), ("b", "n2")], {}, "n2: Name or service not known"),
+        ([("a", "localhost"), ("b", "localhost")], {"localhost": "127.0.0.1"}, "all are called localhost"),
+    ],
+)
+def test_where_the_others_reach_rank_0(
+    hosts: list[tuple[str, str]], known: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *rest: Any, **more: Any) -> Any:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(known[host], *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if address[0].isdigit() or address[0] == ":":
+        assert _own_address(hosts) == address
+        return
+    with pytest.raises(MegatfmError, match=rf"{address}.*set MASTER_ADDR"):
+        _own_address(hosts)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert _own_address(hosts) == "10.0.0.1"
 
 
 @pytest.mark.filterwarnings(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.process_environment import ProcessEnvironment, read_process_environment
+from megatfm.parallel.process_environment import ProcessEnvironment, ranks_here, read_process_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -102,6 +102,34 @@ def test_a_node_list_needs_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MegatfmError, match=r"can't expand SLURM_STEP_NODELIST=n\[1-2\].*set MASTER_ADDR"):
         read_process_environment(STEP | {"SLURM_STEP_NODELIST": "n[1-2]"})
+
+
+def test_a_scontrol_that_names_no_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(MegatfmError, match=r"can't expand SLURM_STEP_NODELIST=n\[1-2\].*set MASTER_ADDR"):
+        read_process_environment(STEP | {"SLURM_STEP_NODELIST": "n[1-2]"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, None),
+        (TORCHRUN, None),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, 1),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "2"}, 8),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),6,2(x2)", "SLURM_NODEID": "5"}, 2),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, None),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "?", "SLURM_NODEID": "0"}, None),
+        (BATCH | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, None),
+        (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        (MPICH | {"MPI_LOCALNRANKS": "3"}, 3),
+    ],
+)
+def test_how_many_ranks_are_on_this_machine(environment: dict[str, str], count: int | None) -> None:
+    assert ranks_here(environment) == count
 
 
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="needs SLURM's scontrol: run `make system-deps`")

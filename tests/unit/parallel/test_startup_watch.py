@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from megatfm.parallel.process_environment import ProcessEnvironment
+from megatfm.parallel.startup_watch import StartupWatch
 from tests.e2e.ranks import free_port
 
 # The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
@@ -74,3 +77,22 @@ def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank
     _, said = waits.communicate(timeout=120)
     assert waits.returncode == 75, said
     assert said == "stopped by a signal before all ranks had come: there is nothing to save\n"
+
+
+def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = StartupWatch(ProcessEnvironment("torchrun", 0, 2))
+    meets = threading.Thread(target=watch.__exit__, args=(None, None, None))
+
+    def write(_: int, data: bytes) -> int:
+        meets.start()
+        meets.join(0.1)
+        assert meets.is_alive(), "it waits for the end"
+        return len(data)
+
+    ended: list[int] = []
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watch._end(1, "error")
+    meets.join(10)
+    watch._end(1, "they have met")
+    assert ended == [1]

@@ -25,7 +25,7 @@ def mesh(*hosts: str) -> Mesh:
     made: Any = SimpleNamespace(
         size=lambda axis: 2,
         group=lambda axis: SimpleNamespace(group_name="of tensors"),
-        gather_objects=lambda mine, axes: [*hosts] or [mine, mine],
+        gather_objects=lambda mine, axes: [(f"boot of {host}", host) for host in hosts] or [mine, mine],
     )
     return made  # type: ignore[no-any-return]
 
