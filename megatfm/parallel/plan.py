@@ -93,7 +93,7 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
     if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "whole":
         raise UsageError(
             f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
-            f"{parts}: its gradient would be each rank's own share. Move it to a module whose style takes it whole, such as "
+            f"{parts}: its gradient would be each rank's own share. Move it to a module with a style such as "
             "'shared by heads', which adds these shares up"
         )
     partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
