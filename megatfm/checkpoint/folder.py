@@ -1,6 +1,5 @@
 """A folder of checkpoints: which is the newest whole one, which may go, and what a killed save left behind."""
 
-import functools
 import logging
 import re
 import secrets
@@ -58,17 +57,9 @@ def latest_together(folder: Path) -> Path | None:
 
     For a run that will save there, too, so links in the place of checkpoints are refused.
     """
-    what = f"{folder} not read"
-
-    def look(path: Path) -> tuple[bytes, str | None]:
-        reason = damage(path)
-        return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
-
-    found = ranks.by_rank_0(what, lambda: _without_links(folder))
+    found = ranks.by_rank_0(f"{folder} not read", lambda: _without_links(folder))
     for path in reversed(found):
-        raw, reason = ranks.by_rank_0(what, functools.partial(look, path))
-        if reason is None:
-            reason = next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
+        reason = damage_together(path)
         if reason is None:
             return path
         if ranks.rank() == 0:
@@ -76,6 +67,17 @@ def latest_together(folder: Path) -> Path | None:
     if found:
         raise _none_is_whole(folder, len(found))
     return None
+
+
+def damage_together(path: Path) -> str | None:
+    """`damage` with hashes, the reading shared out over the ranks, the same answer on all. A collective."""
+
+    def look() -> tuple[bytes, str | None]:
+        reason = damage(path)
+        return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
+
+    raw, reason = ranks.by_rank_0(f"{path} not read", look)
+    return reason or next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
 
 
 def _without_links(folder: Path) -> list[Path]:

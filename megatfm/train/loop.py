@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatfm import checkpoint
+from megatfm.checkpoint.flow import progress
 from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
@@ -59,6 +60,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         Watch(rank, hang) as watch,
         StopSignals(rank.device) as signals,
     ):
+        watch.progress = progress
         if rank.device.type == "cpu":
             keep_freed_memory()
         config = elastic_config(config, rank.world_size)

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import committed, damage
+from megatfm.checkpoint.folder import committed, damage_together
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
@@ -101,9 +101,9 @@ def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
 
 
 def branch_point(words: str) -> ResumePoint:
-    """The checkpoint that `RUN@STEP` means: rank 0 looks, and checks its files. A collective. Raises as `find` does."""
+    """The checkpoint that `RUN@STEP` means: rank 0 looks, all check its files. A collective. Raises as `find` does."""
 
-    def look() -> ResumePoint:
+    def look() -> Path:
         run, _, step = words.rpartition("@")
         kept = committed(Path(run) / "checkpoints")
         path = next(
@@ -115,11 +115,12 @@ def branch_point(words: str) -> ResumePoint:
                 f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
                 f"are: {there}"
             )
-        if (reason := damage(path, hashes=True)) is not None:
-            raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
-        return ResumePoint(path, checkpoint.read_state(path))
+        return path
 
-    return run_on_rank_0(look)
+    path = run_on_rank_0(look)
+    if (reason := damage_together(path)) is not None:
+        raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
+    return run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)))
 
 
 def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:
