@@ -255,6 +255,16 @@ class EvaluateConfig(Section):
 class LogConfig(Section):
     """What is written down while training."""
 
+    @model_validator(mode="after")
+    def _profiles_a_step(self) -> Self:
+        first, end = map(int, self.profile.split(":")) if self.profile else (0, 1)
+        if first >= end:
+            raise ValueError(
+                f"profile = {self.profile!r} records no step, as its end is not included: write "
+                f"'{first}:{first + 1}' for step {first}"
+            )
+        return self
+
     every: PositiveInt = 10
     """Steps between lines on the screen and in the log; metrics hold every step."""
     sinks: list[str] = Field(default_factory=lambda: ["tensorboard"])

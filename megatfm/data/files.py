@@ -31,7 +31,7 @@ def plain_size(path: Path) -> int:
     try:
         found = os.lstat(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, RESTORE) from error
     if not stat.S_ISREG(found.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
     return found.st_size

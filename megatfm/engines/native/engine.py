@@ -75,7 +75,7 @@ class NativeEngine:
         async_tp: bool = False,
         graphs: Recorder | None = None,
     ) -> None:
-        self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
+        self._model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
         self.sharing = sharing if mesh.data_ranks > 1 else ALONE
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
@@ -120,6 +120,12 @@ class NativeEngine:
             )
 
     @property
+    def model(self) -> nn.Module:
+        """The model, whose weights are all those of the last step, however one gets at them."""
+        self.data.wait_for_weights()
+        return self._model
+
+    @property
     def replicated_axes(self) -> Sequence[str]:
         weights = {placement.data for placement in self.layout.values()}
         state = {placement.data for placement in self.layout.state.values()}
@@ -131,14 +137,14 @@ class NativeEngine:
     ) -> Sums:
         """Accumulate the gradient of the global batch's loss over this rank's micro-batches: once before a step."""
         check_first_pass(self.passed)
-        self.model.train()
+        self._model.train()
         self.norms.watch(watch)
         batches = [here(batch, self.device, self.layout) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
         weigh = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
         # Hooks that measure are no part of what was recorded.
-        passes = WholeModel(self.model) if watch and self.graphed else self.passes
+        passes = WholeModel(self._model) if watch and self.graphed else self.passes
         for terms in passes.step(batches, objective, weigh, self.data):
             losses.add(terms)
         self.data.reduce()
@@ -189,7 +195,7 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
         """The loss over batches, of which every rank must bring equally many."""
-        self.model.eval()
+        self._model.eval()
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(self.data.weights_changed):
             for microbatch in batches:
@@ -237,7 +243,7 @@ class NativeEngine:
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """See memory.py."""
         return memory_needed(
-            self.model,
+            self._model,
             self.state.weights.values(),
             self.precision,
             self.sharing,
@@ -255,7 +261,7 @@ class NativeEngine:
         return ties | self.mesh.group_names(self.mesh.owners, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
-        trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
+        trained = {name for name, parameter in named_parameters([self._model]) if parameter.requires_grad}
         if missing := sorted(trained - self.gradients().keys()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "

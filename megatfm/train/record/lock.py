@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatfm.checkpoint.flow import note_progress
 from megatfm.errors import LockedError, MegatfmError
 
 TOUCH_SECONDS = 4.0
@@ -133,6 +134,7 @@ class RunLock:
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
             time.sleep(TOUCH_SECONDS / 8)
+            note_progress()
             if _changed(self.path) != first:
                 return True
         return False

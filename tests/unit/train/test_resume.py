@@ -101,6 +101,34 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
         resume.check(resume.ResumePoint(PATH, state()), now, ["optimizer"])
 
 
+def test_a_branch_is_not_told_to_take_another_name() -> None:
+    found = resume.ResumePoint(PATH, state())
+    for now, wanted in (
+        (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
+        (
+            state(change(VALUES, "optimizer.name", "lion")),
+            r"can't go on: leave train\.branch_from out, and start",
+        ),
+    ):
+        with pytest.raises(UsageError, match=wanted) as caught:
+            resume.check(found, now, [], own=False)
+        assert "another name" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("was", "now", "goes_on"), [("fp32", "bf16", True), ("fp64", "fp32", False)])
+def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool) -> None:
+    found = resume.ResumePoint(PATH, state(precision=was))
+    if goes_on:
+        allowed = resume.check(found, state(precision=now), [])
+        assert allowed == [f"precision: {was} → {now}"]
+        assert resume.settings_of_skips_changed(allowed) == allowed
+        return
+    with pytest.raises(
+        UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: go on with"
+    ):
+        resume.check(found, state(precision=now), ["model"])
+
+
 def test_the_diff_says_what_was_and_what_is() -> None:
     found = resume.ResumePoint(PATH, state())
     assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]

@@ -232,3 +232,19 @@ def test_what_was_not_written_here_is_no_decision(tmp_path: Path, planted: bytes
     (tmp_path / DECISIONS).write_bytes(planted)
     with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line 1: damaged"):
         Decisions(tmp_path / DECISIONS, is_writer=True).read()
+
+
+def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_path: Path) -> None:
+    decisions = Decisions(tmp_path / DECISIONS, is_writer=True)
+    for step in (3, 8, 9):
+        decisions.skip(step)
+    decisions.go_back(7, 6, 100)
+    for step in (8, 9):
+        decisions.skip(step)
+    again = Decisions(tmp_path / DECISIONS, is_writer=True)
+    again.read()
+    assert again.retry_after(6) == [8, 9]
+    assert again.retry_after(6) == []
+    for found in (again, Decisions(tmp_path / DECISIONS, is_writer=False)):
+        found.read()
+        assert (found.skips, found.data_skips, found.rollbacks) == ({3}, {6: 100}, {6: 1})
