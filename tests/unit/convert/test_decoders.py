@@ -235,13 +235,6 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
-    values = {**MODELS["mistral"][1], "sliding_window": 64, "max_position_embeddings": 64}
-    mistral = ARCHITECTURES.get("MistralForCausalLM")
-    windowless = mistral.config(values | {"sliding_window": None}, "MistralForCausalLM")
-    assert mistral.config(values, "MistralForCausalLM") == windowless
-
-
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
