@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="before a decoder's prompt: what stood there in its training, the mark that begins a text, nothing (auto)",
     )
+    parser.add_argument(
+        "--sentinel",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="add <extra_0> to a prompt of span corruption that has none; auto: of models trained so here (auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
     trust.add_argument(parser)
@@ -83,7 +89,15 @@ def main(args: argparse.Namespace) -> int:
         else load(path, device, trust_plugins=args.trust_plugins)
     )
     if args.beams:
-        text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty, args.begin)
+        text = search(
+            loaded,
+            args.prompt,
+            args.max_tokens,
+            args.beams,
+            args.length_penalty,
+            args.begin,
+            args.sentinel,
+        )
         print(f"{args.prompt}{text}")
         _keep(loaded, args.prompt, [text])
         return 0
@@ -91,7 +105,9 @@ def main(args: argparse.Namespace) -> int:
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
     show = _show if args.samples == 1 else _nothing
-    texts = sample(loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin)
+    texts = sample(
+        loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin, args.sentinel
+    )
     if args.samples > 1:
         for number, text in enumerate(texts, start=1):
             print(f"--- sample {number} of {args.samples}\n{args.prompt}{text}")

@@ -101,6 +101,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         reader = _Reader(found, order, ours)
         size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
         broken += reader.broken
+        notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
         travelled = travels.on_the_way_back(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}

@@ -18,6 +18,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
+from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
 
@@ -63,8 +64,15 @@ def text_parts(path: str | Path) -> dict[str, Any]:
         "step": 0,
         "folder": None,
         "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
+        "knows_objective": False,
         "stop": tuple(travels.stop_of(source, opened.json, tokenizer)),
     }
+
+
+def begins_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a folder's own tokenizer puts before a text."""
+    place = Path(path)
+    return tuple(travels.begin_of(place, tokenizers.files(tokenizer_files.place_in(place)), tokenizer))
 
 
 def padding_of(path: str | Path) -> int | None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatfm.errors import MegatfmError, UsageError
+from megatfm.errors import UsageError
 from megatfm.generate.decoding import Decoding, Prompts, stop_tokens
+from megatfm.generate.sampling import check_logits
 
 # B prompts, K beams of each, V vocabulary
 
@@ -62,8 +63,8 @@ def beam_search(
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()
-        if not torch.isfinite(logits).all():
-            raise MegatfmError("the logits are not finite: the weights are, or the training was, broken")
+        places_B = (decoding.tokens_BT.shape[1] - decoding.skipped_B1[:, 0]).tolist()
+        check_logits(logits, places_B)
         logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
         totals = (scores_BK[..., None] + logs_BKV).flatten(1)
         best, places = totals.topk(min(2 * beams, totals.shape[1]), dim=1)

@@ -1,5 +1,6 @@
 """A batch of texts that grow token by token: prompts of any lengths, decoders and encoder-decoders, cached or not."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import KVCache
+
+log = logging.getLogger("megatfm")
 
 # B rows, T tokens so far with padding before the prompts, S tokens of the encoder with padding after them
 
@@ -42,6 +45,26 @@ def stop_tokens(given: int | Sequence[int] | None) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether the logits at a token predict the next one, as the model's class says in `is_causal`."""
+    return bool(getattr(model, "is_causal", False))
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a part of the model reads a text of its own, as its class says in `has_encoder`."""
+    return bool(getattr(model, "has_encoder", False))
+
+
+def check_makes_text(model: nn.Module) -> None:
+    """Raise a UsageError for a model whose logits don't predict a next token."""
+    if not is_causal(model):
+        family = cast(ModelConfig, model.config).family
+        raise UsageError(
+            f"model.family = {family!r} makes no text: give a decoder or an encoder-decoder (a plugin's family says "
+            "is_causal = True)"
+        )
+
+
 class Decoding:
     """The model's view of the batch. Without `cache` everything is computed again for each token: the reference."""
 
@@ -50,14 +73,13 @@ class Decoding:
         config = cast(ModelConfig, model.config)
         if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
-        if (config.family == "encoder_decoder") != (prompts.encoder is not None) or config.family not in (
-            "decoder",
-            "encoder_decoder",
-        ):
-            raise UsageError(
-                f"model.family = {config.family!r} "
-                + ("needs tokens for its encoder" if "decoder" in config.family else "makes no text")
-            )
+        check_makes_text(model)
+        if has_encoder(model) != (prompts.encoder is not None):
+            needs = "needs tokens for its encoder" if has_encoder(model) else "has no encoder for such tokens"
+            raise UsageError(f"model.family = {config.family!r} {needs}")
+        if cache and not getattr(model, "takes_cache", False):
+            log.warning("family %r takes no cache: all is computed again for each token", config.family)
+            cache = False
         self.model, self.config = model, config
         self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0

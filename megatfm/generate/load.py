@@ -24,7 +24,8 @@ class Loaded:
     """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own.
 
     begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the ids of
-    which each ends a text.
+    which each ends a text. knows_objective: whether `config.objective` is what it was trained for, not a guess from its
+    kind.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class Loaded:
     folder: Path | None
     begins: tuple[int, ...] | None = None
     stop: tuple[int, ...] = ()
+    knows_objective: bool = True
 
 
 def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> Loaded:
@@ -82,6 +84,7 @@ def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
         tuple(int(str(token)) for token in stop)
         if isinstance(stop, list)
         else (stop if isinstance(stop, int) else tokenizer.eos,),
+        knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
     )
 
 

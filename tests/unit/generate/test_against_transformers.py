@@ -138,6 +138,20 @@ def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
     assert len(scores) == 1 + 3 + 9 + 27 * 4
 
 
+def test_beams_go_past_ids_that_a_head_masks() -> None:
+    """As if the vocabulary had the other ids alone, which are numbered without a gap."""
+    ours = pair(ModelConfig.of(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    few = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
+    hook = ours.register_forward_hook(
+        lambda _, __, output: output._replace(
+            logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf)
+        )
+    )
+    masked = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
+    hook.remove()
+    assert [each.tokens.tolist() for each in masked] == [each.tokens.tolist() for each in few]
+
+
 def test_the_penalties() -> None:
     assert gnmt_penalty(0.6)(1) == 1.0
     assert gnmt_penalty(1.0)(7) == 2.0

@@ -178,3 +178,20 @@ def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
         MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"
     ):
         load(run)
+
+
+def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
+    model = megatfm.load(run)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert repr(model) == f"megatfm.Model({str(run)!r}: decoder, {count:,} parameters, float32 on cpu)"
+    for arguments, why in (
+        ({"prompt": 5}, "prompt = 5 is no text"),
+        ({"max_tokens": 0}, "max_tokens = 0, beams = 0: choose"),
+        ({"beams": -1}, "beams = -1: choose"),
+        ({"begin": "eos"}, "begin = 'eos': choose one of auto, bos, none"),
+        ({"sentinel": "no"}, "sentinel = 'no': choose one of auto, always, never"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            model.generate(**arguments)
+    with pytest.raises(UsageError, match="fit: a dict is no config: give a file"):
+        megatfm.fit({"name": "x"})  # type: ignore[arg-type]
