@@ -192,6 +192,8 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         ours.shares.copy_(shares)
         losses = ours(x, sequence()).losses
         theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
+        of_four = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),) * 4, E, top_k)
+        torch.testing.assert_close(of_four, theirs, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
         wanted = {
@@ -430,6 +432,37 @@ def test_state_follows_the_counts_of_a_step() -> None:
     torch.testing.assert_close(module.shares, load.double() / (2 * B * T * 3))
     module.forget()
     assert not module.observed
+
+
+def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
+    """Then the next step's terms are finite."""
+    router = {"name": "noisy_top_k", "importance": 0.1, "load": 0.1, "balance": 0.1}
+    module, nothing = make(router=router), torch.full((B, T), -1)
+    module.observe(module(inputs(), sequence()).counts)
+    with torch.no_grad():
+        module.update(module.observed)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.forget()
+    module.observe(module(inputs(), sequence(nothing)).counts)
+    assert int(module.observed["tokens"]) == 0
+    with torch.no_grad():
+        module.update(module.observed)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert all(torch.isfinite(term) for term in module(inputs(), sequence()).losses.values())
+    assert module.statistics(module.observed)["importance_cv2"] == 0
+
+
+def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
+    module = make(router={"name": "noisy_top_k", "importance": 0.1, "load": 0.1})
+    with torch.no_grad():
+        made = module(inputs(), sequence())
+    statistics = module.statistics(made.counts)
+    for name in ("importance", "load"):
+        sums = made.counts[f"evened {name}"].double()
+        expected = float((sums.std(unbiased=False) / sums.mean()) ** 2)
+        assert statistics[f"{name}_cv2"] == pytest.approx(expected, rel=1e-9)
+    assert made.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
 
 
 def test_a_balanced_start() -> None:
