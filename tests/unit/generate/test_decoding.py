@@ -35,6 +35,8 @@ MODELS = {
     "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4},
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
     "soft caps": {"attention.softcap": 2.0, "head.softcap": 9.0},
+    "experts, limited": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.capacity": 0.6},
+    "experts, few places": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 1, "ffn.places": 1},
 }
 PATTERNS = {
     "window": {"attention.pattern": {"name": "window", "width": 3}, "attention.n_kv_heads": 2},
