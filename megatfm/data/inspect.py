@@ -45,7 +45,7 @@ def check(folder: str | Path) -> Checked:
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
     for number, shard in enumerate(corpus.manifest.shards):
-        found, keys = blake3(), corpus.indexes[number].samples["key"]
+        found, keys = blake3(), corpus.indexes.complete(number).samples["key"]
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
             twice = names[counts.argmax()].decode("ascii", "replace")
@@ -121,9 +121,8 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
 
 def _padding(corpus: Corpus) -> dict[str, str]:
     """What rows of usual lengths would be filled with, of the first documents of a large corpus."""
-    lengths, found = corpus.lengths() + 1, {}
     blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(LOOKED_AT, "right")))]
-    some = lengths[: int(blocks[-1])]
+    some, found = corpus.lengths(0, len(blocks) - 1) + 1, {}
     for row in (size for size in ROWS if size <= int(some.sum())):
         cut, whole = padding(some, blocks, row)
         much = ": documents don't fill such rows" if whole > MUCH_PADDING else ""

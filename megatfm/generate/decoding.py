@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import KVCache
+from megatfm.layers.moe import without_capacity
 
 log = logging.getLogger("megatfm")
 
@@ -66,7 +67,10 @@ def check_makes_text(model: nn.Module) -> None:
 
 
 class Decoding:
-    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference."""
+    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
+
+    Experts with a capacity take all tokens, either way.
+    """
 
     def __init__(self, model: nn.Module, prompts: Prompts, max_tokens: int, *, cache: bool = True) -> None:
         """Raises UsageError for prompts that can't be continued, or not by `max_tokens`."""
@@ -120,7 +124,8 @@ class Decoding:
         if self.cache is not None:
             inputs["cache"] = self.cache
         self.fed = self.tokens_BT.shape[1]
-        return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
+        with without_capacity(self.model):
+            return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
 
     def append(self, tokens_B: Tensor) -> None:
         """The rows' next tokens."""
@@ -146,7 +151,8 @@ class Decoding:
             )
         tokens_BS, documents_BS = _padded(tokens, left=False)
         where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
-        memory = cast(Any, self.model).encode(tokens_BS, **where)
+        with without_capacity(self.model):
+            memory = cast(Any, self.model).encode(tokens_BS, **where)
         return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
 
 

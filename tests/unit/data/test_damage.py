@@ -180,9 +180,9 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
         frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
 
     bad = corpus.shard_blocks(1)[1]
-    replace_index(folder, edited(corpus.indexes[1], other_frame))
+    replace_index(folder, edited(corpus.indexes.complete(1), other_frame))
     assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "the index says")
-    replace_index(folder, edited(corpus.indexes[1], other_size))
+    replace_index(folder, edited(corpus.indexes.complete(1), other_size))
     assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "no array")
 
 
@@ -273,7 +273,7 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
         for key in ("ab", "ba", "cd", "dc"):  # two in each shard
             writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
         writer.finish({})
-    index = Corpus.open(tmp_path).indexes[1]
+    index = Corpus.open(tmp_path).indexes.complete(1)
     content = zstandard.decompress((tmp_path / SHARD).read_bytes())
     data = zstandard.compress(content.replace(b"dc.", b"cd."))  # the sums of headers stay right
     replace_shard(tmp_path, data)
@@ -300,7 +300,7 @@ def test_an_index_with_more_than_it_says_is_named(folder: Path) -> None:
 
 def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
     corpus = Corpus.open(folder)
-    data, index = (folder / SHARD).read_bytes(), corpus.indexes[1]
+    data, index = (folder / SHARD).read_bytes(), corpus.indexes.complete(1)
     plain = zstandard.decompress(data[: index.offsets[1]]) + b"more".ljust(512, b"\0")
     frame = zstandard.compress(plain)
     replace_shard(folder, frame + data[index.offsets[1] :])

@@ -185,7 +185,7 @@ def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None)
     """With two, samples could lie behind the end of what is read."""
     folder = write_wds(tmp_path / "theirs", documents(), "tar")
     index_folder(folder, HASH)
-    index = Corpus.open(folder).indexes[0]
+    index = Corpus.open(folder).indexes.complete(0)
     frames = index.frames.copy()
     frames["uncompressed"][0] += 512
     data = ShardIndex(frames, index.samples, index.hashes).encode()
