@@ -23,7 +23,7 @@ from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
 from megatfm.errors import MegatfmError, UsageError
 
-VERSION = 4
+VERSION = 5
 """Raised when a change of the code changes what the same config makes."""
 
 WORK = ".work"

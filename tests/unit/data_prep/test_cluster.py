@@ -75,7 +75,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     work = tmp_path / "together" / ".work"
 
     def kill() -> None:
-        while not list(work.glob("scan-0.*.json")):
+        while not list(work.glob("*/scan-0.*.json")):
             time.sleep(0.01)
         os.kill(pids[0], signal.SIGKILL)
 

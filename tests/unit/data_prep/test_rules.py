@@ -396,7 +396,10 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
         step("decontaminate", against=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
     each = step("decontaminate", against=[str(tmp_path / "some.jsonl")])
-    assert each.notes == ["decontamination: 1 of 2 evaluation texts are too short to be looked for"]
+    assert each.notes == [
+        "decontamination: 1 of 2 evaluation texts are too short to be looked for, with fewer than 8 words "
+        "(decontaminate.min_words); the longest is 'short'"
+    ]
 
 
 def test_samples_are_fixed_and_grow() -> None:
