@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ftfy.fixes import fix_surrogates
-
 from data_prep.counts import Counts
 from data_prep.documents import Document
 from data_prep.files import BadFile, Listing, TextFile
@@ -84,7 +82,7 @@ class Read:
                     told = True
                     self._drop(f"{record.reason.partition(':')[0]}", 0, source)
                     continue
-                pieces = list(cut_text(_whole(record.text), self._limit))
+                pieces = list(cut_text(record.text, self._limit))
                 self.counts.changed += len(pieces) > 1
                 for part, text in enumerate(pieces):
                     if len(pieces) == 1:
@@ -99,12 +97,3 @@ class Read:
     def _drop(self, reason: str, size: int, example: str) -> None:
         self.counts.take(size)
         self.counts.drop(reason, size, example)
-
-
-def _whole(text: str) -> str:
-    """Without the halves of surrogate pairs that JSON can spell and UTF-8 can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return str(fix_surrogates(text))
-    return text
