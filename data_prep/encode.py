@@ -75,7 +75,7 @@ class Encode:
         """Tokenize a split's parts and write its shards, but for what is done; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
-        threads = self._config.workers or len(os.sched_getaffinity(0))
+        threads = self._config.workers or _cores()
         folder, parts = self._stages.at(basis), documents["parts"]
         with self._stages.reporter.stage(f"tokenize {name}", documents["bytes"]) as advance:
 
@@ -152,6 +152,11 @@ def tokens_path(folder: Path, name: str, number: int) -> Path:
 def members_path(folder: Path, name: str, number: int) -> Path:
     """Where the files that belong to the documents of a part wait, one after the other."""
     return folder / f"{name}.{number:05d}.members"
+
+
+def _cores() -> int:
+    """The cores that this process may run on; all, where the system doesn't say, as macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_sample(document: Document, share: float) -> bool:

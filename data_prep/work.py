@@ -19,6 +19,7 @@ from data_prep.folders import corpora, remove_unlisted
 from data_prep.report import render
 from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
+from megatfm.config.prep_steps import PluginStepConfig
 from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
 from megatfm.errors import MegatfmError, UsageError
@@ -53,7 +54,10 @@ def identity(config: PrepConfig) -> dict[str, Any]:
     for name in LATER_SECTIONS:
         if not values[name]:
             del values[name]
-    for step in values.get("steps", ()):  # a list is what it says, not where it lies
+    for step, section in zip(values.get("steps", ()), config.steps, strict=False):
+        if isinstance(section, PluginStepConfig):  # its keys mean what the plugin says
+            continue
+        # A list is what it says, not where it lies.
         if step.get("words") == "space":
             del step["words"], step["language"]
         if "run" in step:

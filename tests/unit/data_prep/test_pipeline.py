@@ -101,6 +101,14 @@ def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
 
 
+def test_where_the_system_does_not_say_which_cores_are_ours(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS doesn't."""
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert data_prep.run(config()).result["train"]["documents"]
+
+
 def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
     whole = data_prep.run(config())
     part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
