@@ -11,6 +11,7 @@ from data_prep.guard import NearDuplicates
 from data_prep.progress import advancing
 from data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_parts_of_files, plan_split
 from data_prep.stages import Facts, Stages
+from data_prep.summary import percent
 from megatfm.errors import UsageError
 
 NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
@@ -62,7 +63,7 @@ class HoldOut:
             split = plan_parts_of_files(sizes, share, seed)
             if split is None:
                 raise UsageError(
-                    f"too little text to hold {share:.0%} of it out: add text, or change split.validation"
+                    f"too little text to hold {percent(share)} of it out: add text, or change split.validation"
                 )
             return _plan(split, ({"files": part[split.level]} for part in parts))
 

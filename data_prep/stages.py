@@ -81,15 +81,18 @@ class Stages:
         def part(number: int) -> Facts | None:
             return self._workspace.stage(f"{name}.{number:05d}", basis)
 
-        def do(number: int) -> None:
-            self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
-
         folder = self.at(basis)
 
         def is_done(number: int) -> bool:  # without reading a result, which may list every document
             return (folder / f"{name}.{number:05d}.json").exists()
 
-        self.team.share(name, count, is_done, do)
+        with self.reporter.parts(count, is_done) as end:
+
+            def do(number: int) -> None:
+                self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
+                end()
+
+            self.team.share(name, count, is_done, do)
         return self.once(name, basis, lambda: join(_Parts(count, part)), in_out, tidy)
 
 

@@ -51,5 +51,10 @@ class PrepSummary:
         return table
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """A share as people read it: `46.9 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def _size(count: int) -> str:
     return f"{count / 1e6:.2f} MB" if count >= 10**5 else f"{count:,} B"

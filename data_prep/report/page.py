@@ -8,6 +8,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from data_prep.summary import percent
+
 SPLITS = ("train", "validation")
 
 
@@ -79,7 +81,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (
             "Captions" if images else "Text",
             size(text),
-            "" if images else f"{100 * text / max(1, read['bytes_in']):.1f} % of what was read",
+            "" if images else f"{percent(text / max(1, read['bytes_in']), 1)} of what was read",
         ),
         ("Tokens", number(train["tokens"] + validation["tokens"]), f"{number(train['tokens'])} for training"),
         (
@@ -96,7 +98,7 @@ def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             size(train["bytes"] + validation["bytes"]),
             f"{train['shards'] + validation['shards']} shards",
         ),
-        ("Held out", f"{100 * held_out:.1f} %", f"by {result['held_out']['level']}"),
+        ("Held out", percent(held_out, 1), f"by {result['held_out']['level']}"),
     ]
 
 

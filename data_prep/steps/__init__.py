@@ -1,4 +1,4 @@
-"""Steps that documents pass through one at a time: one in a file, found by the name in `[[steps]]`."""
+"""Steps that documents pass through one at a time, found by the name in `[[steps]]`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module

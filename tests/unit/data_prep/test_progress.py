@@ -28,6 +28,27 @@ def test_a_log_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in log.getvalue()
 
 
+def test_parts_that_others_do_and_did_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight parts two were done before and two are by others; the one in progress counts as far as it is."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    times = iter((0.0, 0.0, *[10.0] * 2, *[20.0] * 2, *[30.0] * 2, 40.0))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    log, done = io.StringIO(), {0, 1}
+    reporter = Reporter(Console(file=log))
+    with reporter.stage("read", 800) as advance, reporter.parts(8, done.__contains__) as end:
+        advance(50)
+        advance(50)
+        done |= {2, 3, 4}
+        end()
+        advance(30)
+    assert log.getvalue().splitlines() == [
+        "read: 31 %, about 1 min 50 s left",
+        "read: 37 %, about 1 min 40 s left",
+        "read: 66 %, about 0 min 25 s left",
+        "read: done in 40.0 s",
+    ]
+
+
 def test_a_log_is_not_flooded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 1.0))
     log = io.StringIO()
