@@ -81,14 +81,17 @@ class _Linear(torch.autograd.Function):
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        kind = E4M3 if ctx.rowwise else E5M2
-        to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
-        if ctx.rowwise or x_MK.shape[0] % MULTIPLE:
-            return to_x, gradient_MN.T @ x_MK, None
-        return to_x, product(gradient_MN.T, x_MK.T, False, kind, quick=False), None
+        kind, to_x, to_weight = E4M3 if ctx.rowwise else E5M2, None, None
+        if ctx.needs_input_grad[0]:
+            to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
+        if ctx.needs_input_grad[1] and (ctx.rowwise or x_MK.shape[0] % MULTIPLE):
+            to_weight = gradient_MN.T @ x_MK
+        elif ctx.needs_input_grad[1]:
+            to_weight = product(gradient_MN.T, x_MK.T, False, kind, quick=False)
+        return to_x, to_weight, None
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rowwise: bool = True) -> Tensor:
