@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatfm.ops.torch_private import keeps_graph
+
 IGNORE = -100
 """A target that does not count."""
 
@@ -142,7 +144,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
         # for another backward pass: on a CPU, memory for as much again costs more than the product.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = keeps_graph()
         scaled = (
             None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
             for saved in ctx.saved_tensors

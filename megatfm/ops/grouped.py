@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatfm.ops import megablocks
+from megatfm.ops.torch_private import is_fake
 
 # M rows, G groups, I width of the rows, O of the products
 
@@ -32,7 +32,7 @@ def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
     oneDNN, which multiplies bfloat16 on CPUs, builds and keeps a kernel for each number of rows, which takes longer
     than the product, and a megabyte: there rows go by windows of few lengths.
     """
-    if x_MI.dtype == torch.bfloat16 and not isinstance(x_MI, FakeTensor):
+    if x_MI.dtype == torch.bfloat16 and not is_fake(x_MI):
         if x_MI.device.type == "cpu":
             return "windows"
         if x_MI.device.type == "cuda" and megablocks.is_installed():

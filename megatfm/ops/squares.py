@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatfm.ops.torch_private import foreach_norm
+
 PIECE = 2**14
 """On a CPU torch adds a norm up in a few running sums of float32: of 38 M elements it is 0.3 % short, of a piece 2e-7,
 or 2e-6 where they are converted from bfloat16 (on a GPU its kernels cut tensors up themselves)."""
@@ -21,7 +23,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype)).double().square().sum()
+        return torch.stack(foreach_norm(list(tensors), 2, dtype)).double().square().sum()
     norms, rests = [], []
     for tensor in tensors:
         flat, whole = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
@@ -30,7 +32,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if whole < len(flat):
             rests.append(flat[whole:])
     if rests:
-        norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype)))
+        norms.append(torch.stack(foreach_norm(rests, 2, dtype)))
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return torch.cat(norms).double().square().sum()
