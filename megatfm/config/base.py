@@ -24,8 +24,8 @@ from pydantic_core import CoreSchema, PydanticUndefined
 
 from megatfm.errors import UsageError
 
-Rate = Annotated[float, Field(ge=0, lt=1)]
-"""A probability of dropping something."""
+Rate = Annotated[float, Field(ge=0, le=1 - 2**-16)]
+"""A probability of dropping something: in steps of 1/65,536 (`megatfm.ops.dropout`), of which at least one is left."""
 
 
 WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31

@@ -4,7 +4,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from megatfm.ops.torch_private import is_fake
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R of them that are some expert's, D model width
 
@@ -49,7 +50,7 @@ def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 def asks_for_values(tensor: Tensor) -> bool:
     """Whether the host may look into it: a GPU would have to be waited for."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 class Rows:
