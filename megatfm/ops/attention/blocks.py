@@ -70,7 +70,9 @@ def _visits(
     size = block_size(seen)
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     made = seen.once(("pieces", size), lambda: list(pieces(seen, grid)))
-    visits = [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid))
+    visits: list[Piece | Band] = (
+        [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid))
+    )
     return visits, size, False
 
 
