@@ -54,7 +54,9 @@ def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
 
 
 def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
-    return MegatfmError(f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}")
+    return MegatfmError(
+        f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
+    )
 
 
 def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:

@@ -257,7 +257,8 @@ def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> No
 
 
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
-NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/config/", "megatfm/presets/")
+NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/verify/axes.py", "megatfm/config/", "megatfm/presets/")
+"""The mesh, what is expected of it without it, and the keys of configs."""
 
 
 def literal_axes(source: str) -> list[int]:

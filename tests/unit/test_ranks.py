@@ -8,7 +8,16 @@ import torch.distributed as dist
 
 from megatfm.checkpoint.nodes import Nodes
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.ranks import by_rank_0, gather, gather_problems, gathered, own_on_host, run_on_rank_0, scattered, tell
+from megatfm.ranks import (
+    by_rank_0,
+    gather,
+    gather_problems,
+    gathered,
+    own_on_host,
+    run_on_rank_0,
+    scattered,
+    tell,
+)
 from tests.workers import Workers
 
 

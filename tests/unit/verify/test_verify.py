@@ -283,7 +283,7 @@ def test_an_optimizer_that_moves_weights_otherwise_is_found(
 
 
 def test_what_nobody_wrote_is_found(tmp_path: Path, plant, comparisons) -> None:
-    layout = ["parallel.cp=4", "parallel.context=ring", "--documents", "short"]
+    layout = ["parallel.cp=4", "parallel.context=ring", "--documents", "long"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("nothing_is_banded"), *layout) == 1
     assert all(one.error != one.error for one in comparisons[1].wrong)
