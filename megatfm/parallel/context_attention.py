@@ -45,8 +45,8 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         core_: Any = core
         looked_at = sequence.memory if core_.pattern.of_memory else sequence
         as_they_are = Heads(k.shape[-1], v.shape[-1])
-        of_pairs = bias is not None and not by_distance(bias)
-        if looked_at is not sequence or of_pairs or not hasattr(core, "seen"):
+        is_own = not hasattr(core, "seen")
+        if looked_at is not sequence or is_own or (bias is not None and not by_distance(bias)):
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
             _tell(shown, "all keys are fetched", contexts.size)
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
