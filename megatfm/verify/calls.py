@@ -14,6 +14,7 @@ from megatfm.layers.extra import summed
 from megatfm.layers.moe import Experts
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.pipeline_cut import Pipeline, StageOutput
+from megatfm.split_points import Splittable
 from megatfm.verify.batch import Arrays, objective_of
 
 
@@ -124,8 +125,10 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline 
         losses: dict[str, Tensor] = {}
         for stage in pipeline.stages:
             watcher.stage = stage.index
-            done = stage.steps.start(inputs, carry)
-            carry, losses = done.carry, summed(losses, done.losses)
+            view = cast(Splittable, model).stage({point.name for point in stage.split_points})
+            output = view.forward(**inputs, **{n: t for n, t in carry.items() if n in stage.takes})
+            carry |= {n: t for n, t in output.carried().items() if n in stage.gives and n in stage.makes}
+            losses = summed(losses, output.losses or {})
         return StageOutput(losses)
 
     def found() -> Iterator[list[Call]]:

@@ -257,6 +257,6 @@ def _sends(
             for name, field in stage.takes.items() if before != stage.rank else ():
                 elements = torch.Size(activation_shape(field, inputs, pipeline.sequence_parts)).numel()
                 if before == pp:
-                    ledger.send(PIPELINE, elements * (8 if field.width is None else computed))
+                    ledger.send(PIPELINE, elements * (8 if field.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)

@@ -135,8 +135,8 @@ def _root_gathers(config: Config, held: RankParameters, microbatches: int) -> in
         if stage.returns
         or any(
             parameter.requires_grad
-            for step in stage.steps
-            for path in step.uses
+            for point in stage.split_points
+            for path in point.modules
             for parameter in held.model.get_submodule(path).parameters()
         )
     }
