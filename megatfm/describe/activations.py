@@ -1,9 +1,11 @@
 """What blocks keep for the backward pass, measured on tensors that have shapes and no values."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,10 @@ from megatfm.config import Config
 from megatfm.layers.attention.core import Core
 from megatfm.layers.attention.patterns import Full
 from megatfm.layers.embedding import Embedding
-from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
 from megatfm.ops.grouped import KERNELS
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.forward import replace_forward
+from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
 
 log = logging.getLogger("megatfm")
@@ -104,49 +107,62 @@ def _measured(config: Config) -> tuple[int, int]:
         if isinstance(core, Core) and core.pattern.plain is None:
             core.pattern, core.dropout.rate = Full(causal=True), 0.0
             core.variant = replace(core.variant, dropout=0.0)
-    of_blocks, seen = {id(block) for block in blocks(model)}, dict[tuple[object, ...], int]()
-    steps: ModelSteps = model.steps  # type: ignore[assignment]
-    batch = ForwardPass(_inputs(config, model, steps))
-    whole, inputs, largest, found = 0, 0, 0, 0
-    for step in steps:
-        block = step.run if id(step.run) in of_blocks else None
-        if block is None:
-            _skip(step, batch, dtype)
-            continue
-        kind = type(block), getattr(block, "kind", None), step.tokens, tuple(step.reads)
+    paths = {
+        block: path.rpartition(".")[0] for path, block in model.named_modules() if block in set(blocks(model))
+    }
+    seen, sums = dict[Hashable, tuple[int, int, Any]](), {"whole": 0, "inputs": 0, "largest": 0}
+
+    def measured(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
+        kind = paths[block], type(block), getattr(block, "kind", None), x_BTD.shape
         # The first of its kind may make what the others share, such as a mask: the second one stands for the rest.
-        if seen.get(kind, 0) < 2:
+        times, n_bytes, result = seen.get(kind, (0, 0, None))
+        if times < 2:
             kept = Kept(model)
             with kept.counted():
-                batch.keep(step, step.run(*step.inputs(batch)))
-            seen[kind] = seen.get(kind, 0) + 1
-            found = kept.bytes
-        whole, largest = whole + found, max(largest, found)
-        inputs += sum(batch.carry[part].nbytes for part in step.writes if part in batch.carry)
-    return whole, inputs + largest
+                result = forward(x_BTD, *args)
+            times, n_bytes = times + 1, kept.bytes
+        seen[kind] = times, n_bytes, result
+        sums["whole"] += n_bytes
+        sums["largest"] = max(sums["largest"], n_bytes)
+        sums["inputs"] += x_BTD.nbytes
+        return result
 
-
-def _inputs(config: Config, model: nn.Module, steps: ModelSteps) -> dict[str, Tensor]:
-    """A batch's fields, as long as rows are: of what embeddings read, shapes matter alone."""
-    rows, length = config.train.micro_batch, config.data.sequence_length
-    lengths = {step.tokens.removesuffix("tokens"): length for step in steps}
-    if len(lengths) > 1:
-        lengths[""] = config.data.target_length or length
-    read = {module.reads for module in model.modules() if isinstance(module, Embedding)} | {"tokens"}
-    zeros = {
-        side + name: torch.zeros(rows, t, dtype=torch.int64) for side, t in lengths.items() for name in read
+    for block in paths:
+        replace_forward(block, partial(measured, block, block.forward))
+    splittable = cast(Splittable, model)
+    points = [p for p in splittable.split_points if model.get_submodule(p.modules[0]) in paths]
+    fields, lengths = _inputs(config, model, splittable.split_points)
+    carry = {
+        name: _zeros((config.train.micro_batch, lengths[point.token_field]), spec, dtype)
+        for point in splittable.split_points
+        for name, spec in point.writes.items()
+        if spec.length_of is None  # others follow from a batch's values
     }
-    return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}
+    splittable.stage({point.name for point in points}).forward(**fields, **carry)
+    return sums["whole"], sums["inputs"] + sums["largest"]
 
 
-def _skip(step: ModelStep, batch: ForwardPass, dtype: torch.dtype) -> None:
-    """Leave what the step would have: of embeddings and heads only blocks' inputs are needed."""
-    for part, field in step.writes.items():
-        if field.length is None:
-            side = field.like.removesuffix("tokens").removesuffix("positions")
-            rows, length = batch[f"{side}tokens"].shape
-            batch.carry[part] = (
-                torch.zeros(rows, length, dtype=torch.int64)
-                if field.width is None
-                else torch.zeros(rows, length, field.width, dtype=dtype, requires_grad=True)
-            )
+def _inputs(
+    config: Config, model: nn.Module, points: Sequence[SplitPoint]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return a batch's fields, as long as rows are, since of what embeddings read shapes matter alone; and the length
+    of rows by the field of tokens that goes through a split point."""
+    length = config.data.sequence_length
+    lengths = {point.token_field: length for point in points}
+    if len(lengths) > 1:
+        lengths["tokens"] = config.data.target_length or length
+    read = {module.reads for module in model.modules() if isinstance(module, Embedding)} | {"tokens"}
+    # ELECTRA's generator runs where there are targets alone.
+    accepted = getattr(model, "accepted", frozenset(lengths) | read)
+    read |= {"targets", "original"} & accepted if "original" in accepted else set()
+    names = {field.removesuffix("tokens") + name: n for field, n in lengths.items() for name in read}
+    rows = config.train.micro_batch
+    zeros = {name: torch.zeros(rows, n, dtype=torch.int64) for name, n in names.items() if name in accepted}
+    return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
+
+
+def _zeros(shape: tuple[int, int], spec: CarrySpec, dtype: torch.dtype) -> Tensor:
+    """Return what a stage before would have handed on."""
+    if spec.d_model is None:
+        return torch.zeros(shape, dtype=torch.int64)
+    return torch.zeros(*shape, spec.d_model, dtype=dtype, requires_grad=True)

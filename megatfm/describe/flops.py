@@ -5,11 +5,13 @@ B; nothing is recomputed), and so does each product of attention, of which there
 pair of tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatfm.config import Config
 from megatfm.cost import MEMORY, Cost, Tokens, cost_of
+from megatfm.split_points import SplitPoint
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,9 +40,9 @@ def row(config: Config, model: "nn.Module") -> Row:
     """What a row costs a model. Heads of masked models see the masked tokens alone."""
     from megatfm.objectives import predicted_share
 
-    steps = getattr(model, "steps", None)
-    # ELECTRA's generator goes through its head again to sample, without gradients: what it uses in a step counts once.
-    used = [(step.tokens, path) for step in steps or () for path in dict.fromkeys(step.uses)]
+    points: Sequence[SplitPoint] = getattr(model, "split_points", ())
+    # ELECTRA's generator goes through its head again to sample, without gradients: it counts once.
+    used = [(point.token_field, path) for point in points for path in dict.fromkeys(point.modules)]
     used = used or [("tokens", "")]
     s, sides = config.data.sequence_length, {side for side, _ in used}
     lengths = dict.fromkeys(sides, s)

@@ -20,8 +20,9 @@ from megatfm.engines.interface import Batch, LossFunction
 from megatfm.engines.passes import Beginnings, Terms, Weigh
 from megatfm.engines.split_backward import Later, backward_of_inputs
 from megatfm.parallel.forward import replace_forward
-from megatfm.parallel.pipeline_cut import Field, Pipeline, Stage, StageOutput, activation_shape
+from megatfm.parallel.pipeline_cut import Pipeline, Stage, StageOutput, activation_shape
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, orders, with_transfers
+from megatfm.split_points import CarrySpec, Splittable
 
 Carry = dict[str, Tensor]
 
@@ -95,6 +96,10 @@ class StagePasses:
         self._stages = {stage.index: stage for stage in pipeline.mine(self._rank)}
         self.splits = pipeline.schedule in SPLITS_BACKWARD
         self._plan = cache(self._planned)
+        self._views = {
+            index: cast(Splittable, model).stage({point.name for point in stage.split_points})
+            for index, stage in self._stages.items()
+        }
         replace_forward(model, self._forward)
 
     def _planned(self, microbatches: int) -> list[Action]:
@@ -139,10 +144,12 @@ class StagePasses:
         self, stage: Stage, inputs: Mapping[str, Tensor], carry: Carry
     ) -> tuple[Carry, dict[str, Tensor]]:
         """Of the model, for one stage."""
-        done = stage.steps.start(inputs, carry)
-        gives = {name: done.carry[name] for name in stage.gives if name in stage.makes}
+        takes = {name: tensor for name, tensor in carry.items() if name in stage.takes}
+        output = self._views[stage.index].forward(**inputs, **takes)
+        carried = output.carried()
+        gives = {name: carried[name] for name in stage.gives if name in stage.makes}
         # FSDP2 puts its hooks on what a model returns, and warns where that is a view.
-        return {n: t if t._base is None else t.clone() for n, t in gives.items()}, done.losses
+        return {n: t if t._base is None else t.clone() for n, t in gives.items()}, output.losses or {}
 
     def _call(self, stage: Stage, batch: Batch, carry: Carry, objective: LossFunction) -> tuple[Carry, Terms]:
         """A stage's pass as the objective's model."""
@@ -234,7 +241,7 @@ class StagePasses:
         step.gradients[stage.index, i] = self._receive(fields, step.batches[i], stage.index + 1, self._back)
 
     def _send(
-        self, fields: Mapping[str, Field], carry: Carry, to: int, group: ProcessGroup
+        self, fields: Mapping[str, CarrySpec], carry: Carry, to: int, group: ProcessGroup
     ) -> list[tuple[dist.Work, Tensor]]:
         peer, sent = self._pipeline.stages[to].rank, []
         for name in fields:
@@ -245,11 +252,11 @@ class StagePasses:
         return sent
 
     def _receive(
-        self, fields: Mapping[str, Field], batch: Batch, origin: int, group: ProcessGroup
+        self, fields: Mapping[str, CarrySpec], batch: Batch, origin: int, group: ProcessGroup
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[origin].rank, Carry(), []
         for name, one in fields.items():
-            dtype = torch.int64 if one.width is None else self._dtype
+            dtype = torch.int64 if one.d_model is None else self._dtype
             carry[name] = torch.empty(
                 activation_shape(one, batch, self._pipeline.sequence_parts), dtype=dtype, device=self._device
             )

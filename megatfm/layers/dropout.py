@@ -73,7 +73,7 @@ def rng_keys_of(sequence: SequenceMetadata) -> Tensor:
     """The keys that the batch brought."""
     if sequence.rng_keys is None:
         raise UsageError(
-            "dropout in training depends on keys, and the batch has none: pass keys, an int64 tensor [batch] with "
-            "another number for every row, or call model.eval()"
+            "dropout and stochastic depth in training depend on keys, and the batch has none: pass keys, an int64 "
+            "tensor [batch] with another number for every row, or call model.eval()"
         )
     return sequence.rng_keys

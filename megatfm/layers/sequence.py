@@ -83,16 +83,18 @@ class SequenceMetadata:
         """The same for one layer: its own random keys, everything else shared. of_compiled: the number of layers, where
         they are compiled: a depth would be one more thing for which they are compiled anew, so the keys of all are
         mixed at once."""
-        if self._rng_keys is None:
+        if self._rng_keys is None and not skip_rate:
             return self
         layer, keys_B = copy.copy(self), self._rng_keys
+        if skip_rate:  # without keys too, so that stochastic depth in training refuses to run
+            layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=self.positions.device)
+        if keys_B is None:
+            return layer
         if of_compiled:
             depths = torch.arange(1, of_compiled + 1, device=keys_B.device)[:, None]
             layer.rng_keys = self.once(("rng keys of", of_compiled), lambda: mix(keys_B, depths))[depth]
         else:
             layer._depth = depth
-        if skip_rate:
-            layer.skip_rate = torch.full((), skip_rate, dtype=torch.float64, device=keys_B.device)
         return layer
 
     def with_keys(self, count: int, first: int = 0) -> Self:

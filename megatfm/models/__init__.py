@@ -1,15 +1,12 @@
-"""Architectures: a loop over blocks, no more. `build(config)` makes the one that a config names."""
+"""Architectures: each family's forward from embedding to losses. `build(config)` makes the one that a config names."""
 
 from torch import nn
 
 from megatfm.config import ModelConfig
-from megatfm.models.decoder import Decoder
-from megatfm.models.electra import Electra
-from megatfm.models.encoder import Encoder
-from megatfm.models.encoder_decoder import EncoderDecoder
-from megatfm.models.output import Output
-from megatfm.models.registry import MODELS
-from megatfm.models.scales import lr_scales
+from megatfm.models.base import MODELS, Model, Output
+from megatfm.models.electra import Discriminator, Electra
+from megatfm.models.mup import lr_scales
+from megatfm.models.transformer import Decoder, Encoder, EncoderDecoder
 from megatfm.models.xlnet import XLNet
 
 
@@ -21,9 +18,11 @@ def build(config: ModelConfig) -> nn.Module:
 __all__ = [
     "MODELS",
     "Decoder",
+    "Discriminator",
     "Electra",
     "Encoder",
     "EncoderDecoder",
+    "Model",
     "Output",
     "XLNet",
     "build",

@@ -1,5 +1,8 @@
 """ELECTRA (Clark et al. 2020): a small generator fills masked tokens in, a discriminator tells which were replaced."""
 
+from collections.abc import Collection, Mapping
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,17 +11,15 @@ from megatfm.config import HeadsAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.activation import ACTIVATIONS
 from megatfm.layers.embedding import Embedding
+from megatfm.layers.extra import summed
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.encoder import Encoder
-from megatfm.models.heads import add_heads
-from megatfm.models.output import Output
-from megatfm.models.registry import MODELS
-from megatfm.models.stack import Stack, StackInputs, sequence_metadata
-from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
+from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.stack import Stack, make_sequence
+from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.dropout import mix, token_keys, uniform
+from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
 
@@ -27,103 +28,118 @@ SAMPLING = 0x5A3B1E
 
 
 @MODELS.register("electra")
-class Electra(nn.Module):
-    """Both share the embeddings of tokens and positions (section 3.2)."""
-
-    context = "alone"
+class Electra(Model):
+    """Generator and discriminator, which share the embeddings of tokens and positions (section 3.2)."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.discriminator = Discriminator(config)
-        embedding = self.discriminator.encoder.embedding
-        smaller = generator_config(config)
+        super().__init__(config)
+        embedding, smaller = Embedding(config, "encoder"), generator_config(config)
+        self.discriminator = Discriminator(config, embedding=embedding)
         self.generator = Encoder(
             smaller, embedding=Embedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
-        generate = StackInputs(self.generator_sequence, writes="made")
-        discriminate = StackInputs(self.discriminator.sequence, carried="corrupted")
-        self.steps = ModelSteps(
-            [
-                *self.generator.encoder.steps("generator.encoder", generate),
-                ModelStep(
-                    "generator.head", self._generate, uses=("generator.head", "generator.head"), reads=("made",),
-                    writes={"corrupted": Field("tokens")},
-                ),
-                *self.discriminator.encoder.steps("discriminator.encoder", discriminate),
-                ModelStep(
-                    "discriminator.verdict", self._judge,
-                    uses=("discriminator.dense", "discriminator.verdict"), reads=("hidden", "corrupted"),
-                ),
-            ]
-        )  # fmt: skip
+        self.accept("tokens", "original", *sequence_fields(config))
+        corrupted, generator, discriminator = (
+            ("corrupted_tokens",),
+            self.generator.encoder,
+            self.discriminator.encoder,
+        )
+        assert generator is not None  # as in every whole model
+        assert discriminator is not None
+        self.split_points = [
+            *generator.split_points("generator.encoder", "generator_hidden"),
+            SplitPoint(
+                "generator.head",
+                ("generator.head", "generator.head"),  # it runs twice: for its loss, and to sample
+                ("generator_hidden",),
+                {"corrupted_tokens": CarrySpec("tokens")},
+            ),
+            *discriminator.split_points("discriminator.encoder", reads=corrupted),
+            SplitPoint(
+                "discriminator.verdict",
+                ("discriminator.dense", "discriminator.verdict"),
+                ("hidden", *corrupted),
+            ),
+        ]
 
     def forward(
         self,
         tokens: Tensor,
         *,
         original: Tensor | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        segments: Tensor | None = None,
         targets: Tensor | None = None,
         keys: Tensor | None = None,
+        generator_hidden: Tensor | None = None,
+        corrupted_tokens: Tensor | None = None,
+        hidden: Tensor | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Without targets, the discriminator's verdict on int64 tokens [B, T].
+        """Run the discriminator on int64 tokens [B, T]; with targets, train both.
 
-        With targets [B, T] (the tokens that were masked in `tokens`, −100 elsewhere) and `original` [B, T], the losses
-        "generator" and "discriminator". A sampled token that equals the original counts as original. Sampling depends
-        on keys [B] and on no other state. fields: of whole rows, where these are parts of them.
+        targets [B, T]: the tokens that were masked in `tokens`, −100 elsewhere; original [B, T]: tokens with none
+        masked; they give the losses "generator" and "discriminator". A sampled token that equals the original counts as
+        original. Sampling depends on keys [B] and on no other state. generator_hidden, corrupted_tokens, hidden: from
+        the pipeline stage before. The other arguments are those of `Encoder.forward`.
         """
-        where = {"positions": positions, "documents": documents, "segments": segments, "keys": keys}
+        batch = self.read(tokens=tokens, original=original, targets=targets, keys=keys, **fields)
         if targets is None:
-            return self.discriminator(tokens, **where)
+            return self.discriminator(**batch)
         if original is None or keys is None:
             raise UsageError("ELECTRA's training needs `original` [B, T] and `keys` [B] beside targets")
-        batch = ForwardPass({"tokens": tokens, "original": original, "targets": targets, **where, **fields})
-        for step in self.steps:
-            batch.keep(step, step.run(*step.inputs(batch)))
-        return batch.output()
+        losses = dict[str, Tensor]()
 
-    def generator_sequence(self, batch: ForwardPass) -> SequenceMetadata:
-        """Where the generator's tokens stand; one for all its steps."""
-        return batch.once("generator sequence", lambda: self._generator_sequence(batch))
+        if self.generator is not None:
+            # The two stacks number their layers alike, so the generator's random keys are others.
+            sequence = make_sequence(batch, "tokens", keys=~keys)
+            if self.generator.encoder is not None:
+                generator_hidden, losses = self.generator.encoder(
+                    tokens, sequence, segments=batch.get("segments"), hidden=generator_hidden
+                )
+            if self.generator.runs_head and self.generator.head is not None:
+                losses["generator"] = self.generator.head(generator_hidden, targets)
+                rng_keys_BT = token_keys(mix(keys, SAMPLING), 0, sequence.indices)
+                corrupted_tokens = _filled(
+                    self.generator.head, generator_hidden, original, targets, rng_keys_BT
+                )
+        if self.discriminator is not None:
+            assert corrupted_tokens is not None  # sampled here, or by a stage before
+            kept = {name: field for name, field in batch.items() if name in self.discriminator.accepted}
+            kept |= {"tokens": corrupted_tokens, "replaced": _replaced(batch, corrupted_tokens)}
+            output = self.discriminator(**kept, hidden=hidden)
+            hidden, losses = output.hidden, summed(losses, output.losses or {})
+        carry = {"generator_hidden": generator_hidden, "corrupted_tokens": corrupted_tokens}
+        return self.output(batch, hidden, losses, carry=carry)
 
-    def _generator_sequence(self, batch: ForwardPass) -> SequenceMetadata:
-        # Two stacks of the same depths: the generator's random keys are others.
-        return sequence_metadata(
-            batch["tokens"],
-            batch.get("positions"),
-            batch.get("documents"),
-            rng_keys_B=~batch["keys"],
-            of_row=batch.of_row(),
-        )
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        for path in ("generator", "discriminator"):
+            below = names_below(path, names)
+            setattr(view, path, getattr(self, path).stage(below) if below else None)
+        return view
 
-    def _generate(self, batch: ForwardPass) -> Tensor:
-        """The generator's loss, and what it puts in the place of masked tokens."""
-        made, targets, head = batch.carry["made"], batch["targets"], self.generator.head
-        assert head is not None  # the config refuses an ELECTRA without
-        batch.losses["generator"] = head(made, targets)
-        with torch.no_grad():
-            masked = targets != IGNORE
-            logits_MV = head(made, where_BT=masked)
-            places = self.generator_sequence(batch).indices
-            rng_keys_M = token_keys(mix(batch["keys"], SAMPLING), 0, places)[masked]
-            # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
-            noise_MV = -torch.log(-torch.log(uniform(rng_keys_M, logits_MV.shape[-1])))
-            return batch["original"].masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
-    def _judge(self, batch: ForwardPass) -> None:
-        """The discriminator's loss: which tokens are not the original's."""
-        documents, original = batch.get("documents"), batch["original"]
-        counted = torch.ones_like(original).bool() if documents is None else documents >= 0
-        replaced = torch.where(counted, (batch.carry["corrupted"] != original).long(), IGNORE)
-        self.discriminator.judge(batch, replaced)
+def _filled(
+    head: nn.Module, hidden_BTD: Any, original: Tensor, targets: Tensor, rng_keys_BT: Tensor
+) -> Tensor:
+    """Return the original tokens [B, T], with a sample from the generator's head in place of those that were masked."""
+    with torch.no_grad():
+        masked = targets != IGNORE
+        logits_MV = head(hidden_BTD, where_BT=masked)
+        # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
+        noise_MV = -torch.log(-torch.log(uniform(rng_keys_BT[masked], logits_MV.shape[-1])))
+        return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
+
+
+def _replaced(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
+    """Return which tokens are not the original's: 1 or 0, and −100 for padding, [B, T]."""
+    original, documents = batch["original"], batch.get("documents")
+    counted = torch.ones_like(original).bool() if documents is None else documents >= 0
+    return torch.where(counted, (corrupted != original).long(), IGNORE)
 
 
 @MODELS.register("discriminator")
-class Discriminator(nn.Module):
+class Discriminator(Model):
     """An encoder and, for each token, the log-odds that it was replaced; trained, it is a family of its own.
 
     Then it may have other heads, and `head.name = "none"` leaves the log-odds out.
@@ -131,76 +147,71 @@ class Discriminator(nn.Module):
 
     plan = (("dense", "sequence"), ("verdict", "sequence, gathered"))
 
-    context = "alone"
+    encoder: Stack | None
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = Stack(config, "encoder")
-        self.reads = self.encoder.reads
+    def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
+        super().__init__(config)
+        embedding = embedding or Embedding(config, "encoder")
+        self.encoder = Stack(config, "encoder", embedding=embedding)
+        self.reads = embedding.reads
         initial, d = initialiser(config, "encoder"), config.d_model
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
-        judges = config.head.name != "none"
-        if judges:
+        self.runs_head = config.head.name != "none"
+        if self.runs_head:
             self.dense = Linear(d, d, initial("dense", d, d), bias=True)
             self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
-        verdict = ModelStep("verdict", self._judge, uses=("dense", "verdict"), reads=("hidden",))
-        self.steps = ModelSteps(
-            [
-                *self.encoder.steps("encoder", StackInputs(self.sequence)),
-                *([verdict] if judges else []),
-                *add_heads(self, config, self.encoder.embedding.table),
-            ]
-        )
+        self.add_heads(embedding.table)
+        targets = ("replaced",) if self.runs_head else ()
+        self.accept(self.reads, *sequence_fields(config), targets=targets)
+        self.split_points = [
+            *self.encoder.split_points("encoder"),
+            *([SplitPoint("verdict", ("dense", "verdict"), ("hidden",))] if self.runs_head else []),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
 
     def forward(
         self,
         tokens: Tensor | None = None,
         *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        segments: Tensor | None = None,
         replaced: Tensor | None = None,
         keys: Tensor | None = None,
+        hidden: Tensor | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Logits [B, T], or, given replaced [B, T] (1, 0, and −100 where none counts), the summed loss. fields: what
-        other heads read."""
-        inputs = {
-            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments,
-            "replaced": replaced, "keys": keys,
-        }  # fmt: skip
-        batch = ForwardPass({**inputs, **fields})
-        for step in self.steps:
-            batch.keep(step, step.run(*step.inputs(batch)))
-        return batch.output()
+        """Run the model on int64 tokens [B, T], or on the field of another embedding.
 
-    def sequence(self, batch: ForwardPass) -> SequenceMetadata:
-        """Where the tokens stand; one for all steps."""
-        return batch.once("sequence", lambda: self._sequence(batch))
+        replaced [B, T]: 1, 0, and −100 where none counts; gives the loss "discriminator" instead of logits [B, T]. The
+        other arguments are those of `Encoder.forward`.
+        """
+        batch = self.read(tokens=tokens, replaced=replaced, keys=keys, **fields)
+        sequence = make_sequence(batch, self.reads, keys=keys)
+        x_BTD, losses, logits = hidden, dict[str, Tensor](), None
 
-    def _sequence(self, batch: ForwardPass) -> SequenceMetadata:
-        return sequence_metadata(
-            batch[self.reads],
-            batch.get("positions"),
-            batch.get("documents"),
-            rng_keys_B=batch.get("keys"),
-            of_row=batch.of_row(),
-        )
+        if self.encoder is not None:
+            x_BTD, losses = self.encoder(
+                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden
+            )
+        if self.runs_head and (replaced is not None or not self.has_targets(batch)):
+            logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
+            if replaced is not None:
+                losses["discriminator"], logits = _loss_of(logits, replaced), None
+        return self.output(batch, x_BTD, losses, logits)
 
-    def _judge(self, batch: ForwardPass) -> None:
-        self.judge(batch, batch.get("replaced"))
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.runs_head = "verdict" in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
 
-    def judge(self, batch: ForwardPass, replaced_BT: Tensor | None) -> None:
-        """Logits [B, T], or, given replaced [B, T], their loss."""
-        logits_BT = self.verdict(self.activation(self.dense(batch.carry["hidden"])))[..., 0]
-        if replaced_BT is None:
-            batch.logits = logits_BT
-            return
-        logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
-        truth_BT = (replaced_BT == 1).to(logits_BT.dtype)
-        losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
-        batch.losses["discriminator"] = (losses_BT * (replaced_BT != IGNORE)).sum()
+
+def _loss_of(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
+    """Return the summed binary cross-entropy of log-odds, −100 left out."""
+    logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
+    truth_BT = (replaced_BT == 1).to(logits_BT.dtype)
+    losses_BT = F.binary_cross_entropy_with_logits(logits_BT, truth_BT, reduction="none")
+    return (losses_BT * (replaced_BT != IGNORE)).sum()
 
 
 def generator_config(config: ModelConfig) -> ModelConfig:

@@ -1,15 +1,13 @@
-"""Embedding, blocks and final norm: what encoders and decoders have in common."""
+"""Embedding, blocks and final norm, which encoders and decoders have in common, and where a batch's tokens stand."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention import KVCache
 from megatfm.layers.attention.linformer import layerwise_sketch, shares_sketch
@@ -20,13 +18,15 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.part import Part
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.steps import Field, ForwardPass, ModelStep, OfRow
+from megatfm.models.base import needed, unpack, view_of
+from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, S tokens of the memory, D model width
 
 
 class Stack(nn.Module):
-    """Tokens to hidden vectors. kind: whose depth and initial weights it has; embedding: one made by another stack."""
+    """Tokens to hidden vectors. kind: selects depth, initial weights and causality. embedding: left out, it has
+    one of its own."""
 
     plan = (("norm", "sequence"),)
 
@@ -42,8 +42,9 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = config.d_model
-        self.embedding = embedding or Embedding(config, kind)
-        self.reads = self.embedding.reads
+        embedding = embedding or Embedding(config, kind)
+        self.embedding: Embedding | None = embedding
+        self.reads = embedding.reads
         n_layers = initialisation.depth(config, kind)
         distinct = config.distinct_layers or n_layers
         self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
@@ -56,55 +57,81 @@ class Stack(nn.Module):
         self.sketch = layerwise_sketch(config, self.sketched, initialiser(config, kind))
         self.norm = make_norm(config) if config.norm.ends_stack else None
         self.causal = kind == "decoder"
+        self.depths: Sequence[int] = range(n_layers)
 
-    def steps(self, path: str, reads: "StackInputs") -> Iterator[ModelStep]:
-        """Embedding, blocks and final norm, one after another. path: the stack's own."""
-        made = {reads.writes: Field(f"{reads.side}positions", self.d_model)}
-        carried = () if reads.carried is None else (reads.carried,)
-        tokens = f"{reads.side}tokens"
-        position = () if self.position is None else (f"{path}.position",)
-        yield ModelStep(
-            f"{path}.embedding", self.embedding, partial(self._into_embedding, reads),
-            (f"{path}.embedding",), carried, made, tokens,
-        )  # fmt: skip
-        for depth, name in enumerate(self.order):
-            sketch = (f"{path}.sketch",) if self.sketched[depth] else ()
-            yield ModelStep(
-                f"{path}.layers.{depth}", self.layers[name], partial(self._into_block, reads, depth),
-                (f"{path}.layers.{name}", *position, *sketch, *reads.carried_memory),
-                (reads.writes, *reads.carried_memory), made, tokens,
-            )  # fmt: skip
+    def forward(
+        self,
+        inputs: Tensor | None,
+        sequence: SequenceMetadata,
+        *,
+        segments: Tensor | None = None,
+        hidden: Tensor | None = None,
+        memory: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return hidden vectors [B, T, D] and the blocks' auxiliary losses.
+
+        inputs: the field that the embedding reads. hidden: the vectors of the stage before, where this one has no
+        embedding. memory [B, S, D]: what cross-attention looks at.
+        """
+        losses: dict[str, Tensor] = {}
+        x_BTD: Any = hidden if self.embedding is None else self.embedding(inputs, sequence, segments)
+        bias = None
+        if self.position is not None and any(self.biased[depth] for depth in self.depths):
+            bias = self.position(sequence, self.causal)
+        for depth in self.depths:
+            block = self.layers[self.order[depth]]
+            n_compiled = len(self.order) if block._compiled_call_impl is not None else 0
+            at_layer = sequence.at_layer(depth, self.skip_rates[depth], of_compiled=n_compiled)
+            shared = bias if self.biased[depth] else None
+            if self.sketch is not None and self.sketched[depth]:
+                shared = self.sketch()
+            layer_cache = None if cache is None else cache.layers[depth]
+            x_BTD, losses = unpack(block, block(x_BTD, at_layer, shared, memory, layer_cache), losses)
         if self.norm is not None:
-            yield ModelStep(
-                f"{path}.norm", self.norm, partial(self._into_norm, reads),
-                (f"{path}.norm",), (reads.writes,), made, tokens,
-            )  # fmt: skip
+            x_BTD = self.norm(x_BTD)
+        if (
+            cache is not None
+        ):  # at the end, so that a pass that fails before its first layer leaves it as it was
+            numbers = sequence.document_numbers()
+            cache.documents = None if numbers is None else numbers[1]
+        return x_BTD, losses
 
-    def _into_embedding(self, reads: "StackInputs", batch: ForwardPass) -> Sequence[Any]:
-        given = batch.carry[reads.carried] if reads.carried else batch[reads.side + self.reads]
-        return given, reads.sequence(batch), batch.get("segments")
+    def stage(self, names: Collection[str]) -> Self | None:
+        """Return a view that runs the split points of these names (without the stack's path); None if it runs none."""
+        view = view_of(self)
+        view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
+        view.embedding = self.embedding if "embedding" in names else None
+        view.norm = self.norm if "norm" in names else None
+        return view if view.depths or view.embedding is not None or view.norm is not None else None
 
-    def _into_block(self, reads: "StackInputs", depth: int, batch: ForwardPass) -> Sequence[Any]:
-        sequence, block = reads.sequence(batch), self.layers[self.order[depth]]
-        compiled = len(self.order) if block._compiled_call_impl is not None else 0
-        position, causal = self.position if self.biased[depth] else None, self.causal
-        shared = None if position is None else batch.once(position, lambda: position(sequence, causal))
-        if self.sketch is not None and self.sketched[depth]:
-            shared = self.sketch()
-        return (
-            batch.carry[reads.writes],
-            sequence.at_layer(depth, self.skip_rates[depth], of_compiled=compiled),
-            shared,
-            None if reads.memory is None else reads.memory(batch),
-            None if batch.cache is None else batch.cache.layers[depth],
-        )
-
-    def _into_norm(self, reads: "StackInputs", batch: ForwardPass) -> Sequence[Any]:
-        return (batch.carry[reads.writes],)
+    def split_points(
+        self,
+        path: str,
+        carry: str = "hidden",
+        *,
+        side: str = "",
+        reads: Sequence[str] = (),
+        memory: Sequence[str] = (),
+        memory_modules: Sequence[str] = (),
+    ) -> list[SplitPoint]:
+        """Return those of embedding, blocks and final norm. path: the stack's own. carry, memory: names of the hidden
+        vectors and of what blocks attend to, which goes through `memory_modules`. reads: the carry that is embedded
+        instead of the batch's field."""
+        writes, tokens = {carry: CarrySpec(f"{side}positions", self.d_model)}, f"{side}tokens"
+        points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), reads, writes, tokens)]
+        for depth, name in enumerate(self.order):
+            shared = [] if self.position is None else [f"{path}.position"]
+            shared += [f"{path}.sketch"] if self.sketched[depth] else []
+            modules = (f"{path}.layers.{name}", *shared, *memory_modules)
+            points.append(SplitPoint(f"{path}.layers.{depth}", modules, (carry, *memory), writes, tokens))
+        if self.norm is not None:
+            points.append(SplitPoint(f"{path}.norm", (f"{path}.norm",), (carry,), writes, tokens))
+        return points
 
 
 def _reads_bias(config: ModelConfig, depth: int) -> bool:
-    """Whether the block at a depth reads what the stack's position encoding shares.
+    """Return whether the block at a depth reads what the stack's position encoding shares.
 
     Raises UsageError for blocks that would need a stack's encoding of their own.
     """
@@ -118,65 +145,78 @@ def _reads_bias(config: ModelConfig, depth: int) -> bool:
     return made.bias is not None
 
 
-@dataclass(frozen=True)
-class StackInputs:
-    """Where a stack finds what it reads, and where it leaves the hidden vectors.
+class FullRow(NamedTuple):
+    """The metadata of full rows, for a rank that holds some of their tokens (context parallelism).
 
-    sequence, memory: methods of the model. side: prefix of the inputs. carried: the part of the carry that an earlier
-    step made of what the embedding reads, instead of that. writes: a part of the carry. carried_memory: the name of the
-    memory's part of the carry, which is that of the module that it goes through too.
+    token_indices int64 [T]: those that are here. The others cover all tokens of the rows, [B, S].
     """
 
-    sequence: Callable[[ForwardPass], SequenceMetadata]
-    side: str = ""
-    carried: str | None = None
-    writes: str = "hidden"
-    memory: Callable[[ForwardPass], Tensor | None] | None = None
-    carried_memory: tuple[str, ...] = ()
+    token_indices: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    prefix: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor], side: str = "") -> "FullRow | None":
+        """Return that of one side of a batch; None if the batch holds all tokens of its rows."""
+        if f"{side}places" not in batch:
+            return None
+        documents, prefix = batch.get(f"{side}row_documents"), batch.get(f"{side}row_prefix")
+        return cls(batch[f"{side}places"], needed(batch, f"{side}row_positions"), documents, prefix)
 
 
-def sequence_metadata(
-    like_BT: Tensor,
-    positions_BT: Tensor | None,
-    documents_BT: Tensor | None,
+def make_sequence(
+    batch: Mapping[str, Tensor],
+    reads: str,
+    side: str = "",
     *,
-    prefix_BT: Tensor | None = None,
-    rng_keys_B: Tensor | None = None,
+    keys: Tensor | None = None,
     cache: KVCache | None = None,
     memory: SequenceMetadata | None = None,
-    of_row: OfRow | None = None,
-    starts: Tensor | None = None,
 ) -> SequenceMetadata:
-    """Make the metadata. Without positions every row is one document, as long as `like` [B, T, …], and goes on
-    where the cache ends. of_row: of the whole rows, where these are some of their tokens. starts: as there."""
-    if of_row is not None:
-        row = SequenceMetadata(of_row.positions, of_row.documents, prefix=of_row.prefix, rng_keys=rng_keys_B)
-        return _with_tokens(Part(row, of_row.places, memory), like_BT)
-    past = cache.length if cache else 0
+    """Return where the tokens of one side of a batch stand.
+
+    reads: the field that the embedding reads, which has their number [B, T, …]. Without positions every row is one
+    document, and goes on where the cache ends. keys: the random keys of this stack.
+    """
+    inputs_BT = needed(batch, side + reads)
+    full_row = FullRow.of(batch, side)
+    positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
+    if full_row is not None:
+        full = SequenceMetadata(full_row.positions, full_row.documents, prefix=full_row.prefix, rng_keys=keys)
+        return _with_tokens(Part(full, full_row.token_indices, memory), inputs_BT)
+    past = _length_of(cache) if cache else 0
     if positions_BT is None:
-        rows, length = like_BT.shape[:2]
-        positions_BT = torch.arange(past, past + length, device=like_BT.device).expand(rows, length)
-    past_documents = None
-    if cache is not None and (documents_BT is not None or cache.documents is not None):
-        documents_BT = torch.zeros_like(positions_BT) if documents_BT is None else documents_BT
-        past_documents = cache.documents
-        cache.documents = (
-            documents_BT if past_documents is None else torch.cat([past_documents, documents_BT], 1)
-        )
-    made = SequenceMetadata(
+        rows, length = inputs_BT.shape[:2]
+        positions_BT = torch.arange(past, past + length, device=inputs_BT.device).expand(rows, length)
+    past_documents = None if cache is None else cache.documents
+    if past_documents is not None and documents_BT is None:
+        documents_BT = torch.zeros_like(positions_BT)
+    sequence = SequenceMetadata(
         positions_BT,
         documents_BT,
-        prefix=prefix_BT,
-        rng_keys=rng_keys_B,
+        prefix=batch.get(f"{side}prefix"),
+        rng_keys=keys,
         past=past,
         past_documents=past_documents,
         memory=memory,
-        starts=starts,
+        starts=batch.get(f"{side}cu_seqlens"),
     )
-    return _with_tokens(made, like_BT)
+    return _with_tokens(sequence, inputs_BT)
 
 
-def _with_tokens(made: SequenceMetadata, like_BT: Tensor) -> SequenceMetadata:
-    if like_BT.dim() == 2 and not like_BT.dtype.is_floating_point:
-        made.tokens = like_BT
-    return made
+def _length_of(cache: KVCache) -> int:
+    """Return how many tokens a cache holds. Raise MegatfmError if a pass has ended among its layers."""
+    lengths = {layer.length for layer in cache.layers}
+    if len(lengths) > 1:
+        raise MegatfmError(
+            f"an earlier forward pass with this KVCache failed on the way: some layers hold {min(lengths)} tokens, "
+            f"others {max(lengths)}. Make a new KVCache, and give all tokens again"
+        )
+    return cache.length
+
+
+def _with_tokens(sequence: SequenceMetadata, inputs_BT: Tensor) -> SequenceMetadata:
+    if inputs_BT.dim() == 2 and not inputs_BT.dtype.is_floating_point:
+        sequence.tokens = inputs_BT
+    return sequence

@@ -3,14 +3,15 @@
 The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not here: a row is all that is seen.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from math import gcd
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
+from megatfm.config.attention import TwoStreamAttentionConfig
 from megatfm.cost import Cost, Tokens, costs_of
 from megatfm.layers.attention.two_stream import Both, Stream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
@@ -22,72 +23,92 @@ from megatfm.layers.initialisation import initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.residual import RESIDUALS
-from megatfm.models.output import Output
-from megatfm.models.registry import MODELS
-from megatfm.models.stack import sequence_metadata
-from megatfm.models.steps import Field, ForwardPass, ModelStep, ModelSteps
-from megatfm.models.two_streams import everywhere, n_queries, places, two_streams
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    names_below,
+    needed,
+    sequence_fields,
+    unpack,
+    view_of,
+)
+from megatfm.models.stack import make_sequence
+from megatfm.ops.cross_entropy import IGNORE
+from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
 PREDICTED_SHARE = 1 / 6
 """Of tokens, as the paper has it: these alone have queries."""
 
+TOGETHER = TwoStreamAttentionConfig.queries_together
+"""Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
+
 
 @MODELS.register("xlnet")
-class XLNet(nn.Module):
+class XLNet(Model):
     """A stack with two streams and a head over the vocabulary, if it has one."""
 
-    context = "alone"
+    encoder: "TwoStreamStack | None"
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = TwoStreamStack(config)
-        has_head = config.head.name != "none"
-        self.head = Head(config, self.encoder.embedding.tied_table(config), sparse=True) if has_head else None
-        head = [ModelStep("head", self._head, uses=("head",), reads=("query",))] if self.head else []
-        self.steps = ModelSteps([*self.encoder.steps(), *head])
+        super().__init__(config)
+        embedding = Embedding(config, "encoder")
+        self.encoder = TwoStreamStack(config, embedding)
+        self.reads = embedding.reads
+        self.runs_head = config.head.name != "none"
+        self.head = Head(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
+        # Segments are compared by attention, whether the embedding has some or not.
+        self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))
+        head = [SplitPoint("head", ("head",), ("query",))] if self.runs_head else []
+        self.split_points = [*self.encoder.split_points("encoder"), *head]
 
     def forward(
         self,
         tokens: Tensor | None = None,
         *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        segments: Tensor | None = None,
-        order: Tensor | None = None,
         targets: Tensor | None = None,
         keys: Tensor | None = None,
+        content: Tensor | None = None,
+        query: Tensor | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T], of which none is masked, or on what else its embedding reads.
+        """Run the model on int64 tokens [B, T], of which none is masked, or on the field of another embedding.
 
-        positions, documents [B, T], keys [B]: as in SequenceMetadata. segments [B, T]: any numbers, only their
+        targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses` instead of `logits`. Of `fields`,
+        positions, documents [B, T]: as in SequenceMetadata, with keys [B]. segments [B, T]: any numbers, only their
         equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
-        are given, and all see them. targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses`
-        instead of `logits`.
+        are given, and all see them. content, query: from the pipeline stage before.
 
         Without order, tokens see one another and themselves, as for fine-tuning. With it, the logits at a token are
         the prediction of that very token from those of lower ranks.
         """
-        inputs = {
-            "tokens": tokens, "positions": positions, "documents": documents, "segments": segments, "order": order,
-            "targets": targets, "keys": keys,
-        }  # fmt: skip
-        batch = ForwardPass({**inputs, **fields})
-        for step in self.steps:
-            batch.keep(step, step.run(*step.inputs(batch)))
-        return batch.output("query" if "query" in batch.carry else "content")
+        batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
+        sequence = make_sequence(batch, self.reads, keys=keys)
+        content_stream, query_stream = streams_of(batch, sequence)
+        x_BTD, g_BQD, losses, logits = content, query, dict[str, Tensor](), None
 
-    def _head(self, batch: ForwardPass) -> None:
-        assert self.head is not None
-        targets = batch.get("targets")
-        if targets is None:
-            batch.logits = self.head(batch.carry.get("query", batch.carry["content"]))
-        else:
-            places_BQ = places(targets)
-            batch.losses["permutation"] = self.head(batch.carry["query"], targets.gather(1, places_BQ))
+        if self.encoder is not None:
+            x_BTD, g_BQD, losses = self.encoder(
+                batch[self.reads], content_stream, query_stream, content=content, query=query
+            )
+        hidden = x_BTD if g_BQD is None else g_BQD
+        if self.head is not None and self.runs_head:
+            if targets is None:
+                logits = self.head(hidden)
+            else:
+                losses["permutation"] = self.head(hidden, targets.gather(1, places(targets)))
+        return self.output(batch, hidden, losses, logits, carry={"content": x_BTD, "query": g_BQD})
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        below = names_below("encoder", names)
+        view.encoder = self.encoder.stage(below) if below and self.encoder is not None else None
+        view.runs_head = "head" in names
+        return view
 
 
 class Query(nn.Module):
@@ -119,12 +140,11 @@ class TwoStreamStack(nn.Module):
         ("dropout", "keys of own tokens"),
     )
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
         super().__init__()
         self.d_model = config.d_model
-        self.embedding = Embedding(config, "encoder")
-        self.reads = self.embedding.reads
-        self.query = Query(config)
+        self.embedding: Embedding | None = embedding
+        self.query: Query | None = Query(config)
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.layers = nn.ModuleDict(
@@ -136,86 +156,77 @@ class TwoStreamStack(nn.Module):
         assert make_table is not None
         self.position = make_table(config, initialiser(config, "encoder"))
         self.norm = make_norm(config) if config.norm.ends_stack else None
-        self.dropout = Dropout(config.dropout, "output")
+        self.dropout: Dropout | None = Dropout(config.dropout, "output")
+        self.depths: Sequence[int] = range(config.n_layers)
 
-    def steps(self) -> Iterator[ModelStep]:
-        """The carry's "content" [B, T, D] and, where something is predicted, its "query" [B, Q, D]."""
-        content = {"content": Field("tokens", self.d_model)}
-        query = {"query": Field("tokens", self.d_model, n_queries)}
-        yield ModelStep(
-            "encoder.embedding", self.embedding, self._into_embedding, ("encoder.embedding",), writes=content
-        )
-        start = ("encoder.query", "encoder.query_dropout")
-        yield ModelStep("encoder.query", self._start, uses=start, writes=query)
-        for depth, name in enumerate(self.order):
-            yield ModelStep(
-                f"encoder.layers.{depth}",
-                self.layers[name],
-                partial(self._into_block, depth),
-                (f"encoder.layers.{name}", "encoder.position"),
-                ("content", "query"),
-                content | query,
-            )
-        finish = ("encoder.dropout",) if self.norm is None else ("encoder.norm", "encoder.dropout")
-        yield ModelStep("encoder.norm", self._finish, uses=finish, reads=("query",), writes=query)
+    def forward(
+        self,
+        inputs: Tensor,
+        content_stream: Stream,
+        query_stream: Stream | None,
+        *,
+        content: Tensor | None = None,
+        query: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
+        """Return hidden vectors of the content [B, T, D], of queries [B, Q, D] where something is predicted, and the
+        blocks' auxiliary losses. inputs: the field that the embedding reads. content, query: of the stage before."""
+        x_BTD: Any = content
+        g_BQD: Any = query
+        losses = dict[str, Tensor]()
+        if self.embedding is not None:
+            x_BTD = self.embedding(inputs, content_stream.sequence)
+        if self.query is not None and query_stream is not None:
+            g_BQD = self.query_dropout(self.query(query_stream.sequence.positions), query_stream.sequence)
+        table_RD = self.position(content_stream.sequence, False) if self.depths else None
+        for depth in self.depths:
+            block, skip_rate = self.layers[self.order[depth]], self.skip_rates[depth]
+            is_last = query_stream is not None and depth == len(self.order) - 1
+            of_content = None if is_last else content_stream.at_layer(depth, skip_rate)
+            of_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
+            made = block(x_BTD, g_BQD, table_RD, of_content, of_query)
+            (x_BTD, g_BQD), losses = unpack(block, made, losses)
+        if self.dropout is not None:  # the stage with the end of the stack
+            if query_stream is None:
+                x_BTD = self._finish(x_BTD, content_stream.sequence)
+            else:
+                g_BQD = self._finish(g_BQD, query_stream.sequence)
+        return x_BTD, g_BQD, losses
 
-    def _streams(self, batch: ForwardPass) -> tuple[Stream, Stream | None]:
-        return batch.once("streams", lambda: self._make_streams(batch))
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names (without the stack's path)."""
+        view = view_of(self)
+        view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
+        view.embedding = self.embedding if "embedding" in names else None
+        view.query = self.query if "query" in names else None
+        view.dropout = self.dropout if "norm" in names else None
+        return view
 
-    def _make_streams(self, batch: ForwardPass) -> tuple[Stream, Stream | None]:
-        """The content stream sees tokens up to its own rank, and so itself; the query stream, at `places`, lower ranks.
-        Without order and targets all see all, and nothing is predicted."""
-        targets, of_row = batch.get("targets"), batch.get("row_positions")
-        sequence = sequence_metadata(
-            batch[self.reads],
-            batch.get("positions"),
-            batch.get("documents"),
-            rng_keys_B=batch.get("keys"),
-            of_row=batch.of_row(),
-        )
-        zeros = torch.zeros_like(sequence.positions)
-        zeros_of_row = zeros if of_row is None else torch.zeros_like(of_row)
+    def split_points(self, path: str) -> list[SplitPoint]:
+        """Return those of embedding, query, blocks and end. The carry is "content" [B, T, D] and, where something is
+        predicted, "query" [B, Q, D]."""
+        content = {"content": CarrySpec("tokens", self.d_model)}
+        query = {"query": CarrySpec("tokens", self.d_model, n_queries)}
+        end = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
+        return [
+            SplitPoint(f"{path}.embedding", (f"{path}.embedding",), writes=content),
+            SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
+            *(
+                SplitPoint(
+                    f"{path}.layers.{depth}",
+                    (f"{path}.layers.{name}", f"{path}.position"),
+                    ("content", "query"),
+                    content | query,
+                )
+                for depth, name in enumerate(self.order)
+            ),
+            SplitPoint(f"{path}.norm", end, ("query",), query),
+        ]
 
-        def field(name: str) -> Both:
-            here = batch.get(name)
-            if here is None:
-                return Both(zeros, zeros_of_row)
-            return Both(here, here if of_row is None else batch[f"row_{name}"])
-
-        segments = field("segments")
-        if batch.get("order") is not None or targets is not None:
-            every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
-            numbers_BQ = every_BQ if targets is None else places(targets)
-            return two_streams(sequence, segments, field("order"), numbers_BQ, targets)
-        return everywhere(sequence, segments), None
-
-    def _is_last(self, depth: int) -> bool:
-        return depth == len(self.order) - 1
-
-    def _into_embedding(self, batch: ForwardPass) -> Sequence[Any]:
-        return batch[self.reads], self._streams(batch)[0].sequence
-
-    def _start(self, batch: ForwardPass) -> None:
-        query = self._streams(batch)[1]
-        if query is not None:
-            batch.carry["query"] = self.query_dropout(self.query(query.sequence.positions), query.sequence)
-
-    def _into_block(self, depth: int, batch: ForwardPass) -> Sequence[Any]:
-        content, query = self._streams(batch)
-        skip_rate = self.skip_rates[depth]
-        return (
-            batch.carry["content"],
-            batch.carry.get("query"),
-            batch.once("relative positions", lambda: self.position(content.sequence, False)),
-            None if query is not None and self._is_last(depth) else content.at_layer(depth, skip_rate),
-            None if query is None else query.at_layer(depth, skip_rate),
-        )
-
-    def _finish(self, batch: ForwardPass) -> None:
-        content, query = self._streams(batch)
-        part, sequence = ("content", content.sequence) if query is None else ("query", query.sequence)
-        hidden = batch.carry[part] if self.norm is None else self.norm(batch.carry[part])
-        batch.carry[part] = self.dropout(hidden, sequence)
+    def _finish(self, hidden: Tensor, sequence: SequenceMetadata) -> Tensor:
+        normed = hidden if self.norm is None else self.norm(hidden)
+        assert self.dropout is not None
+        dropped: Tensor = self.dropout(normed, sequence)
+        return dropped
 
 
 class TwoStreamBlock(nn.Module):
@@ -264,3 +275,70 @@ class TwoStreamBlock(nn.Module):
 
         made = through(x_BTD, content), through(g_BQD, query)
         return extras.beside(made)
+
+
+def streams_of(batch: Mapping[str, Tensor], sequence: SequenceMetadata) -> tuple[Stream, Stream | None]:
+    """Return the content stream, in which tokens see those up to their own rank, and the query stream at tokens that
+    are predicted, which sees lower ranks. Without order and targets all see all, and there are no queries."""
+    targets, row_positions = batch.get("targets"), batch.get("row_positions")
+    zeros = torch.zeros_like(sequence.positions)
+    zeros_of_row = zeros if row_positions is None else torch.zeros_like(row_positions)
+
+    def both(name: str) -> Both:
+        if name not in batch:
+            return Both(zeros, zeros_of_row)
+        return Both(batch[name], batch[name] if row_positions is None else needed(batch, f"row_{name}"))
+
+    segments = both("segments")
+    if "order" not in batch and targets is None:
+        return everywhere(sequence, segments), None
+    every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
+    numbers_BQ = every_BQ if targets is None else places(targets)
+    return two_streams(sequence, segments, both("order"), numbers_BQ, targets)
+
+
+def two_streams(
+    sequence: SequenceMetadata, segments: Both, order: Both, numbers_BQ: Tensor, targets_BT: Tensor | None
+) -> tuple[Stream, Stream]:
+    """The content stream, of all tokens here, which sees up to their own ranks, and the query stream, of those with
+    the numbers, which sees lower ones."""
+    of_queries = Both(order.here_BT.gather(1, numbers_BQ) - 1, order.row_BS)
+    # What is dropped of a query must not be what is dropped of the content at the same place.
+    keys = None if sequence.rng_keys is None else ~sequence.rng_keys
+    filled_BQ = sequence.real.long().gather(1, numbers_BQ) - 1
+    if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
+        filled_BQ = filled_BQ.masked_fill(targets_BT.gather(1, numbers_BQ) == IGNORE, -1)
+    at_places = SequenceMetadata(sequence.positions.gather(1, numbers_BQ), filled_BQ, rng_keys=keys)
+    places_BQ = sequence.indices[numbers_BQ]
+    at_places.once("indices", lambda: places_BQ)
+    documents = documents_of(sequence)
+    if documents is not None:
+        documents = Both(documents.here_BT.gather(1, numbers_BQ), documents.row_BS)
+    segments_BQ = segments.here_BT.gather(1, numbers_BQ)
+    query = Stream(at_places, places_BQ, Both(segments_BQ, segments.row_BS), documents, of_queries)
+    return everywhere(sequence, segments, order), query
+
+
+def everywhere(sequence: SequenceMetadata, segments: Both, order: Both | None = None) -> Stream:
+    """The content stream, of all tokens here. order: None: tokens see one another."""
+    places_BT = sequence.indices.expand_as(segments.here_BT)
+    return Stream(sequence, places_BT, segments, documents_of(sequence), order)
+
+
+def documents_of(sequence: SequenceMetadata) -> Both | None:
+    """The documents of tokens here and of their rows; None where all see all."""
+    numbers = sequence.document_numbers()
+    return None if numbers is None else Both(*numbers)
+
+
+def places(targets_BT: Tensor) -> Tensor:
+    """Where the query stream runs [B, Q]: at targets, and at others where a row has fewer than the most of any."""
+    first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
+    return first_others_BT[:, : n_queries({"targets": targets_BT})]
+
+
+def n_queries(inputs: Mapping[str, Tensor]) -> int:
+    """Q: the most targets of a row, rounded up to whole groups."""
+    targets_BT = inputs["targets"]
+    together, most = gcd(targets_BT.shape[1], TOGETHER), max(int((targets_BT != IGNORE).sum(1).max()), 1)
+    return -(-most // together) * together

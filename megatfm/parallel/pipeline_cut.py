@@ -1,12 +1,12 @@
-"""Cutting a model's steps into pipeline stages: where, which rank has what, and what it needs not hold.
+"""Cutting a model into pipeline stages at its split points: where, which rank has what, and what it needs not hold.
 
-A model is known here as a list of steps by name (`megatfm.models.steps`). A rank keeps the modules of its own stages;
+A model is known here by its list of split points (`megatfm.split_points`). A rank keeps the modules of its own stages;
 a parameter that stages of several ranks use is held by each of these, under its one name.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,65 +14,20 @@ from torch import nn
 from megatfm.cost import MEMORY, Tokens, costs_of
 from megatfm.errors import UsageError
 from megatfm.parallel.pipeline_schedule import stage_ranks
-
-
-class Field(Protocol):
-    """See `megatfm.models.steps.Field`."""
-
-    @property
-    def like(self) -> str: ...
-
-    @property
-    def width(self) -> int | None: ...
-
-    @property
-    def length(self) -> Callable[[Mapping[str, torch.Tensor]], int] | None: ...
-
-
-class ModelStep(Protocol):
-    """See `megatfm.models.steps.Step`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def uses(self) -> Sequence[str]: ...
-
-    @property
-    def reads(self) -> Sequence[str]: ...
-
-    @property
-    def writes(self) -> Mapping[str, Field]: ...
-
-    @property
-    def tokens(self) -> str: ...
-
-
-class ModelSteps(Protocol):
-    """See `megatfm.models.steps.Steps`."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __getitem__(self, index: Any) -> Any: ...
-
-    def alive(self, index: int) -> Mapping[str, Field]: ...
-
-    def start(self, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> Any: ...
+from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A slice of a model's steps. takes, gives: the parts of the carry that come in and go out."""
+    """A slice of a model's split points. takes, gives: the parts of the carry that come in and go out."""
 
     index: int
     rank: int
-    steps: ModelSteps
-    takes: Mapping[str, Field]
-    gives: Mapping[str, Field]
+    split_points: Sequence[SplitPoint]
+    takes: Mapping[str, CarrySpec]
+    gives: Mapping[str, CarrySpec]
     makes: frozenset[str]
-    """What its steps write, of the carry; what else it gives only passes through."""
+    """What its split points write, of the carry; what else it gives only passes through."""
     returns: frozenset[str]
     """What of `takes` depends on weights that are trained, so that its gradient goes back."""
     expects: frozenset[str]
@@ -119,7 +74,7 @@ class Pipeline:
         lines = [f"pipeline  {self.schedule}, {len(self.stages)} stages on {self.ranks} ranks", ""]
         lines.append(f"{'stage':<7}{'rank':<6}{'of the cost':<13}{'from':<34}{'to':<34}carries on")
         for stage in self.stages:
-            first, last = stage.steps[0].name, stage.steps[len(stage.steps) - 1].name
+            first, last = stage.split_points[0].name, stage.split_points[-1].name
             line = f"{stage.index:<7}{stage.rank:<6}{stage.cost / total:<13.1%}{first:<34}{last:<34}"
             lines.append((line + ", ".join(stage.gives)).rstrip())
         shared = {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1}
@@ -143,39 +98,39 @@ def cut(
     """Cut a whole model (on the meta device) into the stages of a schedule.
 
     lengths: tokens of each input, to weigh encoder against decoder. predicted: the share of them that the objective
-    predicts, where that is known. at: the names of the steps with which all stages but the first begin; left out, cuts
-    are where the costs of stages are most equal. Raises UsageError for a model that isn't told in steps, and for more
-    stages than it can be cut into.
+    predicts, where that is known. at: the names of the split points with which all stages but the first begin; left
+    out, cuts are where the costs of stages are most equal. Raises UsageError for a model without split points, and for
+    more stages than it can be cut into.
     """
-    steps: ModelSteps | None = getattr(model, "steps", None)
-    if steps is None:
+    if not hasattr(model, "split_points"):
         raise UsageError(
             f"parallel.pp = {ranks}: this model family is not cut into pipeline stages: set parallel.pp = 1 and use "
             "parallel.dp_shard"
         )
+    points = cast(Splittable, model).split_points
     rank_of = stage_ranks(schedule, ranks, virtual)
-    costs = [cost(model, step, lengths, predicted) for step in steps]
-    starts = [0, *(i for i, step in enumerate(steps) if i and _may_begin(step, costs[i]))]
+    costs = [cost(model, point, lengths, predicted) for point in points]
+    starts = [0, *(i for i, point in enumerate(points) if i and _may_begin(point, costs[i]))]
     if not at and len(starts) < len(rank_of):
         raise UsageError(
             f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
             f"cut into {len(starts)} at most: choose {_fewer(schedule, ranks, virtual, len(starts))}"
         )
-    trained = _trained(model, steps)
+    trained = _trained(model, points)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    bounds = _named_cuts(steps, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
+    bounds = _named_cuts(points, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
     stages = []
-    for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(steps)], strict=True)):
+    for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
         stages.append(
             Stage(
                 index,
                 rank_of[index],
-                steps[first:last],
-                steps.alive(first),
-                steps.alive(last),
-                frozenset(name for step in steps[first:last] for name in step.writes),
-                trained[first] & frozenset(steps.alive(first)),
-                trained[last] & frozenset(steps.alive(last)),
+                points[first:last],
+                live_fields(points, first),
+                live_fields(points, last),
+                frozenset(name for point in points[first:last] for name in point.writes),
+                trained[first] & frozenset(live_fields(points, first)),
+                trained[last] & frozenset(live_fields(points, last)),
                 sum(costs[first:last]),
             )
         )
@@ -192,31 +147,33 @@ def cut(
 
 
 def cost(
-    model: nn.Module, step: ModelStep, lengths: Mapping[str, int], predicted: float | None = None
+    model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
 ) -> float:
-    """Of a step, for all tokens of a row: products with matrices, and those of attention."""
-    tokens = Tokens(lengths.get(step.tokens, 1), lengths.get(MEMORY, 0), predicted)
-    found = costs_of((model.get_submodule(path) for path in step.uses), tokens)
+    """Of a split point, for all tokens of a row: products with matrices, and those of attention."""
+    tokens = Tokens(lengths.get(point.token_field, 1), lengths.get(MEMORY, 0), predicted)
+    found = costs_of((model.get_submodule(path) for path in point.modules), tokens)
     return found.products + found.attention
 
 
-def _trained(model: nn.Module, steps: ModelSteps) -> list[frozenset[str]]:
-    """Before each step, and after the last: the parts of the carry that depend on weights that are trained."""
+def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
+    """Before each split point, and after the last: the parts of the carry that depend on weights that are trained."""
     found = [frozenset[str]()]
-    for step in steps:
-        trains = any(p.requires_grad for path in step.uses for p in model.get_submodule(path).parameters())
-        depends = trains or bool(found[-1].intersection(step.reads))
-        now = {name for name, field in step.writes.items() if depends and field.width is not None}
-        found.append((found[-1] - frozenset(step.writes)) | now)
+    for point in points:
+        trains = any(
+            p.requires_grad for path in point.modules for p in model.get_submodule(path).parameters()
+        )
+        depends = trains or bool(found[-1].intersection(point.reads))
+        now = {name for name, field in point.writes.items() if depends and field.d_model is not None}
+        found.append((found[-1] - frozenset(point.writes)) | now)
     return found
 
 
-def _named_cuts(steps: ModelSteps, at: Sequence[str], stages: int) -> list[int]:
-    names = [step.name for step in steps]
+def _named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) -> list[int]:
+    names = [point.name for point in points]
     unknown = [name for name in at if name not in names[1:]]
     if unknown:
         raise UsageError(
-            f"parallel.cuts: no step is called {unknown[0]!r} after the first; there are {', '.join(names[1:])}"
+            f"parallel.cuts: no split point is called {unknown[0]!r} after the first; there are {', '.join(names[1:])}"
         )
     bounds = [names.index(name) for name in at]
     if len(bounds) != stages - 1 or bounds != sorted(set(bounds)):
@@ -257,9 +214,9 @@ def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> lis
     return bounds[::-1][1:]
 
 
-def _may_begin(step: ModelStep, cost: float) -> bool:
+def _may_begin(point: SplitPoint, cost: float) -> bool:
     """A stage begins with what costs something, or with a stack, never with an embedding's neighbour or a norm."""
-    return cost > 0 or step.name.endswith("embedding")
+    return cost > 0 or point.name.endswith("embedding")
 
 
 def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
@@ -269,14 +226,16 @@ def _holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, 
         for parameter in _used(model, [stage]):
             found[names[parameter]].add(stage.rank)
     if unused := [name for name, ranks in found.items() if not ranks]:
-        raise UsageError(f"{unused[0]} is used by no step of the model, so no pipeline stage would hold it")
+        raise UsageError(
+            f"{unused[0]} is used by no split point of the model, so no pipeline stage would hold it"
+        )
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
 
 def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     used = {stage.rank: set[nn.Module]() for stage in stages}
     for stage in stages:
-        for path in {path for step in stage.steps for path in step.uses}:
+        for path in {path for point in stage.split_points for path in point.modules}:
             used[stage.rank].update(model.get_submodule(path).modules())
     return {
         path: tuple(sorted(rank for rank, modules in used.items() if module in modules))
@@ -286,7 +245,7 @@ def _module_holders(model: nn.Module, stages: Sequence[Stage]) -> dict[str, tupl
 
 
 def _used(model: nn.Module, stages: Sequence[Stage]) -> set[nn.Parameter]:
-    paths = {path for stage in stages for step in stage.steps for path in step.uses}
+    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
     return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
 
 
@@ -296,7 +255,7 @@ def keep(model: nn.Module, stages: Sequence[Stage]) -> None:
     A module that owns a parameter which a kept one shares stays too, for the parameter's name.
     """
     used = _used(model, stages)
-    paths = {path for stage in stages for step in stage.steps for path in step.uses}
+    paths = {path for stage in stages for point in stage.split_points for path in point.modules}
     whole = {module for path in paths for module in model.get_submodule(path).modules()}
     owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}
 
@@ -317,11 +276,13 @@ def keep(model: nn.Module, stages: Sequence[Stage]) -> None:
     prune(model, "")
 
 
-def activation_shape(field: Field, batch: Mapping[str, torch.Tensor], sequence_parts: int) -> tuple[int, ...]:
+def activation_shape(
+    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_parts: int
+) -> tuple[int, ...]:
     """Of a part of the carry, on a rank that holds one of so many parts of the sequence."""
-    rows, length = batch[field.like].shape[:2]
-    if field.length is not None:
-        length = field.length(batch)
-    if field.width is None:
+    rows, length = batch[field.shape_of].shape[:2]
+    if field.length_of is not None:
+        length = field.length_of(batch)
+    if field.d_model is None:
         return rows, length
-    return rows, length // sequence_parts, field.width
+    return rows, length // sequence_parts, field.d_model

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
+from megatfm.split_points import Splittable
 from megatfm.verify.batch import Arrays, objective_of
 from megatfm.verify.expected_pipeline import Stages
 from megatfm.verify.modules import block_paths, is_a
@@ -129,9 +130,10 @@ def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | 
         losses: dict[str, Tensor] = {}
         for stage in pipeline.stages:
             watcher.stage = stage.index
-            done = stage.steps.start(inputs, carry)
-            carry = done.carry
-            for term, loss in done.losses.items():
+            view = cast(Splittable, model).stage({point.name for point in stage.split_points})
+            output = view.forward(**inputs, **{n: t for n, t in carry.items() if n in stage.takes})
+            carry |= output.carried()
+            for term, loss in (output.losses or {}).items():
                 losses[term] = losses[term] + loss if term in losses else loss
         return _StageOutput(losses)
 

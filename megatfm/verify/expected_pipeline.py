@@ -19,12 +19,12 @@ from megatfm.verify.ledger import Ledger
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of the model's steps on a pipeline rank. takes: what earlier stages hand it, by name; returns: names of
-    those that get gradients back."""
+    """A run of the model's split points on a pipeline rank. takes: what earlier stages hand it, by name; returns: names
+    of those that get gradients back."""
 
     index: int
     rank: int
-    steps: Any
+    split_points: Sequence[Any]
     takes: Mapping[str, Any] = field(default_factory=dict)
     returns: frozenset[str] = frozenset()
 
@@ -44,17 +44,17 @@ class Stages:
 
 
 def divide(config: Config, model: nn.Module) -> Stages:
-    """The division of the model's steps whose sum of squared costs is least, of all that there are."""
-    parallel, steps = config.parallel, list(model.steps)  # type: ignore[arg-type]
+    """The division of the model's split points whose sum of squared costs is least, of all that there are."""
+    parallel, points = config.parallel, list(model.split_points)  # type: ignore[arg-type]
     rank_of = _stage_ranks(parallel.schedule, parallel.pp, parallel.stages_per_rank)
-    costs = _costs(config, model, steps)
-    starts = [i for i, step in enumerate(steps) if i and (costs[i] > 0 or step.name.endswith("embedding"))]
+    costs = _costs(config, model, points)
+    starts = [i for i, point in enumerate(points) if i and (costs[i] > 0 or point.name.endswith("embedding"))]
     bounds = _cheapest(starts, costs, len(rank_of))
     stages = []
-    for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(steps)), strict=True)):
-        takes = _handed_on(steps, first)
-        returns = frozenset(takes) & _trained(model, steps[:first])
-        stages.append(Stage(index, rank_of[index], model.steps[first:last], takes, returns))  # type: ignore[index]
+    for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(points)), strict=True)):
+        takes = _handed_on(points, first)
+        returns = frozenset(takes) & _trained(model, points[:first])
+        stages.append(Stage(index, rank_of[index], points[first:last], takes, returns))
     users = {rank: _used(model, stages, rank) for rank in range(parallel.pp)}
     holders = {
         name: tuple(rank for rank, used in users.items() if parameter in used.parameters)
@@ -80,7 +80,7 @@ def add_pipeline(
             for name, field_ in stage.takes.items() if before != stage.rank else ():
                 elements = _elements(field_, inputs, stages.sequence_parts)
                 if before == pp:
-                    ledger.send(PIPELINE, elements * (8 if field_.width is None else computed))
+                    ledger.send(PIPELINE, elements * (8 if field_.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)
 
@@ -92,22 +92,22 @@ def _stage_ranks(schedule: str, ranks: int, virtual: int) -> list[int]:
     return list(range(ranks)) * virtual
 
 
-def _costs(config: Config, model: nn.Module, steps: Sequence[Any]) -> list[float]:
+def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[float]:
     lengths = {
         "tokens": config.data.target_length or config.data.sequence_length or 1,
         MEMORY: config.data.sequence_length or 0,
     }
     predicted = predicted_share(config.objective)
     costs = []
-    for step in steps:
-        tokens = Tokens(lengths.get(step.tokens, 1), lengths.get(MEMORY, 0), predicted)
-        found = costs_of((model.get_submodule(path) for path in step.uses), tokens)
+    for point in points:
+        tokens = Tokens(lengths.get(point.token_field, 1), lengths.get(MEMORY, 0), predicted)
+        found = costs_of((model.get_submodule(path) for path in point.modules), tokens)
         costs.append(found.products + found.attention)
     return costs
 
 
 def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First steps of all stages but the first. Of equal divisions the one whose last stages begin earliest."""
+    """First split points of all stages but the first. Of equal divisions the one whose last stages begin earliest."""
 
     def price(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         parts = [
@@ -118,25 +118,25 @@ def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tup
     return min(combinations(starts, stages - 1), key=price)
 
 
-def _handed_on(steps: Sequence[Any], first: int) -> dict[str, Any]:
-    """What steps from `first` on read before they write it, and earlier ones write."""
+def _handed_on(points: Sequence[Any], first: int) -> dict[str, Any]:
+    """What split points from `first` on read before they write it, and earlier ones write."""
     wanted: set[str] = set()
     written: set[str] = set()
-    for step in steps[first:]:
-        wanted |= set(step.reads) - written
-        written |= set(step.writes)
-    fields = {name: field_ for step in steps[:first] for name, field_ in step.writes.items()}
+    for point in points[first:]:
+        wanted |= set(point.reads) - written
+        written |= set(point.writes)
+    fields = {name: field_ for point in points[:first] for name, field_ in point.writes.items()}
     return {name: fields[name] for name in sorted(wanted & fields.keys())}
 
 
-def _trained(model: nn.Module, steps: Sequence[Any]) -> set[str]:
-    """Names of what these steps leave behind that depends on weights which are trained."""
+def _trained(model: nn.Module, points: Sequence[Any]) -> set[str]:
+    """Names of what these split points leave behind that depends on weights which are trained."""
     depends: set[str] = set()
-    for step in steps:
-        weights = (p for path in step.uses for p in model.get_submodule(path).parameters())
-        trains = any(p.requires_grad for p in weights) or not depends.isdisjoint(step.reads)
-        for name, field_ in step.writes.items():
-            (depends.add if trains and field_.width is not None else depends.discard)(name)
+    for point in points:
+        weights = (p for path in point.modules for p in model.get_submodule(path).parameters())
+        trains = any(p.requires_grad for p in weights) or not depends.isdisjoint(point.reads)
+        for name, field_ in point.writes.items():
+            (depends.add if trains and field_.d_model is not None else depends.discard)(name)
     return depends
 
 
@@ -147,13 +147,19 @@ class _Used:
 
 
 def _used(model: nn.Module, stages: Sequence[Stage], rank: int) -> _Used:
-    paths = {path for stage in stages if stage.rank == rank for step in stage.steps for path in step.uses}
+    paths = {
+        path
+        for stage in stages
+        if stage.rank == rank
+        for point in stage.split_points
+        for path in point.modules
+    }
     modules = {module for path in paths for module in model.get_submodule(path).modules()}
     return _Used({p for module in modules for p in module.parameters(recurse=False)}, modules)
 
 
 def _elements(field_: Any, inputs: Mapping[str, Tensor], sequence_parts: int) -> int:
-    rows, length = inputs[field_.like].shape[:2]
-    if field_.length is not None:
-        length = field_.length(inputs)
-    return rows * (length if field_.width is None else length // sequence_parts * field_.width)
+    rows, length = inputs[field_.shape_of].shape[:2]
+    if field_.length_of is not None:
+        length = field_.length_of(inputs)
+    return rows * (length if field_.d_model is None else length // sequence_parts * field_.d_model)

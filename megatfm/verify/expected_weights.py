@@ -135,7 +135,7 @@ def _root_gathers(held: RankParameters, microbatches: int) -> int:
 
 
 def _trains(held: RankParameters, stage: Stage) -> bool:
-    modules = (held.model.get_submodule(path) for step in stage.steps for path in step.uses)
+    modules = (held.model.get_submodule(path) for point in stage.split_points for path in point.modules)
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 

@@ -95,14 +95,10 @@ def curves(
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoE)]
     found: Curves = {}
     if config.model.family == "electra":
-        discriminator = engine.model.discriminator
-        real = discriminator.judge
-
-        def judge(passing: Any, replaced: torch.Tensor) -> None:
-            found.setdefault("replaced", []).append(share(replaced))
-            real(passing, replaced)
-
-        discriminator.judge = judge
+        replaced = found.setdefault("replaced", [])
+        engine.model.discriminator.register_forward_pre_hook(
+            lambda module, args, fields: replaced.append(share(fields["replaced"])), with_kwargs=True
+        )
     for step in range(1, 1 + (steps or config.train.steps)):
         stats = engine.forward_backward([batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():

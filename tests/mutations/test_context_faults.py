@@ -1,7 +1,7 @@
 """Faults that one could make where rows are cut over ranks: the comparison with one device must find each of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm.config import ParallelConfig
 from megatfm.layers.attention.patterns import BigBird, Window
 from megatfm.layers.part import Part
-from megatfm.models import two_streams
+from megatfm.models import xlnet
 from megatfm.ops.attention import blocks
 from megatfm.parallel import (
     collectives,
@@ -142,12 +142,12 @@ def keys_of_a_row_are_one_further(patch: Patch) -> None:
 
 
 def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
-    real = two_streams.Stream
+    real = xlnet.two_streams
 
-    def stream(sequence: Any, places: Tensor, *rest: Any) -> Any:
-        return real(sequence, places - places.min(), *rest)
+    def streams(*args: Any) -> Any:
+        return tuple(replace(each, places_BQ=each.places_BQ - each.places_BQ.min()) for each in real(*args))
 
-    patch.setattr(two_streams, "Stream", stream)
+    patch.setattr(xlnet, "two_streams", streams)
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:

@@ -61,7 +61,9 @@ def lose_the_memory_s_gradient(patch: Patch) -> None:
 
     def send(self: StagePasses, fields: Any, carry: dict[str, Tensor], to: int, group: Any) -> Any:
         backward = to < min(self._stages)
-        given = {n: torch.zeros_like(t) if backward and n == "memory" else t for n, t in carry.items()}
+        given = {
+            n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
+        }
         return real(self, fields, given, to, group)
 
     patch.setattr(StagePasses, "_send", send)

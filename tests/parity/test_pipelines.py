@@ -369,7 +369,11 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
     )
     wrong = ParallelConfig(pp=2, cuts=["decoder.layers.9"])
     workers.run(
-        refuse, 2, "llama", wrong, r"parallel\.cuts: no step is called 'decoder\.layers\.9' after the first"
+        refuse,
+        2,
+        "llama",
+        wrong,
+        r"parallel\.cuts: no split point is called 'decoder\.layers\.9' after the first",
     )
     early = ParallelConfig(pp=2, cuts=["decoder.layers.1", "head"])
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")

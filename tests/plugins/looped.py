@@ -2,49 +2,53 @@
 
 from dataclasses import replace
 
-from torch import nn
-
 from megatfm.layers.head import Head
-from megatfm.models import MODELS
-from megatfm.models.stack import Stack, StackInputs, sequence_metadata
-from megatfm.models.steps import ForwardPass, ModelStep, ModelSteps
+from megatfm.models import MODELS, Model
+from megatfm.models.base import names_below, sequence_fields, view_of
+from megatfm.models.stack import Stack, make_sequence
 from megatfm.objectives import OBJECTIVES, Causal
+from megatfm.split_points import SplitPoint
 
 
 @MODELS.register("looped")
-class Looped(nn.Module):
+class Looped(Model):
     """Embedding, all blocks, all blocks again, norm and head."""
 
     is_causal = True
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.decoder = Stack(config, "decoder")
+        self.decoder.depths = [*self.decoder.depths, *self.decoder.depths]
         self.head = Head(config, self.decoder.embedding.tied_table(config))
-        embedding, *blocks, norm = self.decoder.steps("decoder", StackInputs(self.sequence))
-        again = [replace(step, name=f"again.{step.name}") for step in blocks]
-        head = ModelStep("head", self.run_head, uses=("head",), reads=("hidden",))
-        self.steps = ModelSteps([embedding, *blocks, *again, norm, head])
+        self.runs_head = True
+        self.accept("tokens", *sequence_fields(config))
+        embedding, *blocks, norm = self.decoder.split_points("decoder")
+        again = [replace(point, name=f"again.{point.name}") for point in blocks]
+        self.split_points = [embedding, *blocks, *again, norm, SplitPoint("head", ("head",), ("hidden",))]
 
-    def forward(self, tokens=None, **inputs):
-        batch = ForwardPass({"tokens": tokens, **inputs})
-        for step in self.steps:
-            batch.keep(step, step.run(*step.inputs(batch)))
-        return batch.output()
+    def forward(self, tokens=None, *, targets=None, keys=None, hidden=None, **fields):
+        batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
+        sequence = make_sequence(batch, "tokens", keys=keys)
+        losses, logits = {}, None
+        if self.decoder is not None:
+            hidden, losses = self.decoder(tokens, sequence, hidden=hidden)
+        if self.runs_head and targets is None:
+            logits = self.head(hidden)
+        elif self.runs_head:
+            losses["causal"] = self.head(hidden, targets)
+        return self.output(batch, hidden, losses, logits)
 
-    def sequence(self, batch):
-        known = batch.get("positions"), batch.get("documents")
-        return batch.once(
-            "sequence", lambda: sequence_metadata(batch["tokens"], *known, rng_keys_B=batch.get("keys"))
-        )
-
-    def run_head(self, batch):
-        hidden_BTD, targets = batch.carry["hidden"], batch.get("targets")
-        if targets is None:
-            batch.logits = self.head(hidden_BTD)
-        else:
-            batch.losses["causal"] = self.head(hidden_BTD, targets)
+    def stage(self, names):
+        """The model of a pipeline stage: without the parts that are not among the names."""
+        view = view_of(self)
+        once, again = names_below("decoder", names), names_below("again.decoder", names)
+        view.decoder = self.decoder and self.decoder.stage(once | again)
+        if view.decoder is not None:
+            n = len(self.decoder.order)
+            view.decoder.depths = [d for below in (once, again) for d in range(n) if f"layers.{d}" in below]
+        view.runs_head = "head" in names
+        return view
 
 
 @OBJECTIVES.register("looped_causal")

@@ -1,5 +1,6 @@
 """What `megatfm describe` says that blocks keep is what they do keep, to the byte."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from megatfm.describe.activations import kept_by_blocks
 from megatfm.engines.recompute import measured
 from megatfm.layers.moe import dispatch
 from megatfm.models import build
-from megatfm.models.steps import ForwardPass
 from megatfm.parallel.blocks import blocks
+from megatfm.parallel.forward import replace_forward
 
 ROWS, LENGTH = 3, 24
 SMALL = {"vocab_size": 50, "d_model": 32, "n_layers": 4, "attention.n_heads": 4, "ffn.d_ff": 40}
@@ -20,8 +21,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "encoder": {"family": "encoder", "dropout": 0.1, "attention.dropout": 0.1, "position.name": "learned",
                 "position.max_positions": LENGTH},
     "t5": {"family": "encoder_decoder", "n_encoder_layers": 3, "position.name": "t5"},
-    "kinds of blocks": {"blocks": ["wide", "plain"], "block": {"wide": {"ffn": {"d_ff": 80}}, "plain": {}}},
+    "kinds of blocks": {"n_layers": 8, "blocks": ["wide", "plain"],
+                        "block": {"wide": {"ffn": {"d_ff": 80}}, "plain": {}}},
     "experts": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.n_shared_experts": 1},
+    "electra": {"family": "electra", "generator": {"d_model": 16, "n_heads": 4, "d_ff": 24}, "embedding.dim": 16,
+                "n_layers": 3},
     "latent": {"attention.name": "latent", "attention.kv_rank": 7, "attention.rope_dim": 6},
 }  # fmt: skip
 
@@ -45,17 +49,20 @@ def test_it_is_what_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens = torch.randint(50, (ROWS, LENGTH))
-    batch = ForwardPass({"tokens": tokens, "encoder_tokens": tokens, "keys": torch.arange(ROWS)})
-    ours, sizes, inputs = {id(block) for block in blocks(model)}, list[int](), 0
-    for step in model.steps:
-        run = step.run
-        if id(run) in ours:
-            made, kept = measured(run, lambda run=run, step=step: run(*step.inputs(batch)))
-            sizes.append(kept)
-            inputs += ROWS * LENGTH * 32 * 4
-            batch.keep(step, made)
-        elif step.name != "head":
-            batch.keep(step, run(*step.inputs(batch)))
+    sizes, inputs = list[int](), 0
+
+    def of_block(block, forward, x_BTD, *args):
+        nonlocal inputs
+        made, kept = measured(block, lambda: forward(x_BTD, *args))
+        sizes.append(kept)
+        inputs += x_BTD.nbytes
+        return made
+
+    for block in blocks(model):
+        replace_forward(block, partial(of_block, block, block.forward))
+    fields = {"encoder_decoder": ("encoder_tokens",), "electra": ("targets", "original")}
+    names = ("tokens", *fields.get(config.model.family, ()))
+    model(**dict.fromkeys(names, tokens), keys=torch.arange(ROWS))
     assert kept_by_blocks(config) == (sum(sizes), inputs + max(sizes))
 
 

@@ -15,6 +15,7 @@ EVERYBODYS = {
     "megatfm.atomic": set[str](),
     "megatfm.registry": {"megatfm.errors"},
     "megatfm.cost": set[str](),
+    "megatfm.split_points": set[str](),
 }
 """Loose modules of floor 0, open to all."""
 

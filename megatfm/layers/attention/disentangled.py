@@ -1,6 +1,7 @@
 """DeBERTa's disentangled attention (He et al. 2021, equations 2 to 4): content and relative position, apart."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -47,9 +48,7 @@ class DisentangledAttention(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
         self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
         self.wk_position = Linear(d, width, initial("key", d, width))
-        self.core = DisentangledCore(
-            config, pattern, lambda d: (d + farthest).clamp(0, 2 * farthest - 1), 2 * farthest
-        )
+        self.core = DisentangledCore(config, pattern, partial(_clamped, farthest=farthest), 2 * farthest)
 
     def cost(self, tokens: Tokens) -> Cost:
         """The table of positions goes through projections of its own."""
@@ -126,3 +125,8 @@ class DisentangledCore(nn.Module):
             return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
 
         return by_rows(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
+
+
+def _clamped(distances: Tensor, farthest: int) -> Tensor:
+    """Return the row of the table of positions for each distance."""
+    return (distances + farthest).clamp(0, 2 * farthest - 1)

@@ -1,5 +1,7 @@
 """Disentangled attention as from DeBERTa v2 on (He et al. 2021, appendix A.11): positions share the projections."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatfm.config import DisentangledBucketsConfig, ModelConfig
@@ -39,9 +41,7 @@ class DisentangledSharedAttention(nn.Module):
         self.wk = Linear(d, width, initial("key", d, width), bias=True)
         self.wv = Linear(d, width, initial("value", d, width), bias=True)
         self.wo = Linear(width, d, initial("out", width, d), bias=True)
-        self.core = DisentangledCore(
-            config, pattern, lambda d: (log_buckets(d, n, farthest) + n).clamp(0, 2 * n - 1), 2 * n
-        )
+        self.core = DisentangledCore(config, pattern, partial(_bucketed, n=n, farthest=farthest), 2 * n)
 
     def cost(self, tokens: Tokens) -> Cost:
         """The table of positions goes through the projections of queries and keys, too."""
@@ -65,3 +65,8 @@ class DisentangledSharedAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+
+def _bucketed(distances: Tensor, n: int, farthest: int) -> Tensor:
+    """Return the row of the table of positions for each distance."""
+    return (log_buckets(distances, n, farthest) + n).clamp(0, 2 * n - 1)

@@ -73,9 +73,12 @@ def test_evaluation_drops_nothing_and_training_without_keys_is_refused() -> None
     x = torch.ones(1, T, D)
     dropout, path = Dropout(0.4, "here"), DropPath("here")
     with pytest.raises(
-        UsageError, match="dropout in training depends on keys, and the batch has none: pass keys"
+        UsageError, match="stochastic depth in training depend on keys, and the batch has none: pass keys"
     ):
         dropout(x, layout_of(None))
+    with pytest.raises(UsageError, match="stochastic depth in training depend on keys"):
+        path(x, layout_of(None).at_layer(1, 0.9))
+    assert torch.equal(path(x, layout_of(None).at_layer(1, 0.0)), x)
     assert torch.equal(dropout.eval()(x, layout_of(None)), x)
     assert torch.equal(path.eval()(x, layout_of(keys(1)).at_layer(1, 0.9)), x)
     assert torch.equal(Dropout(0.0, "here")(x, layout_of(None)), x)

@@ -14,8 +14,7 @@ from megatfm.layers.ffn import FFNS
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.moe import MoE, balance
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.models.stack import sequence_metadata
-from megatfm.models.steps import OfRow
+from megatfm.models.stack import make_sequence
 from megatfm.ops import dropout as keyed
 
 B, T, D, WIDTH, E = 2, 9, 6, 5, 4
@@ -280,7 +279,7 @@ def test_a_hash_needs_tokens() -> None:
 def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     """As context parallelism has them."""
     module, places = make(router={"name": "hash"}), torch.tensor([1, 4, 7])
-    of_row = OfRow(places, torch.arange(T).expand(B, T), DOCUMENTS, None)
-    part = sequence_metadata(TOKENS[:, places], None, None, of_row=of_row)
+    full = {"row_positions": torch.arange(T).expand(B, T), "row_documents": DOCUMENTS}
+    part = make_sequence({"tokens": TOKENS[:, places], "places": places, **full}, "tokens")
     found = module.router(torch.zeros(B, 3, D), part).choices
     assert torch.equal(found, module.router(torch.zeros(B, T, D), sequence()).choices[:, places])

@@ -14,7 +14,8 @@ from megatfm.train.guards.integrity import forward_backward
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine, microbatches
 from tests.workers import Workers
 
-HOPS = 8
+HOPS = 9
+"""Loop, engine, its pass, objective, model, stack, block, sublayer, matrix."""
 HERE = Path(megatfm.__file__).parent
 
 

@@ -24,13 +24,13 @@ def make() -> Callable[..., nn.Module]:
 
 
 def first_steps(pipeline: Pipeline) -> list[str]:
-    return [stage.steps[0].name for stage in pipeline.stages]
+    return [stage.split_points[0].name for stage in pipeline.stages]
 
 
 def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
     """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
     model = make(**{"embedding.tied": True})
-    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps}
+    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
     matrices = 4 * 16 * 16 + 3 * 16 * 32
     assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
     assert costs["decoder.layers.0"] == 10 * (matrices + 2 * 10 * 16)
@@ -53,7 +53,7 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
     kinds = {"blocks": ["wide"] * 3 + ["near"] * 3, "block.wide.ffn.d_ff": 256}
     kinds["block.near.attention.pattern"] = window
     model = make(**kinds)
-    costs = {step.name: cost(model, step, {"tokens": 10}) for step in model.steps}
+    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
     assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100
     assert costs["decoder.layers.3"] == 10 * (4 * 16 * 16 + 3 * 16 * 32) + 2 * 16 * (1 + 2 + 8 * 3)
     pipeline = cut(model, "1f1b", 2, 1, lengths={"tokens": 10})
@@ -62,7 +62,7 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
 
 def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable[..., nn.Module]) -> None:
     model = make(family="encoder")
-    head = {step.name: step for step in model.steps}["head"]
+    head = {point.name: point for point in model.split_points}["head"]
     assert cost(model, head, {"tokens": 10}, 0.4) == pytest.approx(4 * 96 * 16)
     assert cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
 
@@ -81,13 +81,13 @@ def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
     ])  # fmt: skip
     assert [list(stage.takes) for stage in pipeline.stages] == [
         [],
-        ["memory"],
-        ["hidden", "memory"],
+        ["encoder_hidden"],
+        ["encoder_hidden", "hidden"],
         ["hidden"],
     ]
     assert [list(stage.gives) for stage in pipeline.stages] == [
-        ["memory"],
-        ["hidden", "memory"],
+        ["encoder_hidden"],
+        ["encoder_hidden", "hidden"],
         ["hidden"],
         [],
     ]
@@ -119,8 +119,8 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
             assert parameter.shape == shapes[name]
             kept.setdefault(name, []).append(rank)
         for stage in pipeline.mine(rank):
-            for step in stage.steps:
-                for path in step.uses:
+            for point in stage.split_points:
+                for path in point.modules:
                     model.get_submodule(path)
     assert set(kept) == set(names)
     assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.holders)

@@ -202,7 +202,7 @@ REFUSED: list[tuple[tuple[str, ...], list[str], int | None, str, list[str]]] = [
         GPT,
         ["parallel.pp=2", "parallel.cuts=['decoder.layers.7']"],
         None,
-        r"parallel\.cuts: no step is called 'decoder\.layers\.7' after the first; there are .*, (decoder\.layers\.1),",
+        r"parallel\.cuts: no split point is called 'decoder\.layers\.7' after .*; there are .*, (decoder\.layers\.1),",
         ["parallel.cuts=['{0}']"],
     ),
     (

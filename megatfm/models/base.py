@@ -1,0 +1,171 @@
+"""The base of all model families: which fields of a batch they read, their additional heads, their pipeline stages."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.boundary import BoundaryHead as BoundaryHead  # so that it is registered
+from megatfm.layers.extra import Extra, summed
+from megatfm.layers.head import HEADS
+from megatfm.layers.table import Table
+from megatfm.registry import Registry, did_you_mean
+from megatfm.split_points import SplitPoint
+
+# B batch, T tokens, S tokens of the encoder, D model width, V vocabulary, C classes
+
+M = TypeVar("M", bound=nn.Module)
+
+MODELS: Registry[Callable[[ModelConfig], nn.Module]] = Registry("model family (model.family)")
+
+OTHER_NAMES = {
+    "input_ids": "tokens", "decoder_input_ids": "tokens", "labels": "targets", "position_ids": "positions",
+    "token_type_ids": "segments", "attention_mask": "documents", "past_key_values": "cache",
+}  # fmt: skip
+"""Names of transformers for what is called otherwise here."""
+
+
+class Output(NamedTuple):
+    """The result of a forward pass; a tuple, because FSDP looks for tensors in tuples and in no other class."""
+
+    hidden: Tensor
+    """After the last norm, [B, T, D]; of the decoder in an encoder-decoder, of the discriminator in ELECTRA."""
+    logits: Tensor | None = None
+    """[B, T, V], if the batch has no targets of any head; of ELECTRA [B, T], the log-odds that a token was replaced."""
+    losses: dict[str, Tensor] | None = None
+    """Summed loss in nats of each term, if the batch has targets of a head."""
+    predictions: dict[str, Tensor] | None = None
+    """Predictions of `model.heads` by name, if the batch has no targets of any head: of "sentence" logits [B, C]."""
+    carry: dict[str, Tensor] | None = None
+    """Hidden vectors besides `hidden` that a later pipeline stage reads, by name: "encoder_hidden" [B, S, D]."""
+
+    def carried(self) -> dict[str, Tensor]:
+        """Return all that a later pipeline stage may read, by the keywords of its forward."""
+        return {"hidden": self.hidden, **(self.carry or {})}
+
+
+class Model(nn.Module):
+    """Base of model families; a family adds the modules, `split_points`, `forward` and `stage`.
+
+    Call `add_heads` and `accept` in the constructor, and `read` first in `forward`.
+    """
+
+    context = "alone"
+
+    split_points: Sequence[SplitPoint]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.extra_heads: list[str] = []
+        self.accepted: frozenset[str] = frozenset()
+        self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
+
+    def add_heads(self, table: Table | None) -> None:
+        """Add the heads of `config.heads` as modules of their names. table: the embedding of tokens."""
+        for name, section in self.config.heads.items():
+            self.add_module(name, HEADS.get(section.name)(self.config, section, table))
+        self.extra_heads = list(self.config.heads)
+
+    def accept(self, *fields: str, targets: Sequence[str] = ("targets",)) -> None:
+        """Declare the fields of a batch that `forward` reads: these, `targets` of its own head and what additional
+        heads read, each also under its name for full rows (context parallelism), and random keys."""
+        of_heads = [tuple(getattr(self, name).reads) for name in self.extra_heads]
+        self.target_fields = (*((name,) for name in targets), *of_heads)
+        known = {*fields, *(name for names in self.target_fields for name in names)}
+        sides = {side_of(name) for name in known}
+        full = {f"{side_of(name)}row_{name.removeprefix(side_of(name))}" for name in known}
+        self.accepted = frozenset(known | full | {f"{side}places" for side in sides} | {"keys"})
+
+    def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
+        """Return the fields of a batch that are not None. Raise TypeError for one that the model would not look at."""
+        batch = {name: field for name, field in fields.items() if field is not None}
+        for name in batch.keys() - self.accepted:
+            known = [name for name in sorted(self.accepted) if "row_" not in name and "places" not in name]
+            near = OTHER_NAMES.get(name, "")
+            hint = f" (did you mean {near!r}?)" if near in self.accepted else did_you_mean(name, known)
+            raise TypeError(
+                f"a model of model.family = {self.config.family!r} does not read {name!r}{hint}; this one reads "
+                f"{', '.join(known)}: leave {name!r} out"
+            )
+        return batch
+
+    def has_targets(self, batch: Mapping[str, Tensor]) -> bool:
+        """Return whether the batch has the targets of any head; then there are losses, otherwise predictions."""
+        return any(all(name in batch for name in names) for names in self.target_fields)
+
+    def output(
+        self,
+        batch: Mapping[str, Tensor],
+        hidden_BTD: Any,
+        losses: Mapping[str, Tensor],
+        logits: Tensor | None = None,
+        carry: Mapping[str, Tensor | None] | None = None,
+    ) -> Output:
+        """Run the additional heads and return the output: losses if the batch has targets, else what is predicted.
+
+        hidden_BTD: a tensor, or None in a pipeline stage before the stack whose vectors it is. carry: see Output.
+        """
+        has_targets, predictions = self.has_targets(batch), dict[str, Tensor]()
+        for name in self.extra_heads:
+            head: Any = getattr(self, name)
+            if all(field in batch for field in head.reads):
+                fields = [batch[field] for field in head.reads]
+                full_rows = [batch.get(f"row_{field}") for field in getattr(head, "reads_of_row", ())]
+                losses = summed(
+                    losses, {str(getattr(head, "term", name)): head(hidden_BTD, *fields, *full_rows)}
+                )
+            elif getattr(head, "predicts", False) and not has_targets:
+                predictions[name] = head(hidden_BTD)
+        handed_on = {name: tensor for name, tensor in (carry or {}).items() if tensor is not None}
+        kept = dict(losses) if losses and has_targets else None
+        return Output(hidden_BTD, logits, kept, predictions or None, handed_on or None)
+
+
+def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a field of the batch. Raise TypeError if it is missing."""
+    if name not in batch:
+        raise TypeError(f"the model needs {name}")
+    return batch[name]
+
+
+def targets_of(config: ModelConfig) -> tuple[str, ...]:
+    """Return the fields of targets that the head over the vocabulary reads."""
+    return () if config.head.name == "none" else ("targets",)
+
+
+def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
+    """Return the fields that say where tokens stand, and the embedding's segments if it has some."""
+    return ("positions", "documents", "cu_seqlens", *(["segments"] if config.embedding.n_segments else []))
+
+
+def side_of(field: str) -> str:
+    """Return the prefix of a field's name: "encoder_" for those of an encoder-decoder's encoder."""
+    return "encoder_" if field.startswith("encoder_") else ""
+
+
+def view_of(module: M) -> M:
+    """Return another module of the same class with the same submodules and parameters. Attributes may be set in it
+    without setting the module's; call its `forward`, since hooks stay with the module."""
+    view = object.__new__(type(module))  # not copy.copy: FSDP2's classes make something else of it
+    vars(view).update(vars(module))
+    vars(view)["_modules"] = dict(module._modules)
+    vars(view).pop("forward", None)  # the pipeline's, where it has replaced the model's
+    return view
+
+
+def names_below(path: str, names: Collection[str]) -> set[str]:
+    """Return the names that begin with a module's path, without it."""
+    return {name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")}
+
+
+def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return a block's output, and the losses with its auxiliary ones added. In training, pass its statistics to the
+    `observe` of its sublayers."""
+    if not isinstance(result, Extra):
+        return result, dict(losses)
+    if block.training:
+        for path, counts in result.counts.items():
+            block.get_submodule(path).observe(counts)  # type: ignore[operator]
+    return result.y, summed(losses, result.losses)

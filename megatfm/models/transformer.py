@@ -1,0 +1,316 @@
+"""The plain families: decoder (GPT, Llama), encoder (BERT, DeBERTa) and encoder-decoder (T5)."""
+
+from collections.abc import Collection, Mapping
+from typing import Self
+
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.layers.attention import KVCache
+from megatfm.layers.block import Block
+from megatfm.layers.embedding import Embedding
+from megatfm.layers.extra import Extra, summed
+from megatfm.layers.head import Head
+from megatfm.layers.norm import make_norm
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    names_below,
+    needed,
+    sequence_fields,
+    targets_of,
+    unpack,
+    view_of,
+)
+from megatfm.models.stack import FullRow, Stack, make_sequence
+from megatfm.ops.targets import targets_ahead
+from megatfm.split_points import SplitPoint
+
+# B batch, T tokens, S tokens of the encoder, D model width, V vocabulary
+
+
+@MODELS.register("decoder")
+class Decoder(Model):
+    """A causal stack and a head over the vocabulary; with `prefix`, a prefix language model."""
+
+    is_causal, takes_cache = True, True
+    decoder: Stack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        embedding = Embedding(config, "decoder")
+        self.decoder = Stack(config, "decoder", embedding=embedding)
+        self.reads = embedding.reads
+        self.runs_head = config.head.name != "none"
+        self.head = Head(config, embedding.tied_table(config)) if self.runs_head else None
+        self.future = nn.ModuleDict(
+            {str(n): FutureHead(config, config.n_layers + n - 1) for n in range(1, config.future_tokens + 1)}
+        )
+        self.ahead = list(self.future)
+        self.add_heads(embedding.table)
+        self.accept(self.reads, "prefix", *sequence_fields(config), targets=targets_of(config))
+        self.split_points = [
+            *self.decoder.split_points("decoder"),
+            *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
+            *(SplitPoint(f"future.{n}", (f"future.{n}", "head"), ("hidden",)) for n in self.ahead),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        keys: Tensor | None = None,
+        cache: KVCache | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on int64 tokens [B, T], or on the field of another embedding.
+
+        targets [B, T]: next tokens, −100 where none counts; gives `losses` instead of `logits`. keys [B] and, of
+        `fields`, positions, documents, prefix [B, T]: see SequenceMetadata; left out, each row is one document.
+        segments [B, T]: if the embedding has some. cache: tokens before these. hidden: from the pipeline stage before.
+        Further fields are those of additional heads. Raises TypeError for a field that nothing would read.
+        """
+        batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
+        sequence = make_sequence(batch, self.reads, keys=keys, cache=cache)
+        x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+
+        if self.decoder is not None:
+            x_BTD, losses = self.decoder(
+                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden, cache=cache
+            )
+        if self.head is not None and targets is not None:
+            if self.runs_head:
+                losses["causal"] = self.head(x_BTD, targets)
+            for n in self.ahead:
+                future, at_layer = self.future[n], sequence.at_layer(self.config.n_layers + int(n))
+                y_BTD, losses = unpack(future, future(x_BTD, at_layer), losses)
+                losses[f"future_{n}"] = self.head(y_BTD, _future_targets(batch, int(n)))
+        elif self.head is not None and self.runs_head and not self.has_targets(batch):
+            logits = self.head(x_BTD)
+        return self.output(batch, x_BTD, losses, logits)
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
+        view.runs_head = "head" in names
+        view.ahead = [n for n in self.ahead if f"future.{n}" in names]
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
+
+
+@MODELS.register("encoder")
+class Encoder(Model):
+    """A bidirectional stack, a head over the vocabulary, and other heads, such as for sentences and span boundaries."""
+
+    encoder: Stack | None
+
+    def __init__(self, config: ModelConfig, *, embedding: Embedding | None = None) -> None:
+        super().__init__(config)
+        embedding = embedding or Embedding(config, "encoder")
+        self.encoder = Stack(config, "encoder", embedding=embedding)
+        self.reads = embedding.reads
+        self.runs_head = config.head.name != "none"
+        self.head = Head(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
+        self.add_heads(embedding.table)
+        self.accept(self.reads, *sequence_fields(config), targets=targets_of(config))
+        self.split_points = [
+            *self.encoder.split_points("encoder"),
+            *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        keys: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on int64 tokens [B, T], or on the field of another embedding.
+
+        targets [B, T]: the tokens that were masked, −100 elsewhere; gives `losses` instead of `logits`. The other
+        arguments are those of `Decoder.forward`, without prefix and cache.
+        """
+        batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
+        sequence = make_sequence(batch, self.reads, keys=keys)
+        x_BTD, losses, logits = hidden, dict[str, Tensor](), None
+
+        if self.encoder is not None:
+            x_BTD, losses = self.encoder(
+                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden
+            )
+        if self.head is not None and self.runs_head:
+            if targets is not None:
+                losses["masked"] = self.head(x_BTD, targets)
+            elif not self.has_targets(batch):
+                logits = self.head(x_BTD)
+        return self.output(batch, x_BTD, losses, logits)
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.runs_head = "head" in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
+
+
+@MODELS.register("encoder_decoder")
+class EncoderDecoder(Model):
+    """A bidirectional stack whose output a causal stack attends to; both share the token embedding.
+
+    Additional heads read the decoder's hidden vectors.
+    """
+
+    plan = (("memory", "enter output"),)
+    is_causal, takes_cache, has_encoder = True, True, True
+
+    encoder: Stack | None
+    decoder: Stack | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        shared = Embedding(config, "encoder")
+        self.encoder = Stack(config, "encoder", embedding=shared)
+        self.memory = nn.Identity()  # the seam at which tensor parallelism gathers what the encoder made
+        embedding = Embedding(config, "decoder", shared=shared)
+        self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
+        self.encoder_reads, self.reads = shared.reads, embedding.reads
+        self.runs_head = config.head.name != "none"
+        self.head = Head(config, embedding.tied_table(config)) if self.runs_head else None
+        self.add_heads(embedding.table)
+        of_encoder = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
+        self.accept(self.reads, *sequence_fields(config), *of_encoder, targets=targets_of(config))
+        self.split_points = [
+            *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
+            *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),
+            *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
+            *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
+        ]
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        encoder_tokens: Tensor | None = None,
+        *,
+        memory: Tensor | None = None,
+        targets: Tensor | None = None,
+        keys: Tensor | None = None,
+        cache: KVCache | None = None,
+        encoder_hidden: Tensor | None = None,
+        hidden: Tensor | None = None,
+        **fields: Tensor | None,
+    ) -> Output:
+        """Run the model on int64 tokens [B, T] of the decoder and encoder_tokens [B, S], or on the fields of another
+        embedding.
+
+        A document of the decoder sees the encoder's document of the same number. targets [B, T]: next tokens, −100
+        where none counts; gives `losses` instead of `logits`. memory [B, S, D]: what `encode` gave, instead of
+        encoder_tokens. encoder_hidden, hidden: from the pipeline stage before. The other arguments are those of
+        `Decoder.forward`, for the encoder with the prefix "encoder_".
+        """
+        batch = self.read(tokens=tokens, encoder_tokens=encoder_tokens, targets=targets, keys=keys, **fields)
+        encoder_sequence = self._encoder_sequence(batch, keys, memory)
+        sequence = make_sequence(batch, self.reads, keys=keys, cache=cache, memory=encoder_sequence)
+        x_BTD, encoder_losses, losses, logits = hidden, dict[str, Tensor](), dict[str, Tensor](), None
+
+        if self.encoder is not None and memory is None:
+            encoder_hidden, encoder_losses = self.encoder(
+                batch[f"encoder_{self.encoder_reads}"], encoder_sequence,
+                segments=batch.get("encoder_segments"), hidden=encoder_hidden,
+            )  # fmt: skip
+        if self.decoder is not None:
+            if memory is None and self.decoder.depths:
+                memory = self.memory(encoder_hidden)
+            x_BTD, losses = self.decoder(
+                batch[self.reads], sequence, segments=batch.get("segments"),
+                hidden=hidden, memory=memory, cache=cache,
+            )  # fmt: skip
+        losses = summed(encoder_losses, losses)
+        if self.head is not None and self.runs_head:
+            if targets is not None:
+                losses["span"] = self.head(x_BTD, targets)
+            elif not self.has_targets(batch):
+                logits = self.head(x_BTD)
+        return self.output(batch, x_BTD, losses, logits, carry={"encoder_hidden": encoder_hidden})
+
+    def encode(
+        self,
+        tokens: Tensor | None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """Return the memory [B, S, D] of encoder tokens [B, S], which `forward` takes instead of them."""
+        reads = f"encoder_{self.encoder_reads}"
+        batch = self.read(**{reads: tokens}, encoder_positions=positions, encoder_documents=documents)
+        assert self.encoder is not None  # the whole model, not a stage
+        hidden_BSD, _ = self.encoder(tokens, self._encoder_sequence(batch, keys))
+        memory_BSD: Tensor = self.memory(hidden_BSD)
+        return memory_BSD
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs the split points of these names alone, for a pipeline stage."""
+        view = view_of(self)
+        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
+        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
+        view.runs_head = "head" in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
+
+    def _encoder_sequence(
+        self, batch: Mapping[str, Tensor], keys: Tensor | None, memory: Tensor | None = None
+    ) -> SequenceMetadata:
+        """Return where the encoder's tokens stand. Raise TypeError if there are neither tokens nor memory."""
+        reads = f"encoder_{self.encoder_reads}"
+        if memory is not None:
+            batch = {**batch, reads: memory[..., 0]}  # for its length
+        if reads not in batch:
+            raise TypeError(f"an encoder-decoder needs {reads}, or the memory that encode() gave")
+        # The two stacks number their layers alike, so the encoder's random keys are others.
+        return make_sequence(batch, self.encoder_reads, "encoder_", keys=None if keys is None else ~keys)
+
+
+class FutureHead(nn.Module):
+    """A block and a norm before the shared output head, to predict a token further on (Gloeckle et al. 2024).
+
+    depth: of the block, after those of the stack.
+    """
+
+    plan = (("final_norm", "sequence"),)
+    context = "alone"
+
+    def __init__(self, config: ModelConfig, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Block(config, "decoder", depth)})
+        self.final_norm = make_norm(config) if config.norm.ends_stack else None
+
+    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor | Extra:
+        """Return vectors [B, T, D] for the output head, with the block's auxiliary losses where it has some."""
+        result = self.layers["0"](hidden_BTD, sequence)
+        x_BTD = result.y if isinstance(result, Extra) else result
+        y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        if not isinstance(result, Extra):
+            return y_BTD
+        return Extra(
+            y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()}
+        )
+
+
+def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
+    """Return targets shifted by `n` more tokens [B, T]. They may lie on another rank under context parallelism, so that
+    they are taken from full rows."""
+    full_row = FullRow.of(batch)
+    if full_row is None:
+        return targets_ahead(batch["targets"], batch.get("documents"), n)
+    full_targets = needed(batch, "row_targets")
+    return targets_ahead(full_targets, full_row.documents, n)[:, full_row.token_indices]

@@ -1,0 +1,28 @@
+"""Models of every family can be copied and pickled, before and after a forward pass."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from tests.parity.test_families import MODELS, batch_for
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_has_the_same_losses_and_weights_of_its_own(name: str) -> None:
+    config = MODELS[name]
+    model = build(config).train()
+    initialise(model, 3)
+    batch = {key: value for key, value in batch_for(config).items() if key != "ahead"}
+    fresh = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    losses = model(**batch).losses
+    for other in (*fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied = other(**batch).losses
+        assert copied.keys() == losses.keys()
+        assert all(torch.equal(copied[term], losses[term]) for term in losses)
+        owned = {parameter.data_ptr() for parameter in other.parameters()}
+        assert owned.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
+        assert len(owned) == len({parameter.data_ptr() for parameter in model.parameters()}), "ties are kept"

@@ -1,0 +1,176 @@
+"""Losses where a batch has the targets of a head, else logits; and no field that nothing reads."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig
+from megatfm.errors import MegatfmError
+from megatfm.layers.attention import KVCache
+from megatfm.layers.head import HEADS, SentenceHead
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+
+SIZES = {"vocab_size": 23, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder": {},
+    "discriminator": {"embedding.n_segments": 2},
+    "encoder_decoder": {"position.name": "t5"},
+    "electra": {"generator": {"d_model": 8, "n_heads": 2, "d_ff": 8}},
+    "xlnet": {"attention.name": "two_stream", "position.name": "transformer_xl"},
+}
+WITH_HEADS = ("decoder", "encoder", "discriminator", "encoder_decoder")
+TOKENS = torch.arange(12).view(2, 6)
+CLASSES = torch.full((2, 6), -100).index_fill(1, torch.tensor([0]), 1)
+
+
+def model_of(family: str, **options: Any) -> nn.Module:
+    model = build(ModelConfig.of({**SIZES, **FAMILIES[family], **options, "family": family})).eval()
+    initialise(model, 3)
+    return model
+
+
+def inputs_of(family: str) -> dict[str, Tensor]:
+    sides = ("", "encoder_") if family == "encoder_decoder" else ("",)
+    return {f"{side}tokens": TOKENS for side in sides}
+
+
+@pytest.mark.parametrize("family", WITH_HEADS)
+def test_targets_of_additional_heads_alone_give_their_losses(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one process as in a pipeline, whose last stage has both heads."""
+    monkeypatch.setitem(HEADS._parts, "classes", SentenceHead)
+    heads = {name: {"name": "classes", "classes": 2} for name in ("topic", "other")}
+    model, inputs = model_of(family, heads=heads), inputs_of(family)
+    without = model(**inputs)
+    assert without.losses is None
+    assert without.logits is not None
+    assert without.predictions.keys() == {"topic", "other"}
+    output = model(**inputs, sentence_targets=CLASSES)
+    expected = nn.functional.cross_entropy(
+        without.predictions["topic"], torch.ones(2).long(), reduction="sum"
+    )
+    torch.testing.assert_close(output.losses["topic"], expected)
+    assert output.losses.keys() == {"topic", "other"}
+    assert output.logits is None
+    assert output.predictions is None
+    assert torch.equal(output.hidden, without.hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("labels", "'(targets|labels)'"),
+        ("input_ids", r"did you mean 'tokens'\?"),
+        ("docments", r"did you mean 'documents'\?"),
+    ],
+)
+def test_a_field_that_nothing_reads_is_refused(family: str, field: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"model.family = '{family}' does not read '{field}'.*{hint}"):
+        model_of(family)(**inputs_of(family), **{field: TOKENS})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_by_some_configs_is_refused_by_others(family: str) -> None:
+    model, inputs = model_of(family), inputs_of(family)
+    model(**inputs, documents=torch.zeros_like(TOKENS), labels=None)
+    reads_segments = family in ("discriminator", "xlnet")
+    if reads_segments:
+        model(**inputs, segments=torch.zeros_like(TOKENS))
+    for field in ("sentence_targets", *(() if reads_segments else ("segments",))):
+        with pytest.raises(TypeError, match=f"does not read '{field}'"):
+            model(**inputs, **{field: CLASSES})
+    if family != "decoder":
+        with pytest.raises(TypeError, match="does not read 'prefix'"):
+            model(**inputs, prefix=CLASSES)
+
+
+def test_a_missing_input_is_named() -> None:
+    with pytest.raises(TypeError, match="needs encoder_tokens, or the memory that"):
+        model_of("encoder_decoder")(TOKENS)
+    with pytest.raises(TypeError, match="the model needs tokens"):
+        model_of("decoder")(targets=TOKENS)
+
+
+@pytest.mark.parametrize(
+    "family", ["encoder", "discriminator", "electra", "xlnet", "encoder_decoder", "decoder"]
+)
+def test_every_stack_gets_the_starts_of_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For kernels that take packed rows: `cu_seqlens` reaches each attention."""
+    model, starts = model_of(family), torch.tensor([0, 6, 12, 12], dtype=torch.int32)
+    reached = list[Any]()
+    for name, module in model.named_modules():
+        if name.endswith(".attn") and family != "xlnet":
+            module.register_forward_pre_hook(lambda _, inputs: reached.append(inputs[1].row_starts()))
+        elif name.endswith(".attn"):
+            module.register_forward_pre_hook(
+                lambda _, inputs: reached.append(inputs[2].sequence.row_starts())
+            )
+    batch = {**inputs_of(family), "cu_seqlens": starts, "documents": torch.zeros_like(TOKENS)}
+    if family == "encoder_decoder":
+        batch["encoder_cu_seqlens"] = starts
+    if family == "electra":
+        batch |= {"original": TOKENS, "targets": TOKENS, "keys": torch.arange(2)}
+    model(**batch)
+    assert len(reached) == (4 if family in ("electra", "encoder_decoder") else 2)
+    assert all(each is starts for each in reached)
+
+
+def test_the_last_stage_of_xlnet_needs_no_targets_where_there_are_queries() -> None:
+    model, order = (
+        model_of("xlnet"),
+        torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(r)) for r in (1, 2)]),
+    )
+    names = [point.name for point in model.split_points]
+    carried = model.stage(names[:-2]).forward(tokens=TOKENS, order=order).carried()
+    last = model.stage(names[-2:]).forward(tokens=TOKENS, order=order, query=carried["query"])
+    assert torch.equal(last.logits, model(TOKENS, order=order).logits)
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+@pytest.mark.parametrize("broken", ["embedding", "block"])
+def test_a_failed_pass_leaves_the_cache_or_is_told(family: str, broken: str) -> None:
+    model, cache = model_of(family), KVCache(2, 6)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1], [-1, 0, 0, 0, 0, 0]])
+    encoder = {"encoder_tokens": TOKENS} if family == "encoder_decoder" else {}
+    whole = model(TOKENS, documents=documents, **encoder).logits
+
+    def step(first: int, last: int) -> Tensor:
+        positions = {"positions": torch.arange(first, last).expand(2, -1)}
+        part = {"documents": documents[:, first:last], **positions, **encoder}
+        return model(TOKENS[:, first:last], cache=cache, **part).logits
+
+    step(0, 4)
+    place = model.decoder.embedding if broken == "embedding" else model.decoder.layers["1"]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    handle = place.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        step(4, 5)
+    handle.remove()
+    if broken == "block":
+        with pytest.raises(MegatfmError, match=r"some layers hold 4 tokens, others 5\. Make a new KVCache"):
+            step(4, 5)
+        return
+    assert cache.length == cache.documents.shape[1] == 4
+    torch.testing.assert_close(torch.cat([step(4, 5), step(5, 6)], 1), whole[:, 4:])
+    assert torch.equal(cache.documents, documents)
+
+
+def test_documents_that_come_late_belong_to_the_later_tokens() -> None:
+    """Tokens before them are of document 0."""
+    model, cache = model_of("decoder"), KVCache(2, 6)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]])
+    whole = model(TOKENS, documents=documents, positions=torch.arange(6).expand(2, 6)).logits
+    model(TOKENS[:, :3], cache=cache)
+    parts = [
+        model(TOKENS[:, i : i + 1], documents=documents[:, i : i + 1], cache=cache).logits for i in (3, 4, 5)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole[:, 3:])
