@@ -25,6 +25,7 @@ from megatfm.train.guards.preflight import preflight
 from megatfm.train.guards.progress import check_progress
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.record.console import RunLog
+from megatfm.train.record.machine import started
 from megatfm.train.record.metrics import MetricsLog, RunFacts
 from megatfm.train.record.run_directory import RunDirectory, run_folder
 from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
@@ -144,8 +145,9 @@ class Trainer:
                 for line in takeover.lines() if takeover.is_partial else ():
                     log.info("%s", line)
             self._event("started", begins)
+        used = started()
         if self.run.is_main:
-            used = {"peak": str(self.utilization.peak)} if self.utilization else {}
+            used |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             self.run.describe(config, self.engine.layout.table, used)
             checkpoint.clean(self.run.checkpoints)
         log.info(
