@@ -575,14 +575,13 @@ def test_a_finished_run_is_not_queued(
 ) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = folder / "runs" / "quickstart"
-    (run / "checkpoints" / "step-00000600").mkdir(parents=True)
-    assert load_config("quickstart").train.steps <= 600
-    (run / "events.jsonl").write_text('{"event": "finished", "step": 600}\n')
+    (run / "checkpoints" / "step-00000720").mkdir(parents=True)
+    (run / "events.jsonl").write_text('{"event": "finished", "step": 720}\n')
     with pytest.raises(UsageError, match=r"the run is finished: .* another name, as name=quickstart-2, or"):
         launch("--slurm")
     assert launch("--slurm", "--dry-run") == 0
     assert "note: this would be refused" in capsys.readouterr().err
-    assert launch("--slurm", "train.steps=700") == 0
+    assert launch("--slurm", "train.steps=800") == 0
 
 
 UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
