@@ -59,11 +59,11 @@ class Documents:
         self.n_samples, self.blocks = count, np.arange(0, count + 1, PER_BLOCK)
         self._documents = [random.integers(200, 30_000, n).astype(np.uint16) for n in drawn]
 
-    def lengths(self) -> NDArray[np.int64]:
-        return self._lengths
+    def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        return self._lengths[self.blocks[begin] : self.blocks[-1 if end is None else end]]
 
     def block_lengths(self, number: int) -> NDArray[np.int64]:
-        return self._lengths[slice(*self.blocks[number : number + 2])]
+        return self.lengths(number, number + 1)
 
     def block(self, number: int) -> list[tuple[int, NDArray[np.uint16]]]:
         return [(i, self._documents[i % DRAWN]) for i in range(*self.blocks[number : number + 2])]

@@ -1,4 +1,4 @@
-"""Corpora of text to a tokenizer and training shards: `data_prep.run(config)`, `python -m megatfm.data_prep`."""
+"""From text to a tokenizer and training shards: `megatfm.data_prep.run(config)`, `python -m megatfm.data_prep`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,15 @@
 """A corpus that goes to a URL: made in a folder of this machine, from where each file is sent when it is final."""
 
+import fcntl
 import json
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from blake3 import blake3
 
@@ -17,6 +21,8 @@ from megatfm.errors import UsageError
 RESULT = "prep.json"
 MARK = ".prep-begun.json"
 """Says there who is at work, until all is there."""
+ID = ".prep-id"
+"""Tells who works in a folder from all others, on whichever machine."""
 SCRATCH = Path("~/.cache/megatfm/prep")
 
 
@@ -43,26 +49,52 @@ class Away:
     def begin(self, overwrite: bool) -> None:
         """Say who is at work. A UsageError if anything else is there, or nothing can be written there. overwrite:
         whether what another prep has begun may go."""
-        me = {"host": socket.gethostname(), "folder": str(self._folder)}
-        found = self.read(MARK)
-        if found == me:
-            return
-        if found is not None and overwrite:
-            self.clear()
-        elif found is not None:
-            raise UsageError(
-                f"{self.url}: a prep began here on {found.get('host')}, in {found.get('folder')}: let that one go on, "
-                "or begin anew with overwrite=true"
-            )
-        if strangers := self._there.files():
-            raise UsageError(
-                f"{self.url}: holds {strangers[0].name!r}, which no prep made: choose a new or an empty place as out"
-            )
-        self.claim()
+        with self._one_at_a_time():
+            found = self.read(MARK)
+            if found is not None and self._is_ours(found):
+                return
+            if found is not None and overwrite:
+                self.clear()
+            elif found is not None:
+                raise UsageError(
+                    f"{self.url}: a prep began here on {found.get('host')}, in {found.get('folder')}: let that one go "
+                    "on (several machines share the work if scratch is a folder that all of them see), or begin anew "
+                    "with overwrite=true"
+                )
+            if strangers := self._there.files():
+                raise UsageError(
+                    f"{self.url}: holds {strangers[0].name!r}, which no prep made: choose a new or an empty place as "
+                    "out"
+                )
+            self.claim()
 
     def claim(self) -> None:
         """Say who is at work."""
-        self._write(MARK, {"host": socket.gethostname(), "folder": str(self._folder)})
+        mine = {"host": socket.gethostname(), "folder": str(self._folder), "id": self._id}
+        self._write(MARK, mine)
+
+    def _is_ours(self, found: Mapping[str, Any]) -> bool:
+        """Whether a mark is that of who works in this folder, from whichever machine."""
+        if "id" in found:
+            return bool(found["id"] == self._id)
+        return found == {"host": socket.gethostname(), "folder": str(self._folder)}  # by an earlier version
+
+    @cached_property
+    def _id(self) -> str:
+        """A random number that lies in the folder; read and written by one process at a time."""
+        path = self._folder / ID
+        if not path.exists():
+            write_whole(path, uuid4().hex.encode())
+        return path.read_text()
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Let no other process begin in this folder meanwhile, where the file system has locks."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / f"{ID}.lock", "ab") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def read(self, name: str) -> Any:
         """The table in JSON of that name there; None if there is none. A UsageError if it is anything else."""

@@ -32,18 +32,18 @@ class Clean:
     def __init__(self, stages: Stages, listing: Listing) -> None:
         self._stages = stages
         self._config = stages.config
-        self._folder = stages.folder
         self._listing = listing
         self._steps = [steps.make(each) for each in self._config.steps]
 
     def run(self, basis: Facts) -> Facts:
-        """Documents of all parts wait as `clean`."""
+        """Documents of all parts wait as `clean`, in the folder of the basis."""
+        self._folder = self._stages.at(basis)
         read = self._read(basis)
         pieces = [
             (part, piece) for part, counts in enumerate(read["documents"]) for piece in range(len(counts))
         ]
         counts = [count for counts in read["documents"] for count in counts]
-        searched = _Pieces(self._stages, pieces)
+        searched = _Pieces(self._stages, self._folder, pieces)
         found = searched.find(counts, basis)
         with searched.left(counts, found, read["bytes"]) as left:
 
@@ -65,7 +65,13 @@ class Clean:
                     "skipped_files": read["skipped_files"],
                 }
 
-            return self._stages.parts("clean", basis, len(pieces), work, join)
+            def tidy() -> None:
+                for number in range(len(pieces)):
+                    searched.piece(number).unlink(missing_ok=True)
+                    self._identity(number).unlink(missing_ok=True)
+                searched.remove_marks(found)
+
+            return self._stages.parts("clean", basis, len(pieces), work, join, tidy=tidy)
 
     def _read(self, basis: Facts) -> Facts:
         """What passes the steps, in pieces of about `part_bytes`, and the hashes of the texts."""
@@ -163,16 +169,16 @@ class Clean:
 class _Pieces(Searched):
     """The search for identical texts in the pieces of what was read."""
 
-    def __init__(self, stages: Stages, pieces: list[tuple[int, int]]) -> None:
-        super().__init__(stages, "exact", Exact(), len(pieces))
-        self._folder, self._pieces = stages.folder, pieces
+    def __init__(self, stages: Stages, folder: Path, pieces: list[tuple[int, int]]) -> None:
+        super().__init__(stages, folder, "exact", Exact(), len(pieces))
+        self._pieces = pieces
 
     def rows(self, part: int) -> Path:
-        return _rows(self._folder, *self._pieces[part])
+        return _rows(self.folder, *self._pieces[part])
 
     def piece(self, part: int) -> Path:
         number, piece = self._pieces[part]
-        return part_path(self._folder, _name(number), piece)
+        return part_path(self.folder, _name(number), piece)
 
 
 def _name(number: int) -> str:

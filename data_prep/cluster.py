@@ -5,13 +5,14 @@ the folder that all share. A worker walks through the story as any process does,
 that Dask hands it. A part is still claimed by a lock, as Dask may start a task again before the first try has died.
 """
 
+import fcntl
 import io
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,10 @@ from megatfm.errors import MegatfmError, UsageError
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 CONNECT_SECONDS = 30
+CLIENT = "claims/client"
+"""Locked by the process that has the workers do the parts, while it lives."""
+CLIENT_SECONDS = 5.0
+"""How often a worker that waits looks whether that process lives."""
 
 
 class Dask(Claims):
@@ -34,6 +39,7 @@ class Dask(Claims):
         super().__init__(1, 1, Path())
         self._client = client
         self._config = config.model_dump_json()
+        self._life: int | None = None
 
     def in_folder(self, folder: Path) -> "Dask":
         """The same object, told where the preparation's parts lie."""
@@ -46,6 +52,7 @@ class Dask(Claims):
         from distributed import as_completed
         from distributed.scheduler import KilledWorker
 
+        self._show_life()
         left = [part for part in range(count) if not is_done(part)]
         words = (self._config, str(Path.cwd()), name)
         futures = [self._client.submit(do, *words, part, pure=False, retries=2) for part in left]
@@ -70,6 +77,18 @@ class Dask(Claims):
     def leave(self) -> None:
         """Let the workers leave the folder, once they have done what they are at."""
         self._client.run(leave, self._config, str(Path.cwd()))
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
+
+    def _show_life(self) -> None:
+        """Hold a lock in the folder that dies with this process, which the workers look at."""
+        if self._life is None:
+            path = self._folder / CLIENT
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._life = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            with suppress(OSError):  # another client, or no locks
+                fcntl.flock(self._life, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def leave(config: str, folder: str) -> None:
@@ -152,17 +171,39 @@ class _Member(Claims):
         with self._changed:
             self._here = (name, is_done, work)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_leaving or self._wanted not in (None, name))
+            while not self._changed.wait_for(
+                lambda: self._is_leaving or self._wanted not in (None, name), CLIENT_SECONDS
+            ):
+                if not self._client_lives():
+                    self._is_leaving = True
             self._here = None
             if self._is_leaving:
                 raise _LeavingError
 
     def once(self, name: str, find: Callable[[], Result | None], work: Callable[[], Result]) -> Result:
+        looked = time.monotonic()
         while (found := find()) is None:
+            if time.monotonic() - looked > CLIENT_SECONDS:
+                self._is_leaving |= not self._client_lives()
+                looked = time.monotonic()
             if self._is_leaving:
                 raise _LeavingError
             time.sleep(POLL_SECONDS)
         return found
+
+    def _client_lives(self) -> bool:
+        """Whether the process that started the work still holds its lock: killed, it tells nobody to leave."""
+        try:
+            file = os.open(self._folder / CLIENT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # it is held, or there are no locks
+            return True
+        finally:
+            os.close(file)
+        return False
 
     def _walk(self, config: PrepConfig) -> None:
         from megatfm.data_prep.pipeline import run

@@ -61,7 +61,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.debug:
             raise
-        print(f"error: {error.filename or 'system'}: {error.strerror}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {said or type(error).__name__}", file=sys.stderr)
         code = FAILED
     except KeyboardInterrupt:
         print("stopped: finished parts are kept, the same command goes on from there", file=sys.stderr)

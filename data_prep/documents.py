@@ -21,6 +21,7 @@ class Document:
     """A text and where it was read: a path below the corpus folder, with `#N` for the N-th part or record of a file.
 
     `url` and `language` are known of some only. `fields` are what else is said of it, by name: values of JSON.
+    `record` is the source of the record or file that it is a piece of, if that was cut.
     """
 
     source: str
@@ -28,6 +29,7 @@ class Document:
     url: str = ""
     language: str = ""
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    record: str = ""
 
     @property
     def text_bytes(self) -> int:
@@ -37,6 +39,8 @@ class Document:
     def as_json(self) -> list[Any]:
         """What tells it from all others; what comes after the text only if it is known."""
         known = [self.source, self.text, self.url, self.language, dict(self.fields)]
+        if self.record:
+            return [*known, self.record]
         return known if self.fields else known[:4] if self.url or self.language else known[:2]
 
     def value(self, name: str) -> Any:
@@ -45,6 +49,11 @@ class Document:
             return self.fields[name]
         known = {"domain": self.domain, "language": self.language, "url": self.url}
         return known.get(name) or None
+
+    @property
+    def unit(self) -> str:
+        """The source of the whole that it is or is a piece of: a record or a file."""
+        return self.record or self.source
 
     @property
     def file(self) -> str:

@@ -23,12 +23,12 @@ BATCH_BYTES = 2**22
 
 
 class Encode:
-    """Makes the tokenizer out of the training documents, and ids out of all."""
+    """Makes the tokenizer out of the training documents, and ids out of all, which wait in a folder."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, folder: Path) -> None:
         self._stages = stages
         self._config = stages.config
-        self._folder = stages.folder
+        self._folder = folder
         self._by = stages.config.split.by
 
     def make_tokenizer(self, split: Facts, basis: Facts) -> Facts:
@@ -36,18 +36,19 @@ class Encode:
         config, total, parts = self._config.tokenizer, split["train"]["bytes"], split["train"]["parts"]
         share = min(1.0, config.train_bytes / total)
         if config.file is not None:
-            return self._stages.once("tokenizer", basis, self.copy_tokenizer)
-        name = "train" if share == 1.0 else "sample"
-        if name == "sample":
+            return self._stages.once("tokenizer", basis, self.copy_tokenizer, in_out=True)
+        name, folder = "train", self._folder
+        if share < 1.0:
+            name, folder = "sample", self._stages.at(basis)
             self._sample(share, total, parts, basis)
 
         def train() -> Facts:
             with self._stages.reporter.stage("train the tokenizer", round(share * total)) as advance:
-                documents = advancing(read_parts(self._folder, name, parts), advance)
+                documents = advancing(read_parts(folder, name, parts), advance)
                 files = tokenizer.make(config, (document.text for document in documents))
             return tokenizer.write(self._stages.out, files).describe()
 
-        return self._stages.once("tokenizer", basis, train)
+        return self._stages.once("tokenizer", basis, train, in_out=True)
 
     def _sample(self, share: float, total: int, parts: int, basis: Facts) -> None:
         """A fixed random choice of documents to train the tokenizer on."""
@@ -55,7 +56,7 @@ class Encode:
 
             def work(number: int) -> Facts:
                 documents = advancing(read_documents(part_path(self._folder, "train", number)), advance)
-                with DocumentWriter(part_path(self._folder, "sample", number)) as writer:
+                with DocumentWriter(part_path(self._stages.at(basis), "sample", number)) as writer:
                     for document in documents:
                         if _in_sample(document, share):
                             writer.add(document)
@@ -74,12 +75,13 @@ class Encode:
         """Tokenize a split's parts and write its shards, but for what is done; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
-        threads = self._config.workers or len(os.sched_getaffinity(0))
+        threads = self._config.workers or _cores()
+        folder, parts = self._stages.at(basis), documents["parts"]
         with self._stages.reporter.stage(f"tokenize {name}", documents["bytes"]) as advance:
 
             def work(number: int) -> Facts:
                 found = []
-                file = WholeFile(self.tokens(name, number))
+                file = WholeFile(tokens_path(folder, name, number))
                 for batch in _batches(read_documents(part_path(self._folder, name, number))):
                     texts = [each.text for each in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
@@ -92,40 +94,45 @@ class Encode:
                 file.commit()
                 return {"documents": found}
 
+            def tidy() -> None:
+                for number in range(parts):  # first what says that the ids are there
+                    (folder / f"tokenize-{name}.{number:05d}.json").unlink(missing_ok=True)
+                    tokens_path(folder, name, number).unlink(missing_ok=True)
+
             return self._stages.parts(
                 f"tokenize-{name}",
                 basis,
-                documents["parts"],
+                parts,
                 work,
-                lambda parts: self.write_shards(name, parts, encoder, provenance),
+                lambda parts: self.write_shards(folder, name, parts, encoder, provenance),
+                in_out=True,
+                tidy=tidy,
             )
 
-    def tokens(self, name: str, number: int) -> Path:
-        """Where the ids of a part wait, as int32, one document after the other."""
-        return self._folder / f"{name}.{number:05d}.tokens"
-
-    def members(self, name: str, number: int) -> Path:
-        """Where the files that belong to the documents of a part wait, one after the other."""
-        return self._folder / f"{name}.{number:05d}.members"
-
-    def _members(self, name: str, number: int, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
+    def _members(self, path: Path, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
         """The files beside each document."""
         with ExitStack() as stack:
             file = None
             for _, _, _, *more in documents:
                 sizes = more[0] if more else []
                 if sizes and file is None:
-                    file = stack.enter_context(open(self.members(name, number), "rb"))
+                    file = stack.enter_context(open(path, "rb"))
                 yield {extension: file.read(size) for extension, size in sizes} if sizes and file else {}
 
     def write_shards(
-        self, name: str, parts: Iterable[Facts], encoder: tokenizers.Tokenizer | None, provenance: Facts
+        self,
+        folder: Path,
+        name: str,
+        parts: Iterable[Facts],
+        encoder: tokenizers.Tokenizer | None,
+        provenance: Facts,
     ) -> Facts:
-        """Shards of what waits; without an encoder there are no ids."""
+        """Shards of the ids that wait in a folder; without an encoder there are no ids."""
         with Written(self._stages, name, encoder) as written:
             for part, facts in enumerate(parts):
-                ids = np.fromfile(self.tokens(name, part), "<i4")
-                written.add(ids, facts["documents"], self._members(name, part, facts["documents"]))
+                ids = np.fromfile(tokens_path(folder, name, part), "<i4")
+                beside = self._members(members_path(folder, name, part), facts["documents"])
+                written.add(ids, facts["documents"], beside)
             return written.finish({**provenance, "split": name})
 
     def _corpus(self, document: Document) -> str:
@@ -135,6 +142,21 @@ class Encode:
         value, values = document.value(self._by), self._config.split.values
         name = "" if value is None else str(value)
         return folder_name(name) if name and (not values or name in values) else OTHER
+
+
+def tokens_path(folder: Path, name: str, number: int) -> Path:
+    """Where the ids of a part wait, as int32, one document after the other."""
+    return folder / f"{name}.{number:05d}.tokens"
+
+
+def members_path(folder: Path, name: str, number: int) -> Path:
+    """Where the files that belong to the documents of a part wait, one after the other."""
+    return folder / f"{name}.{number:05d}.members"
+
+
+def _cores() -> int:
+    """The cores that this process may run on; all, where the system doesn't say, as macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_sample(document: Document, share: float) -> bool:

@@ -66,9 +66,13 @@ class FastEncoder:
         number = min(short, key=lambda each: abs(lengths[each] - MOST_CHECKED // 8))
         (expected,) = self._tokenizer.encode_batch([texts[number]], 1)
         if not np.array_equal(expected, result[number]):
+            name, way_out = (
+                ("gigatoken", "uninstall it, or report this text")
+                if isinstance(self._fast, _Gigatoken)
+                else ("the memory of words", "report this text")
+            )
             raise MegatfmError(
-                "the fast encoder gave other ids than the tokenizer: uninstall gigatoken, or report this text: "
-                f"{texts[number][:200]!r}"
+                f"{name} gave other ids than the tokenizer: {way_out}: {texts[number][:200]!r}"
             )
 
 

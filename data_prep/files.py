@@ -16,6 +16,7 @@ from blake3 import blake3
 from megatfm.config.prep import ReadConfig
 from megatfm.data import Remote, RemoteFile
 from megatfm.data_prep.readers import check_format, format_of
+from megatfm.data_prep.readers.record import spelled
 from megatfm.errors import MegatfmError, UsageError
 
 # Of the standard library: no tests, and no other people's packages, which live in the same folder.
@@ -102,6 +103,7 @@ class Listing:
 
     def on_bad(self, where: str, reason: str) -> None:
         """Note a file that can't be used; a MegatfmError unless such files are to be skipped."""
+        reason = spelled(reason)
         if not self._skip_bad:
             raise MegatfmError(
                 f"{where}: {reason}; mend it, or skip and list all such files: read.on_bad=skip"

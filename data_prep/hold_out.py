@@ -2,29 +2,36 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from megatfm.data_prep.counts import Counts, why
 from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents
 from megatfm.data_prep.files import matches_path
 from megatfm.data_prep.guard import NearDuplicates
 from megatfm.data_prep.progress import advancing
-from megatfm.data_prep.split import Split, plan_parts_of_files, plan_split
+from megatfm.data_prep.split import LEVELS, OF_DOCUMENTS, Split, plan_parts_of_files, plan_split
 from megatfm.data_prep.stages import Facts, Stages
 from megatfm.errors import UsageError
 
 NOTHING: Facts = {"level": "nothing", "names": [], "parts": []}
 """The plan where nothing is held out."""
+NOTES = {
+    "file": "split by file: too few larger units",
+    "record": "split by record: too few larger units",
+    "part of a file": "split by part of a file: parts of one text are in training and in validation, whose loss will "
+    "look better than that of new text: add files or records, or name those to hold out in split.files",
+}
 
 
 class HoldOut:
-    """Splits the documents that wait in the parts of `name`, whose stage noted the bytes of each file in each part."""
+    """Splits the documents that wait in a folder, in the parts of `name`, whose stage noted the bytes of each file in
+    each part."""
 
-    def __init__(self, stages: Stages, name: str, parts: int) -> None:
+    def __init__(self, stages: Stages, folder: Path, name: str, parts: int) -> None:
         self._stages = stages
         self._config = stages.config
-        self._folder = stages.folder
+        self._input = folder
         self._name, self._parts = name, parts
-        self._near = NearDuplicates(self._config.near_duplicates, self._folder)
 
     def plan(self, basis: Facts) -> Facts:
         """Choose what is held out: the level, the names, and the parts that have some of it."""
@@ -41,18 +48,23 @@ class HoldOut:
             return _plan(split, self._stages.results(self._name, basis, range(self._parts)))
 
         def sources(number: int) -> Facts:
-            documents = read_documents(part_path(self._folder, self._name, number))
-            return {"files": {document.source: document.text_bytes for document in documents}}
+            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+            for document in read_documents(part_path(self._input, self._name, number)):
+                for level, of_level in sizes.items():
+                    of_level[LEVELS[level](document)] += document.text_bytes
+            return sizes
 
         def by_sources(parts: Iterable[Facts]) -> Facts:
-            split = plan_parts_of_files(
-                {name: size for part in parts for name, size in part["files"].items()}, share, seed
-            )
+            sizes: dict[str, Counter[str]] = {level: Counter() for level in OF_DOCUMENTS}
+            for part in parts:
+                for level, of_level in sizes.items():
+                    of_level.update(part[level])
+            split = plan_parts_of_files(sizes, share, seed)
             if split is None:
                 raise UsageError(
                     f"too little text to hold {share:.0%} of it out: add text, or change split.validation"
                 )
-            return _plan(split, parts)
+            return _plan(split, ({"files": part[split.level]} for part in parts))
 
         plan = self._stages.once("plan", basis, by_files)
         return (
@@ -62,14 +74,17 @@ class HoldOut:
         )
 
     def run(self, plan: Facts, size: int, basis: Facts) -> Facts:
-        """The rest, without near duplicates of what is held out, is for training."""
+        """The rest, without near duplicates of what is held out, is for training. Both splits wait in the folder of the
+        basis."""
+        self._folder = self._stages.at(basis)
+        self._near = NearDuplicates(self._config.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]))
         held_out = self._set_aside(plan, split, basis) if plan["names"] else {"bytes": 0}
         with self._stages.reporter.stage("split", size) as advance:
 
             def work(number: int) -> Facts:
                 counts = Counts(NearDuplicates.title)
-                documents = advancing(read_documents(part_path(self._folder, self._name, number)), advance)
+                documents = advancing(read_documents(part_path(self._input, self._name, number)), advance)
                 rest = (document for document in documents if not split.holds_out(document))
                 with DocumentWriter(part_path(self._folder, "train", number)) as writer:
                     kept = self._near.without(rest, counts) if plan["names"] else _counted(rest, counts)
@@ -82,8 +97,8 @@ class HoldOut:
                 counts = Counts.joined([part["steps"][0] for part in parts])
                 if not counts.documents_out:
                     raise UsageError(f"no training document is left: {why([counts])}")
-                notes = [f"split by {split.level}: too few larger units"]
-                if self._config.split.files or split.level == "top-level package" or not plan["names"]:
+                notes = [NOTES[split.level]] if plan["names"] and split.level in NOTES else []
+                if self._config.split.files:
                     notes = []
                 return {
                     "train": {"bytes": counts.bytes_out, "parts": self._parts},
@@ -100,7 +115,7 @@ class HoldOut:
         with self._stages.reporter.stage("hold out", len(plan["parts"])) as advance:
 
             def work(number: int) -> Facts:
-                path = part_path(self._folder, self._name, plan["parts"][number])
+                path = part_path(self._input, self._name, plan["parts"][number])
                 counts = Counts("held out")
                 with DocumentWriter(part_path(self._folder, "validation", number)) as writer:
                     held_out = filter(split.holds_out, read_documents(path))

@@ -56,5 +56,5 @@ def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
 
 
 def _spelled(text: str) -> str:
-    """A word for a text that has none, from its characters' numbers."""
-    return "_".join(["_", *(str(ord(character)) for character in text.strip())])
+    """A word for a text that has none, from its characters' numbers; an `x` apart, so that no text has it."""
+    return "x".join(["x", *(str(ord(character)) for character in text.strip())])

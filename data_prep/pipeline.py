@@ -1,8 +1,11 @@
 """The pipeline of `megatfm prep`: stages, each of which leaves its result committed before the next begins.
 
-What can be divided (cleaning, near duplicates, tokenizing) is done in parts, which depend on the config alone; what
-can't (exact duplicates, the tokenizer, writing shards) joins the parts in their order. So the result is the same
-whoever does which part, and a part that is committed is never done again.
+What can be divided (cleaning, all duplicates, tokenizing) is done in parts, which depend on the config alone; what
+can't (training the tokenizer, writing shards) joins the parts in their order. So the result is the same whoever does
+which part, and a part that is committed is never done again.
+
+What a stage depends on is its basis: a stage has that of the one before and what it needs of the config, the last one
+all. Its files lie in a folder named by a hash of it, so none is ever read that other settings made.
 """
 
 import platform
@@ -77,20 +80,22 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
     basis: Facts = {
         "files": listing.fingerprint(),
         "part_bytes": config.part_bytes,
-        **{name: values[name] for name in ("version", "read", "split", "steps") if name in values},
+        **{name: values[name] for name in ("version", "plugins", "read", "split", "steps") if name in values},
     }
+    if isinstance(stages.team, Claims) or stages.team.number == 1:
+        workspace.agree(basis, shared=isinstance(stages.team, Claims))
     if config.read.takes_over:
         return _finish(workspace, stages, _take_over(stages, listing, values, basis))
-    clean = Clean(stages, listing).run(basis)
+    clean, folder = Clean(stages, listing).run(basis), stages.at(basis)
     if "duplicates" in values:
         basis["duplicates"] = values["duplicates"]
-    thin = Thin(stages, clean).run(basis)
-    hold_out = HoldOut(stages, thin["name"], clean["parts"])
+    thin, folder = Thin(stages, folder, clean).run(basis), stages.at(basis)
+    hold_out = HoldOut(stages, folder, thin["name"], clean["parts"])
     plan = hold_out.plan(basis)
     basis["near_duplicates"] = values["near_duplicates"]
     split = hold_out.run(plan, thin["bytes"], basis)
+    encode = Encode(stages, stages.at(basis))
     basis["tokenizer"] = values["tokenizer"]
-    encode = Encode(stages)
     facts = encode.make_tokenizer(split, basis)
     provenance = {"config": values, "input_blake3": clean["blake3"], "libraries": _libraries(config, facts)}
     lossy = [] if facts.get("lossless", True) else [LOSSY]
@@ -102,6 +107,7 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
         "held_out": split["held_out"],
         "tokenizer": facts,
     }
+    basis.update(values)
     for name in SPLITS:
         empty = name == "validation" and not config.split.holds_out
         result[name] = NONE if empty else encode.run(name, split[name], provenance, basis)
@@ -111,9 +117,9 @@ def _prepare(workspace: Workspace, stages: Stages) -> Facts:
 
 def _take_over(stages: Stages, listing: Listing, values: Facts, basis: Facts) -> Facts:
     """The shorter story of token ids that were made elsewhere, and of images."""
-    basis["tokenizer"] = values["tokenizer"]
+    basis.update(values)
     config = stages.config
-    facts = stages.once("tokenizer", basis, Encode(stages).copy_tokenizer)
+    facts = stages.once("tokenizer", basis, Encode(stages, stages.at(basis)).copy_tokenizer, in_out=True)
     known = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
     source: Source
     if config.read.format == "images":

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ftfy.fixes import fix_surrogates
-
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.counts import Counts
 from megatfm.data_prep.documents import Document
@@ -63,7 +61,10 @@ class Read:
         self.counts.changed += parts > 1
         try:
             for part, text in enumerate(texts(path, self._limit)):
-                yield Document(f"{file.name}#{part}" if parts > 1 else file.name, text)
+                if parts == 1:
+                    yield Document(file.name, text)
+                else:
+                    yield Document(f"{file.name}#{part}", text, record=file.name)
         except (OSError, BadFileError) as error:
             raise MegatfmError(
                 f"{file.where}: changed while it was read ({error}): run the same command again"
@@ -81,11 +82,14 @@ class Read:
                     told = True
                     self._drop(f"{record.reason.partition(':')[0]}", 0, source)
                     continue
-                pieces = list(cut_text(_whole(record.text), self._limit))
+                pieces = list(cut_text(record.text, self._limit))
                 self.counts.changed += len(pieces) > 1
                 for part, text in enumerate(pieces):
-                    place = f"{source}.{part}" if len(pieces) > 1 else source
-                    yield Document(place, text, record.url, fields=record.fields)
+                    if len(pieces) == 1:
+                        yield Document(source, text, record.url, fields=record.fields)
+                    else:
+                        place = f"{source}.{part}"
+                        yield Document(place, text, record.url, fields=record.fields, record=source)
         except BadFileError as error:
             self._listing.on_bad(file.where, str(error))
             self._drop("breaks off", 0, f"{file.name}: {error}")
@@ -93,12 +97,3 @@ class Read:
     def _drop(self, reason: str, size: int, example: str) -> None:
         self.counts.take(size)
         self.counts.drop(reason, size, example)
-
-
-def _whole(text: str) -> str:
-    """Without the halves of surrogate pairs that JSON can spell and UTF-8 can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return str(fix_surrogates(text))
-    return text

@@ -11,9 +11,13 @@ from megatfm.data_prep.documents import Document
 LEVELS: Mapping[str, Callable[[Document], str]] = {
     "top-level package": lambda document: document.entry,
     "file": lambda document: document.file,
+    "record": lambda document: document.unit,
     "part of a file": lambda document: document.source,
 }
-"""What is kept together, from the best protection against leaks to the least."""
+"""What is kept together, from the best protection against leaks to the least: none at all, between the parts of one
+text."""
+OF_FILES, OF_DOCUMENTS = (*LEVELS,)[:2], (*LEVELS,)[2:]
+"""The levels that names of files tell, and those for which documents must be looked at."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,19 @@ def choose(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
 
 def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | None:
     """The split of a corpus, given the bytes of each file, at the first level at which `share` can be met; None if that
-    needs parts of files."""
-    for level, name in (*LEVELS.items(),)[:-1]:
+    needs documents."""
+    for level in OF_FILES:
         sizes: Counter[str] = Counter()
         for file, size in files.items():
-            sizes[name(Document(file, ""))] += size
+            sizes[LEVELS[level](Document(file, ""))] += size
         if held_out := choose(sizes, share, seed):
             return Split(level, held_out)
     return None
 
 
-def plan_parts_of_files(sources: Mapping[str, int], share: float, seed: int) -> Split | None:
-    """The split of documents, given the bytes of each; None if there are too few."""
-    held_out = choose(sources, share, seed)
-    return Split((*LEVELS,)[-1], held_out) if held_out else None
+def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> Split | None:
+    """The split of documents, given by level the bytes of each name; None if there are too few."""
+    for level in OF_DOCUMENTS:
+        if held_out := choose(sizes[level], share, seed):
+            return Split(level, held_out)
+    return None

@@ -1,6 +1,6 @@
 """Stages of the work: each leaves its result committed before the next begins, and is never done twice."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,43 @@ class Stages:
         self.team = team
         self.out: Path = workspace.out
         self.folder: Path = workspace.folder
+        self.at: Callable[[Mapping[str, Any]], Path] = workspace.folder_of
+        """The folder in which files of a stage with this basis lie: of another basis they are elsewhere."""
         self.send: Callable[[Path], None] = workspace.send
         self._workspace = workspace
 
-    def finished(self, name: str, basis: Facts) -> Facts | None:
+    def finished(self, name: str, basis: Facts, in_out: bool = False) -> Facts | None:
         """The result of a stage, if it is finished."""
-        return self.team.agreed(lambda: self._workspace.stage(name, basis))
+        return self.team.agreed(lambda: self._workspace.stage(name, basis, in_out))
 
     def results(self, name: str, basis: Facts, numbers: Iterable[int]) -> Iterator[Facts]:
         """The results of these parts of a stage that is finished."""
         return (self._workspace.stage(f"{name}.{number:05d}", basis) or {} for number in numbers)
 
-    def once(self, name: str, basis: Facts, work: Callable[[], Facts]) -> Facts:
-        """The result of a stage that is done by one process, unless it is finished."""
+    def once(
+        self,
+        name: str,
+        basis: Facts,
+        work: Callable[[], Facts],
+        in_out: bool = False,
+        tidy: Callable[[], None] = lambda: None,
+    ) -> Facts:
+        """The result of a stage that is done by one process, unless it is finished.
+
+        in_out: whether it writes into `out`, where it replaces what the stage of another basis wrote.
+        tidy: removes files that nobody needs once the stage is committed.
+        """
         basis = dict(basis)
 
         def commit() -> Facts:
+            if in_out:
+                self._workspace.forget(name)
             result = work()
-            self._workspace.commit(name, basis, result)
+            self._workspace.commit(name, basis, result, in_out)
+            tidy()
             return result
 
-        return self.team.once(name, lambda: self._workspace.stage(name, basis), commit)
+        return self.team.once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
 
     def parts(
         self,
@@ -50,10 +66,15 @@ class Stages:
         count: int,
         work: Callable[[int], Facts],
         join: Callable[[Iterable[Facts]], Facts],
+        in_out: bool = False,
+        tidy: Callable[[], None] = lambda: None,
     ) -> Facts:
-        """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished."""
+        """The result of a stage that is done in parts, by all, and then joined by one, unless it is finished.
+
+        `in_out` and `tidy` are those of `once`, for the joining.
+        """
         basis = dict(basis)
-        if (found := self.finished(name, basis)) is not None:
+        if (found := self.finished(name, basis, in_out)) is not None:
             self.reporter.say(f"{name}: finished by an earlier run")
             return found
 
@@ -63,8 +84,13 @@ class Stages:
         def do(number: int) -> None:
             self._workspace.commit(f"{name}.{number:05d}", basis, work(number))
 
-        self.team.share(name, count, lambda number: part(number) is not None, do)
-        return self.once(name, basis, lambda: join(_Parts(count, part)))
+        folder = self.at(basis)
+
+        def is_done(number: int) -> bool:  # without reading a result, which may list every document
+            return (folder / f"{name}.{number:05d}.json").exists()
+
+        self.team.share(name, count, is_done, do)
+        return self.once(name, basis, lambda: join(_Parts(count, part)), in_out, tidy)
 
 
 class _Parts:

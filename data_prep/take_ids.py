@@ -47,7 +47,7 @@ class IdFiles:
     def _taken(self, file: TextFile, number: int, ids: reader.Ids) -> Taken:
         size = self.tokenizer.vocab_size
         if ids.min() < 0 or ids.max() >= size:
-            wrong = max(int(ids.max()), -int(ids.min()))
+            wrong = int(ids.max() if ids.max() >= size else ids.min())
             raise MegatfmError(
                 f"{file.where}: document {number} has id {wrong}, but the tokenizer has {size:,}: set "
                 "tokenizer.file to the one that made it, or mend read.tokens.dtype"

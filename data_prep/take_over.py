@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import field as field_of
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatfm.data.files import WholeFile
 from megatfm.data_prep.counts import Counts, why
-from megatfm.data_prep.encode import Encode
+from megatfm.data_prep.encode import Encode, members_path, tokens_path
 from megatfm.data_prep.files import matches_path
 from megatfm.data_prep.progress import Advance
 from megatfm.data_prep.stages import Facts, Stages
@@ -74,11 +75,10 @@ class TakeOver:
         self._stages = stages
         self._split = stages.config.split
         self._source = source
-        self._encode = Encode(stages)
 
     def run(self, basis: Facts, provenance: Callable[[str], Facts]) -> Facts:
         """`provenance` makes, of a hash of all documents, what the manifests say."""
-        source = self._source
+        source, self._folder = self._source, self._stages.at(basis)
         with self._stages.reporter.stage("take over", source.bytes) as advance:
             return self._stages.parts(
                 "take-over",
@@ -86,13 +86,14 @@ class TakeOver:
                 source.parts,
                 lambda part: self._work(part, advance),
                 lambda parts: self._join(parts, provenance),
+                in_out=True,
             )
 
     def _work(self, part: int, advance: Advance) -> Facts:
         """Documents of a part wait for the shards to be written."""
         counts, digests, known = Counts("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
-            outs = {name: stack.enter_context(_Waiting(self._encode, name, part)) for name in SPLITS}
+            outs = {name: stack.enter_context(_Waiting(self._folder, name, part)) for name in SPLITS}
             for document in self._source.documents(part, counts, advance):
                 counts.take(document.size)
                 counts.keep(document.size)
@@ -119,10 +120,14 @@ class TakeOver:
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        made = provenance(digest.hexdigest())
+        made, encode = provenance(digest.hexdigest()), Encode(self._stages, self._folder)
         written = {
-            name: self._encode.write_shards(
-                name, ({"documents": part[name]} for part in parts), self._source.tokenizer, made
+            name: encode.write_shards(
+                self._folder,
+                name,
+                ({"documents": part[name]} for part in parts),
+                self._source.tokenizer,
+                made,
             )
             for name in splits
         }
@@ -144,10 +149,10 @@ class TakeOver:
 class _Waiting:
     """The documents of a part and split while they wait: ids in one file, what lies beside them in another."""
 
-    def __init__(self, encode: Encode, name: str, part: int) -> None:
+    def __init__(self, folder: Path, name: str, part: int) -> None:
         self.documents: list[list[Any]] = []
-        self._ids = WholeFile(encode.tokens(name, part))
-        self._members = WholeFile(encode.members(name, part))
+        self._ids = WholeFile(tokens_path(folder, name, part))
+        self._members = WholeFile(members_path(folder, name, part))
 
     def add(self, document: Taken) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]

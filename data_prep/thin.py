@@ -14,20 +14,21 @@ from megatfm.errors import UsageError
 
 
 class Thin:
-    """Runs the searches of the config one after the other, from the documents that wait as `clean`."""
+    """Runs the searches of the config one after the other, from the documents that wait as `clean` in a folder."""
 
-    def __init__(self, stages: Stages, clean: Facts) -> None:
+    def __init__(self, stages: Stages, folder: Path, clean: Facts) -> None:
         self._stages = stages
-        self._folder = stages.folder
+        self._input = folder
         self._parts: int = clean["parts"]
         self._clean = clean
 
     def run(self, basis: Facts) -> Facts:
-        """Under which name the documents wait now, their bytes, and the counts of all searches."""
+        """Under which name the documents wait now, their bytes, and the counts of all searches. If there are any, they
+        wait in the folder of the basis."""
         name, size, counts = "clean", self._clean["bytes"], []
         for number, config in enumerate(self._stages.config.duplicates):
             search = duplicates.make(config)
-            searched = Searched(self._stages, str(number), search, self._parts)
+            searched = Searched(self._stages, self._stages.at(basis), str(number), search, self._parts)
             rows = self._scan(searched, name, size, basis)
             found = searched.find(rows, basis)
             result = self._thin(searched, name, size, rows, found, basis)
@@ -40,7 +41,7 @@ class Thin:
         with self._stages.reporter.stage(f"look for {searched.search.title}", size) as advance:
 
             def work(part: int) -> Facts:
-                documents = advancing(read_documents(part_path(self._folder, name, part)), advance)
+                documents = advancing(read_documents(self._waiting(searched, name, part)), advance)
                 writer = RowsWriter(searched.rows(part))
                 return {"rows": writer.write(searched.search.scan(documents))}
 
@@ -60,9 +61,9 @@ class Thin:
 
             def work(part: int) -> Facts:
                 counts = Counts(searched.search.title)
-                documents = read_documents(part_path(self._folder, name, part))
+                documents = read_documents(self._waiting(searched, name, part))
                 return {
-                    **write_part(self._folder, searched.out, part, left(part, documents, counts)),
+                    **write_part(searched.folder, searched.out, part, left(part, documents, counts)),
                     "step": counts.as_json(),
                 }
 
@@ -72,38 +73,56 @@ class Thin:
                     raise UsageError(f"no document is left: {why([counts])}")
                 return {"bytes": counts.bytes_out, "step": counts.as_json()}
 
-            return self._stages.parts(searched.out, basis, self._parts, work, join)
+            def tidy() -> None:
+                searched.remove_marks(found)
+                if name != "clean":  # that is where other duplicates would be looked for
+                    for part in range(self._parts):
+                        self._waiting(searched, name, part).unlink(missing_ok=True)
+
+            return self._stages.parts(searched.out, basis, self._parts, work, join, tidy=tidy)
+
+    def _waiting(self, searched: "Searched", name: str, part: int) -> Path:
+        return part_path(self._input if name == "clean" else searched.folder, name, part)
 
 
 class Searched:
-    """One search: where its rows lie, what it finds, and what is left of the documents."""
+    """One search: where its rows lie, what it finds, and what is left of the documents, in `folder`."""
 
-    def __init__(self, stages: Stages, key: str, search: duplicates.Search, parts: int) -> None:
-        self._stages = stages
+    def __init__(self, stages: Stages, folder: Path, key: str, search: duplicates.Search, parts: int) -> None:
+        self._stages, self.folder = stages, folder
         self.key, self.search, self._parts = key, search, parts
         self.out = f"thin-{key}"
         self._memory_bytes: int = stages.config.memory_bytes
 
     def rows(self, part: int) -> Path:
         """Where the rows of a part lie until all is found."""
-        return self._stages.folder / f"rows-{self.key}.{part:05d}"
+        return self.folder / f"rows-{self.key}.{part:05d}"
 
     def find(self, counts: Sequence[int], basis: Facts) -> Facts:
-        """Mark the rows that go. What that took is removed at the end, and done again only if it is not finished."""
-        stage, folder = f"found-{self.key}", self._stages.folder / f"index-{self.key}"
+        """Mark the rows that go. What that took is removed at the end, and done again only if it is not finished.
+
+        How the search is divided depends on the memory, so its files lie in a folder of that, which the result names.
+        """
+        stage, basis_of_tasks = f"found-{self.key}", {**basis, "memory_bytes": self._memory_bytes}
         if (known := self._stages.finished(stage, basis)) is not None:
             return known
+        folder = self._stages.at(basis_of_tasks) / f"index-{self.key}"
         folder.mkdir(exist_ok=True)
         rows = Rows([self.rows(part) for part in range(self._parts)], *self.search.row, counts)
-        found = self.search.find(rows, Index(folder, self._memory_bytes, self._tasks(basis)))
+        found = self.search.find(rows, Index(folder, self._memory_bytes, self._tasks(basis_of_tasks)))
 
-        def finish() -> Facts:
+        def tidy() -> None:
             for path in [*folder.iterdir(), *map(self.rows, range(self._parts))]:
                 if not path.name.startswith("marks."):
                     path.unlink(missing_ok=True)
-            return found
 
-        return self._stages.once(stage, basis, finish)
+        where = folder.relative_to(self._stages.folder).as_posix()
+        return self._stages.once(stage, basis, lambda: {**found, "index": where}, tidy=tidy)
+
+    def remove_marks(self, found: Facts) -> None:
+        """Remove the marks of rows, once nobody needs them."""
+        for path in (self._stages.folder / found["index"]).glob("marks.*"):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def left(
@@ -111,7 +130,7 @@ class Searched:
     ) -> Iterator[Callable[[int, Iterator[Document], Counts], Iterator[Document]]]:
         """A function of a part, its documents and counts: the documents that are left."""
         begins = Rows([], *self.search.row, counts).begins
-        index = Index(self._stages.folder / f"index-{self.key}", self._memory_bytes, self._tasks({}))
+        index = Index(self._stages.folder / found["index"], self._memory_bytes, self._tasks({}))
         marks = index.marks(int(begins[-1]), found["each"])
         with self._stages.reporter.stage(f"remove {self.search.title}", size) as advance:
 
@@ -122,8 +141,7 @@ class Searched:
             yield left
 
     def _tasks(self, basis: Facts) -> duplicates.RunTasks:
-        """Has the tasks of a search done as stages. How they are divided depends on the memory."""
-        basis = {**basis, "memory_bytes": self._memory_bytes}
+        """Has the tasks of a search done as stages."""
 
         def run(
             step: str,

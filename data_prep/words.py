@@ -1,9 +1,16 @@
 """Words as numbers: the hashes of all words, and of all runs of words, of many texts at once, by numpy.
 
-A word is a run of letters, digits and `_` in lower case, as `\\w+` finds it. Its hash is that of its UTF-8 bytes,
-eight at a time; a run's hash combines those of its words in their order. All are 64 bits wide.
+A word is a run of letters and digits with their marks (vowel signs, accents), without case, after NFKC (Unicode
+Standard Annex 15) and without what isn't seen: format characters, Arabic and Hebrew vowel points, the elongating
+kashida. `_` separates. Of scripts that have no spaces, a Han character and a kana are words of their own; Thai, Lao,
+Khmer, Burmese and their kin are cut where a hash of the two neighbouring characters says so, every fourth place on the
+average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
+
+A word's hash is that of its UTF-8 bytes, eight at a time; a run's hash combines those of its words in their order. All
+are 64 bits wide.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 
@@ -16,9 +23,28 @@ Hashes = NDArray[np.uint64]
 # is words.
 _SPACE = ord(" ")
 _WORDS = bytes(
-    byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() or byte == ord("_") else _SPACE
-    for byte in range(256)
+    byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else _SPACE for byte in range(256)
 )
+# What a character is.
+_SEPARATES, _IN_WORD, _IS_WORD, _IN_LONG, _UNSEEN = range(5)
+# Blocks of scripts without spaces (Unicode 15): those of which a character is a word, and those of which several are.
+# fmt: off
+_SINGLE = (
+    (0x2E80, 0x2FDF), (0x3005, 0x3007), (0x3021, 0x3029), (0x3038, 0x30FF), (0x3105, 0x312F), (0x31A0, 0x31BF),
+    (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF), (0x1B000, 0x1B16F), (0x20000, 0x323AF),
+)  # Han, kana, bopomofo
+_LONG = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x19DF), (0x1A20, 0x1AAF), (0xA9E0, 0xA9FF),
+    (0xAA60, 0xAADF),
+)  # Thai, Lao, Burmese, Khmer, Tai
+# Points and signs that Arabic and Hebrew are mostly written without, kashida, fillers, joiners, selectors.
+_POINTS = (
+    (0x0591, 0x05C7), (0x0610, 0x061A), (0x0640, 0x0640), (0x064B, 0x065F), (0x0670, 0x0670), (0x06D6, 0x06ED),
+    (0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x3164, 0x3164), (0xFE00, 0xFE0F), (0xE0100, 0xE01EF),
+)
+# fmt: on
+_PLANES = ((0, 0x323B0), (0xE0000, 0xE0200))
+"""Code points that have anything but private and unassigned ones."""
 _FIRST, _SECOND, _BASE = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 # Of the eight bytes at a place, those of a word that has 0 … 8 bytes left (little-endian).
@@ -95,13 +121,47 @@ def _hash(data: bytes, begins: NDArray[np.int64], lengths: NDArray[np.int64]) ->
 
 
 def _encode(text: str) -> bytes:
-    """UTF-8 in lower case, of other scripts the words alone; ASCII as it is."""
+    """UTF-8 in lower case, of other scripts the words alone, with spaces between them; ASCII as it is."""
     if text.isascii():
         return text.encode()
-    points = np.frombuffer(bytearray(text.lower().encode("utf-32-le")), "<u4")
-    others = np.flatnonzero(points >= 128)
-    points[others[~is_word()[points[others]]]] = _SPACE
-    return points.tobytes().decode("utf-32-le").encode()
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    points = np.frombuffer(bytearray(text.encode("utf-32-le", "replace")), "<u4")
+    kinds = _kinds()[points]
+    if (kinds == _UNSEEN).any():
+        points, kinds = points[kinds != _UNSEEN], kinds[kinds != _UNSEEN]
+    points = np.where(kinds == _SEPARATES, np.uint32(_SPACE), points)
+    is_single = kinds == _IS_WORD
+    is_cut = np.zeros(len(points), np.bool_)  # before a character
+    is_cut[1:] = is_single[1:] | is_single[:-1]
+    if (kinds == _IN_LONG).any():
+        is_long = kinds == _IN_LONG
+        pairs = mix(points[:-1].astype(np.uint64) << np.uint64(32) | points[1:].astype(np.uint64))
+        is_cut[1:] |= (is_long[1:] != is_long[:-1]) | (is_long[1:] & (pairs % np.uint64(4) == 0))
+    if is_cut.any():
+        points = np.insert(points, np.flatnonzero(is_cut), _SPACE)
+    return points.astype("<u4").tobytes().decode("utf-32-le").encode()
+
+
+@cache
+def _kinds() -> NDArray[np.uint8]:
+    """Of every code point, what it is."""
+    kinds = np.full(0x110000, _SEPARATES, np.uint8)
+    for begin, end in _PLANES:
+        for point in range(begin, end):
+            character = chr(point)
+            category = unicodedata.category(character)
+            if category == "Cf":
+                kinds[point] = _UNSEEN
+            elif category[0] == "M" or character.isalnum():
+                kinds[point] = _IN_WORD
+    for blocks, kind in ((_SINGLE, _IS_WORD), (_LONG, _IN_LONG)):
+        for first, last in blocks:
+            some = kinds[first : last + 1]
+            some[some == _IN_WORD] = kind
+    for first, last in _POINTS:
+        some = kinds[first : last + 1]
+        some[some != _SEPARATES] = _UNSEEN
+    return kinds
 
 
 @cache

@@ -14,15 +14,18 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm import tokenizers
+from megatfm.config.key_migrations import migrate_prep
 from megatfm.config.prep import PrepConfig
+from megatfm.config.prep_steps import PluginStepConfig
 from megatfm.data.files import write_whole
 from megatfm.data.manifest import MANIFEST
+from megatfm.data_prep.agreement import Agreement
 from megatfm.data_prep.away import RESULT, Away, local_folder
-from megatfm.data_prep.folders import corpora
+from megatfm.data_prep.folders import corpora, remove_unlisted
 from megatfm.data_prep.report import render
 from megatfm.errors import MegatfmError, UsageError
 
-VERSION = 4
+VERSION = 5
 """Raised when a change of the code changes what the same config makes."""
 
 WORK = ".work"
@@ -52,7 +55,10 @@ def identity(config: PrepConfig) -> dict[str, Any]:
     for name in LATER_SECTIONS:
         if not values[name]:
             del values[name]
-    for step in values.get("steps", ()):  # a list is what it says, not where it lies
+    for step, section in zip(values.get("steps", ()), config.steps, strict=False):
+        if isinstance(section, PluginStepConfig):  # its keys mean what the plugin says
+            continue
+        # A list is what it says, not where it lies.
         if step.get("words") == "space":
             del step["words"], step["language"]
         if "run" in step:
@@ -73,9 +79,10 @@ def identity(config: PrepConfig) -> dict[str, Any]:
 class Workspace:
     """`out` while it is being made.
 
-    Every finished stage is committed as `.work/STAGE.json`, with all that it depends on, so that an interrupted
-    prep goes on from the first stage that is missing or depends on something else by now. `prep.json`, written
-    last, commits the whole.
+    Every finished stage is committed as `.work/HASH/STAGE.json`, beside the files that it made: the hash is that of
+    all that the stage depends on, so that an interrupted prep goes on from the first stage that is missing, and never
+    reads what other settings made. A stage that writes into `out` itself is committed as `.work/STAGE.json`, which
+    goes before another basis writes there. `prep.json`, written last, commits the whole.
 
     Where `out` is a URL, all is made in a folder of this machine, sent from there, and committed there.
     """
@@ -87,6 +94,20 @@ class Workspace:
         self.place: Path | str = self._away.url if self._away else self.out
         self._config = config
         self._identity = identity(config)
+        self._agreement = Agreement(self.folder)
+
+    def agree(self, basis: Mapping[str, Any], shared: bool) -> None:
+        """Write down what the work depends on; with `shared`, compare it with that of others who are at work.
+
+        Raises UsageError where theirs differs.
+        """
+        settings = {**self._identity, **basis, "memory_bytes": self._config.memory_bytes}
+        theirs = self._agreement.settle(settings, shared)
+        if theirs is not None:
+            raise UsageError(
+                f"{self.place}: other tasks are preparing it with another config "
+                f"({_difference(theirs, settings)}): give all tasks the same, or wait until the others have ended"
+            )
 
     def finished(self, shared: bool = False) -> dict[str, Any] | None:
         """The result of a finished prep with this config, or None if there is work to do. A UsageError if `out`
@@ -128,24 +149,44 @@ class Workspace:
 
     def result(self) -> dict[str, Any] | None:
         """What `finish` wrote, if it has."""
-        return self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+        result = self._away.read(RESULT) if self._away else _read(self.out / RESULT)
+        return (
+            {**result, "config": migrate_prep(result["config"])} if result and "config" in result else result
+        )
 
     def send(self, path: Path) -> None:
         """A file below `out` is final: where `out` is a URL, it goes there."""
         if self._away:
             self._away.send(path)
 
-    def stage(self, name: str, basis: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The committed result of a stage that depends on `basis`; None if it has to run."""
-        committed = _read(self.folder / f"{name}.json")
+    def folder_of(self, basis: Mapping[str, Any]) -> Path:
+        """The folder for what stages that depend on `basis` leave to later ones, named by a hash of it."""
+        name = blake3(json.dumps(basis, sort_keys=True).encode()).hexdigest(8)
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def stage(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> dict[str, Any] | None:
+        """The committed result of a stage that depends on `basis`; None if it has to run. in_out: whether it has
+        written into `out`, where another basis may have written since."""
+        committed = _read(self._commit_path(name, basis, in_out))
         if committed is None or committed["basis"] != basis:
             return None
         result: dict[str, Any] = committed["result"]
         return result
 
-    def commit(self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    def commit(
+        self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any], in_out: bool = False
+    ) -> None:
         """Note that a stage is finished."""
-        _write(self.folder / f"{name}.json", {"basis": basis, "result": result})
+        _write(self._commit_path(name, basis, in_out), {"basis": basis, "result": result}, indent=None)
+
+    def forget(self, name: str) -> None:
+        """Note that a stage is about to write into `out`: what was there is no longer whole."""
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def _commit_path(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> Path:
+        return (self.folder if in_out else self.folder_of(basis)) / f"{name}.json"
 
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the whole and remove what only the stages needed, unless others may still look at it."""
@@ -153,6 +194,7 @@ class Workspace:
         if self._away:
             self._send_rest(self._away, result)
         else:
+            remove_unlisted(self.out, result)
             _write(self.out / RESULT, result)
         if clean:
             shutil.rmtree(self._scratch)
@@ -191,12 +233,16 @@ class Workspace:
             if shared and self.result() is not None:
                 _last_cleans(descriptor, self._scratch)
         finally:
+            self._agreement.close()
             os.close(descriptor)
 
     def _check_free(self) -> None:
+        found = {
+            path.name for path in self.out.iterdir()
+        }  # first, as another task may begin at the same time
         names = (*MADE, RESULT)
         ours = {WORK, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
-        strangers = sorted(path.name for path in self.out.iterdir() if path.name not in ours)
+        strangers = sorted(found - ours)
         if strangers:
             raise UsageError(
                 f"{self.out}: holds {strangers[0]!r}, which no prep made: choose a new or an empty folder as out"
@@ -287,8 +333,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    write_whole(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())
+def _write(path: Path, value: Mapping[str, Any], indent: int | None = 2) -> None:
+    write_whole(path, f"{json.dumps(value, indent=indent, ensure_ascii=False)}\n".encode())
 
 
 def _difference(found: Any, wanted: Any, key: str = "") -> str:

@@ -20,9 +20,9 @@ _COMMITTED = re.compile(r"step-(\d+)")
 
 
 def read_json(path: Path, default: Any) -> Any:
-    """What a JSON file holds; `default` where it is missing, unreadable or damaged."""
+    """What a JSON file holds; `default` where it is missing, unreadable, a FIFO or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes()) if path.is_file() else default
     except (OSError, ValueError, RecursionError):
         return default
 
@@ -118,6 +118,8 @@ def start_of_last_lines(file: BinaryIO, count: int) -> int:
 
 def last_lines(path: Path) -> Iterator[str]:
     """The lines at the end of a text file, the last one first; none where there is no such file."""
+    if not path.is_file():
+        return
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

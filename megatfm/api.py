@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, load_config
+from megatfm.config import Config, ModelConfig, load_config
 from megatfm.convert.folder import is_hf_folder
+from megatfm.convert.load import begins_of, padding_of, sentence_options, text_parts
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.load import padding_of, sentence_options, text_parts
 from megatfm.convert.pair import is_pair
 from megatfm.convert.tokenizer_files import place_in
 from megatfm.describe.description import flops_per_token
@@ -20,6 +20,7 @@ from megatfm.evaluate.evaluate import evaluate_run
 from megatfm.generate.continuation import sample, search
 from megatfm.generate.encode import Pooling, TextEncoder, warn_of_padding
 from megatfm.generate.load import Loaded, load_model, with_tokenizer
+from megatfm.generate.prompt import BEGIN, SENTINEL
 from megatfm.generate.sampling import Sampling
 from megatfm.tokenizers import Tokenizer
 from megatfm.train.loop import train
@@ -35,8 +36,13 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     if isinstance(config, Config):
         if overrides:
             raise UsageError("fit: overrides belong to a file or preset; a config has config.changed({...})")
-    else:
+    elif isinstance(config, str | Path):
         config = load_config(config, overrides)
+    else:
+        raise UsageError(
+            f"fit: a {type(config).__name__} is no config: give a file, a preset, or "
+            "megatfm.Config.model_validate({...})"
+        )
     folder = run_folder(config)
     if train(config, flops_per_token) != DONE:
         raise MegatfmError(
@@ -45,9 +51,10 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     return folder
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
+def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> "Model":
     """The model of a run, a checkpoint or a folder in the Hugging Face format, in float32 and evaluation mode.
 
+    trust_plugins: import the packages that the config of a run or a checkpoint names in `plugins`, whoever made it.
     Raises UsageError where nothing can be opened, MegatfmError where something is damaged or does not fit.
     """
     if is_hf_folder(path) or is_pair(path):
@@ -55,7 +62,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> "Model":
         if (pad := padding_of(path)) is not None:
             warn_of_padding(module, pad)
         return Model(module, Path(path))
-    return Model(load_model(path, device), Path(path))
+    module = load_model(path, device, trust_plugins=trust_plugins)
+    return Model(module, Path(path), trust_plugins=trust_plugins)
 
 
 class Model:
@@ -65,10 +73,18 @@ class Model:
     attributes and methods (`config`, `parameters()`, …) can be had here as well.
     """
 
-    def __init__(self, module: nn.Module, path: Path) -> None:
-        self.module, self.path = module, path
+    def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
+        self.module, self.path, self.trust_plugins = module, path, trust_plugins
         self._loaded: Loaded | None = None
         self._encoder: TextEncoder | None = None
+
+    def __repr__(self) -> str:
+        config = self.module.config
+        kind = f"{config.family}, " if isinstance(config, ModelConfig) else ""
+        parameters = list(self.module.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        where = f"{str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
+        return f"megatfm.Model({str(self.path)!r}: {kind}{count:,} parameters, {where})"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.module(*args, **named)
@@ -94,17 +110,29 @@ class Model:
         beams: int = 0,
         length_penalty: float = 0.6,
         seed: int = 0,
-        begin: str = "auto",
+        begin: Literal["auto", "bos", "none"] = "auto",
+        sentinel: Literal["auto", "always", "never"] = "auto",
     ) -> str:
         """What follows a prompt, without it: as `megatfm generate` does, whose options these are.
 
         Raises UsageError for a model that makes no text.
         """
+        if not isinstance(prompt, str):
+            raise UsageError(
+                f"prompt = {prompt!r:.80} is no text: give a string, e.g. model.generate('def ')"
+            )
+        if max_tokens < 1 or beams < 0:
+            raise UsageError(
+                f"max_tokens = {max_tokens}, beams = {beams}: choose 1 or more, and 0 (none) or more"
+            )
+        for key, value, known in (("begin", begin, BEGIN), ("sentinel", sentinel, SENTINEL)):
+            if value not in known:
+                raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
         loaded = self._with_tokenizer()
         if beams:
-            return search(loaded, prompt, max_tokens, beams, length_penalty, begin)
+            return search(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = sample(loaded, prompt, sampling, max_tokens, 1, begin=begin)
+        (text,) = sample(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel)
         return text
 
     def encode(
@@ -130,11 +158,10 @@ class Model:
     ) -> dict[str, Any]:
         """By validation set `loss` and, where it is the text's likelihood, `bits_per_byte`; as `megatfm evaluate` does.
 
-        sets: corpora besides the run's own. compressors: under each set also what gzip and xz need. It reads the run's
-        newest checkpoint. Raises UsageError for what is no run directory.
+        sets: folders or URLs of corpora besides the run's own. compressors: under each set also what gzip and xz need.
+        It reads the run's newest checkpoint. Raises UsageError for what is no run directory.
         """
-        folders = {name: str(Path(folder).resolve()) for name, folder in (sets or {}).items()}
-        found = evaluate_run(self.path, folders, compressors)
+        found = evaluate_run(self.path, sets or {}, compressors, trust_plugins=self.trust_plugins)
         if found is None:
             return {}
         results, baselines = found
@@ -146,10 +173,11 @@ class Model:
     def _text_encoder(self) -> TextEncoder:
         if is_hf_folder(self.path):
             options = sentence_options(self.path, self.module)
-            return TextEncoder(self.module, tokenizers.load(place_in(self.path)), **options)
+            begins = begins_of(self.path, tokenizer := tokenizers.load(place_in(self.path)))
+            return TextEncoder(self.module, tokenizer, begins=begins, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
-        return TextEncoder(self.module, loaded.tokenizer, max_tokens=longest)
+        return TextEncoder(self.module, loaded.tokenizer, max_tokens=longest, begins=loaded.begins)
 
     def _with_tokenizer(self) -> Loaded:
         if self._loaded is None and (is_hf_folder(self.path) or is_pair(self.path)):

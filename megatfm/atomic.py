@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import secrets
 from pathlib import Path
 
 
@@ -42,14 +43,20 @@ def never_through_a_link(path: str, flags: int) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk: a file's own fsync does not cover its name. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Force the names in a folder to the disk: a file's own fsync does not cover its name. Raises OSError.
+
+    Does nothing on file systems that know no fsync of folders, where the names are as safe as they get.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def draft_of(path: Path) -> Path:
-    """What this process calls a file until it is whole."""
-    return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.partial")
+    """A name for a file until it is whole, which no other process takes: containers may share host and process id."""
+    return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}.partial")

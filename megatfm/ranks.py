@@ -4,6 +4,7 @@ Each function is a collective of the process group that it takes (None: the defa
 in the background has a group of its own, so that what it says never mixes with what training says.
 """
 
+import pickle
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,18 +51,17 @@ def together(what: str, work: Callable[[], T], group: Group = None) -> T:
 
 def gathered(what: str, work: Callable[[], T], group: Group = None) -> list[T]:
     """The same; rank 0 gets every rank's result, the others none."""
-    result, cause, reason = _try(work)
     if not in_group():
-        _raise_if(what, [reason], cause)
-        return [cast(T, result)]
+        return [together(what, work, group)]
+    result, cause, reason = _try(lambda: pickle.dumps(work()))
     first = rank(group) == 0
     answers: list[Any] | None = [None] * dist.get_world_size(group) if first else None
     with lost_peers(what):
-        dist.gather_object((result, reason), answers, dst=0, group=group)
+        dist.gather_object((result, reason), answers, group=group, group_dst=0)
         told = [[reason for _, reason in answers] if answers else None]
-        dist.broadcast_object_list(told, src=0, group=group)
+        dist.broadcast_object_list(told, group=group, group_src=0)
     _raise_if(what, told[0] or [], cause)
-    return [result for result, _ in answers or ()]
+    return [pickle.loads(result) for result, _ in answers or ()]
 
 
 def gather(mine: T, group: Group = None) -> list[T]:
@@ -117,31 +117,31 @@ def by_rank_0(what: str, work: Callable[[], T], group: Group = None) -> T:
     answer: list[Any] = [None]
     cause = None
     if rank(group) == 0:
-        result, cause, reason = _try(work)
+        result, cause, reason = _try(lambda: pickle.dumps(work()))
         answer = [(result, reason)]
     with lost_peers(what):
-        dist.broadcast_object_list(answer, src=0, group=group)
+        dist.broadcast_object_list(answer, group=group, group_src=0)
     result, reason = answer[0]
     _raise_if(what, [reason], cause)
-    return cast(T, result)
+    return cast(T, pickle.loads(result))
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T:
-    """The same, but what it raises is raised on all ranks as it is."""
+    """The same, but what it raises is raised on all ranks as it is, if other processes can have it."""
     if not in_group():
         return work()
     answer: list[Any] = [None, None]
     if rank() == 0:
         try:
-            answer = [work(), None]
+            answer = [pickle.dumps(work()), None]
         except Exception as error:  # told to all ranks, so that all end with it
-            answer = [None, error]
+            answer = [None, _for_others(error)]
     with lost_peers("rank 0 can't say what it found"):
         dist.broadcast_object_list(answer)
     result, failure = answer
     if failure is not None:
         raise failure
-    return cast(T, result)
+    return cast(T, pickle.loads(result))
 
 
 def scattered(what: str, parts: list[T], group: Group = None) -> T:
@@ -150,7 +150,7 @@ def scattered(what: str, parts: list[T], group: Group = None) -> T:
         return parts[0]
     mine: list[Any] = [None]
     with lost_peers(what):
-        dist.scatter_object_list(mine, parts if rank(group) == 0 else None, src=0, group=group)
+        dist.scatter_object_list(mine, parts if rank(group) == 0 else None, group=group, group_src=0)
     return cast(T, mine[0])
 
 
@@ -177,6 +177,16 @@ def one_line(error: BaseException) -> str:
     """Return an error's first line (torch adds stacks to its own); the type says more where it isn't ours."""
     text = str(error).strip().split("\n", 1)[0]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
+
+
+def _for_others(error: Exception) -> Exception:
+    """An error as other processes can raise it: itself where pickle gives it back, else its type and text."""
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its constructor or its values do
+        return MegatfmError(one_line(error))
+    same = type(again) is type(error) and str(again) == str(error)
+    return error if same else MegatfmError(one_line(error))
 
 
 def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Reason | None]:

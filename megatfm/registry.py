@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -73,17 +74,47 @@ def _letters(word: str) -> str:
 def import_plugins(packages: Iterable[str]) -> None:
     """Import each package of a config's `plugins`, so that its parts are registered; the current directory's, too.
 
-    Raises UsageError that names the package when it can't be imported.
+    Raises UsageError that names the package, and where its code stopped, when it can't be imported.
     """
     for package in packages:
         look_for_plugins([package], [Path.cwd()])
         try:
             importlib.import_module(package)
-        except ImportError as error:
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:  # it is somebody's code, which may raise anything
+            if isinstance(error, ImportError) and _place(error) is None:
+                raise UsageError(
+                    f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
+                    "directory, install it, or put its folder on PYTHONPATH"
+                ) from error
             raise UsageError(
-                f"plugins: can't import {package!r} ({error}): put it beside the config or into the current directory, "
-                "install it, or put its folder on PYTHONPATH"
+                f"plugins: {package!r} stopped at {_place(error) or 'its first line'} with {type(error).__name__}: "
+                f"{error}: mend it there"
             ) from error
+
+
+def _place(error: BaseException) -> str | None:
+    """File and line at which the code of a package raised an error; None where importlib itself did."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else None
+
+
+def import_foreign_plugins(packages: Iterable[str], source: str | Path, *, trusted: bool) -> None:
+    """Import the packages that the config of a run or a checkpoint names, which may be anybody's.
+
+    Those that are imported already do no more. Raises UsageError that names the others unless `trusted`.
+    """
+    names = list(packages)
+    if not trusted and (foreign := [name for name in names if name not in sys.modules]):
+        raise UsageError(
+            f"{source}: its config names plugins, whose code would run: {', '.join(foreign)}: if you trust them, give "
+            "--trust-plugins (in Python trust_plugins=True), or name them yourself (plugins=…, in Python import)"
+        )
+    import_plugins(names)
 
 
 def look_for_plugins(packages: Iterable[str], folders: Sequence[Path]) -> None:

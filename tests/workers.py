@@ -69,6 +69,7 @@ class Call:
     world_size: int
     store: str
     timeout: float
+    unwritten_is_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,17 @@ def clean_state(call: Call) -> Iterator[None]:
     """The environment of a rank, and everything as it was before when the function is done."""
     import torch
 
+    from tests.unwritten import memory_of_nan
+
     environment, folder = dict(os.environ), Path.cwd()
     size, rank = str(call.world_size), str(call.rank)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     torch.manual_seed(0)
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            memory_of_nan() if call.unwritten_is_nan else contextlib.nullcontext(),
+        ):
             warnings.simplefilter("error")
             yield
     finally:
@@ -262,6 +268,8 @@ class Workers:
 
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
+        self.unwritten_is_nan = False
+        """Whether what is called finds NaN in memory that nobody wrote (`tests.unwritten`)."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatfm-workers-")
         self._team: list[Worker] = []
         self._numbers = itertools.count()
@@ -293,7 +301,7 @@ class Workers:
         store = str(Path(self._folder.name) / f"store-{next(self._numbers)}")
         place = (fn.__module__, fn.__code__.co_filename, fn.__name__, pickle.dumps((args, kwargs)))
         for rank, worker in enumerate(team):
-            worker.submit(Call(*place, rank, world_size, store, timeout))
+            worker.submit(Call(*place, rank, world_size, store, timeout, self.unwritten_is_nan))
         try:
             return self._collect(team, f"{Path(place[1]).name}::{fn.__name__}", timeout)
         except BaseException:  # KeyboardInterrupt too: a worker in the middle of a call can't be used again

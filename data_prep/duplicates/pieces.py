@@ -4,6 +4,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from megatfm.data_prep.steps.rule import example
 from megatfm.data_prep.words import is_word
 
 ROW = ("<u8", 1)
-# CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. What
-# stands between pieces stays.
+# CCNet: no accents, which are marks of their own once taken apart, lower case, every digit a 0, no punctuation. Vowel
+# signs of Indian and other scripts are marks as well, but not accents: words differ in them. What stands between pieces
+# stays.
 _BETWEEN = "\0"
+_ACCENTS = ("COMBINING ", "ARABIC ", "HEBREW ", "VARIATION ", "MONGOLIAN FREE VARIATION ")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _NOT_WORDS = bytes(byte for byte in range(1, 128) if not chr(byte).isalnum())
 
@@ -79,8 +82,18 @@ def _folded(text: str) -> bytes:
     if not text.isascii():
         text = unicodedata.normalize("NFD", text.lower())
         points = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        text = points[is_word()[points] | (points < 128)].tobytes().decode("utf-32-le")
+        text = points[_is_kept()[points] | (points < 128)].tobytes().decode("utf-32-le")
     return text.encode().lower().translate(_DIGITS, _NOT_WORDS)
+
+
+@cache
+def _is_kept() -> NDArray[np.bool_]:
+    """Of every code point, whether pieces that differ in it are different."""
+    kept = is_word().copy()
+    for point in range(0x20000):
+        if unicodedata.category(chr(point))[0] == "M":
+            kept[point] = not unicodedata.name(chr(point)).startswith(_ACCENTS)
+    return kept
 
 
 class Lines(_Pieces):

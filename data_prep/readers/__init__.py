@@ -4,6 +4,7 @@ A format's module has `read(path, config)`, which yields a Record or a Bad for e
 and raises BadFileError where the file can't be read on. It is imported when a file needs it.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,17 +16,24 @@ from megatfm.registry import Registry, did_you_mean
 
 __all__ = ["FORMATS", "Bad", "BadFileError", "Record", "check_format", "format_of", "reader", "register"]
 
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""The ends of names of compressed files."""
+_LINES, _TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
 FORMATS: dict[str, tuple[str, ...]] = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.bz2", ".ndjson"),
+    "jsonl": (*_LINES, *(name + end for name in (*_LINES, ".json") for end in PACKED)),
+    "json": (),
+    "csv": (*_TABLES, *(name + end for name in _TABLES for end in PACKED)),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
-    "warc": (".warc", ".warc.gz"),
-    "mediawiki": (".xml.bz2", ".xml.gz", ".xml.zst"),
-    "webdataset": (".tar", ".tar.gz", ".tar.zst", ".tgz"),
+    "warc": (".warc", ".warc.gz", ".warc.zst"),
+    "mediawiki": tuple(f".xml{end}" for end in PACKED),
+    "webdataset": (".tar", ".tgz", *(f".tar{end}" for end in PACKED)),
 }
-"""Formats of many records, and the ends of names by which they are known; any other file is text."""
+"""Formats of many records, and the ends of names by which they are known; any other file is text, perhaps under
+compression. A `.json` is an array of records, or text."""
 
 
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _OURS = ("text", *FORMATS)
 _TAKEN = ("images", "megatron", "tokens")
 Reader = Callable[[Path, ReadConfig], Iterator[Record | Bad]]
@@ -34,12 +42,14 @@ READERS: Registry[Reader] = Registry("format")
 
 
 def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
-    """The name of a file's format: the config's, or as its name (for `.xml` its beginning) says."""
+    """The name of a file's format: the config's, or as its name (for `.xml` and `.json` its beginning) says."""
     if config.format is not None:
         return config.format
     name = name.lower()
     if name.endswith(".xml") and begin(100).lstrip(b"\xef\xbb\xbf \r\n").startswith(b"<mediawiki"):
         return "mediawiki"
+    if name.endswith(".json") and _ARRAY.match(begin(100)):
+        return "json"
     return next((format_ for format_, ends in FORMATS.items() if name.endswith(ends)), "text")
 
 

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
+from numpy.typing import NDArray
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import Bad, BadFileError, Record, columns, from_fields
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, BadFileError, Record, columns, from_fields
 
 BATCH_ROWS = 256
+BATCH_BYTES = 2**24
+"""Text that is taken out of a batch at once, at most; of a larger batch row by row."""
 
 
 def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
@@ -18,13 +24,40 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns(config.fields, names)):
+            wanted = columns(config.fields, names)
+            # A text that all rows have is stored once, and may be as long as all the rest together: so it is held.
+            texts = [name for name in wanted if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
                 batch.validate(full=True)
-                for record in batch.to_pylist():
+                for record in _rows(batch):
                     row += 1
-                    yield from_fields(str(row), record, config.fields, names)
+                    if record is None:
+                        yield Bad(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
+                    else:
+                        yield from_fields(str(row), record, config.fields, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
+    """The rows as tables; None for one whose texts are longer than a record may be."""
+    sizes = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        if pyarrow.types.is_dictionary(column.type):
+            sizes += _lengths(column)
+    if sizes.sum() <= BATCH_BYTES:
+        yield from batch.to_pylist()
+        return
+    for row, size in enumerate(sizes.tolist()):
+        yield None if size > MAX_RECORD_BYTES else batch.slice(row, 1).to_pylist()[0]
+
+
+def _lengths(column: pyarrow.DictionaryArray) -> NDArray[np.int64]:
+    """The bytes of each text of a column; 0 where there is none."""
+    of_dictionary = pyarrow.compute.binary_length(column.dictionary)
+    lengths = of_dictionary.take(column.indices).fill_null(0)
+    return np.asarray(lengths, np.int64)
 
 
 def _line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from typing import IO, Any
 import zstandard
 
 from megatfm.config.prep_steps import FieldsConfig
+from megatfm.data_prep.readers.unpacked import open_xz, open_zstd
 
 MAX_RECORD_BYTES = 2**28
 """A longer record is no text that anyone wants: a broken file, or a bomb."""
@@ -36,6 +37,10 @@ class Record:
     url: str = ""
     fields: Mapping[str, Any] = field_of(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("key", "text", "url"):
+            object.__setattr__(self, name, spelled(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class Bad:
@@ -44,9 +49,22 @@ class Bad:
     key: str
     reason: str
 
+    def __post_init__(self) -> None:
+        for name in ("key", "reason"):
+            object.__setattr__(self, name, spelled(getattr(self, name)))
+
 
 class BadFileError(Exception):
     """A file that can't be read, or not further; the text says why and where."""
+
+
+def spelled(text: str) -> str:
+    """A text without halves of surrogate pairs, which JSON and names in tars can have and UTF-8 can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 @contextmanager
@@ -68,68 +86,10 @@ def _open(path: Path) -> IO[bytes]:
     if suffix == ".bz2":
         return bz2.open(path, "rb")
     if suffix == ".xz":
-        return lzma.open(path, "rb")
+        return open_xz(path)
     if suffix == ".zst":
-        return _WholeZstd(path)  # type: ignore[return-value]
+        return open_zstd(path)
     return open(path, "rb")
-
-
-class _WholeZstd:
-    """A zstd file; unlike the library's own reader it notices that the last frame is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (closed by __exit__)
-        self._decompressor = zstandard.ZstdDecompressor().decompressobj()
-        self._rest = b""
-        self._data = b""
-        self._begun = False
-
-    def read(self, size: int = -1) -> bytes:
-        parts, got = [], 0
-        while size < 0 or got < size:
-            if not self._data and not self._fill():
-                break
-            take = self._data if size < 0 else self._data[: size - got]
-            self._data = self._data[len(take) :]
-            parts.append(take)
-            got += len(take)
-        return b"".join(parts)
-
-    def readline(self, limit: int = -1) -> bytes:
-        parts, got = [], 0
-        while self._data or self._fill():
-            at = self._data.find(b"\n") + 1
-            take = self._data[: at or len(self._data)]
-            if limit >= 0:
-                take = take[: limit - got]
-            self._data = self._data[len(take) :]
-            parts.append(take)
-            got += len(take)
-            if take.endswith(b"\n") or got == limit:
-                break
-        return b"".join(parts)
-
-    def _fill(self) -> bool:
-        """More decompressed data; False at the end."""
-        while not self._data:
-            if self._decompressor.eof:  # of one frame; another may follow
-                self._rest = self._decompressor.unused_data
-                self._decompressor = zstandard.ZstdDecompressor().decompressobj()
-                self._begun = False
-            chunk, self._rest = self._rest or self._file.read(2**16), b""
-            if not chunk:
-                if self._begun:
-                    raise EOFError("the last frame is not whole")
-                return False
-            self._begun = True
-            self._data = self._decompressor.decompress(chunk)
-        return True
-
-    def __enter__(self) -> "_WholeZstd":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def field(record: Any, name: str) -> Any:
@@ -162,9 +122,7 @@ def kept(record: Any, wanted: FieldsConfig) -> dict[str, Any]:
     found = {str(name): field(record, name) if "*" not in wanted.keep else record[name] for name in names}
     known = {name: value for name, value in found.items() if value is not None}
     said = json.dumps(known, default=_spelled, ensure_ascii=False)
-    # JSON can spell halves of surrogate pairs, which UTF-8 can't.
-    said = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    whole: dict[str, Any] = json.loads(said, parse_constant=str)
+    whole: dict[str, Any] = json.loads(spelled(said), parse_constant=str)
     return whole
 
 

@@ -1,9 +1,9 @@
-"""Plain text: strict UTF-8, long files cut at blank lines."""
+"""Plain text, perhaps under compression: strict UTF-8, long files cut at blank lines."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatfm.data_prep.readers.record import BadFileError
+from megatfm.data_prep.readers.record import BadFileError, opened
 
 
 def texts(path: Path, limit: int) -> Iterator[str]:
@@ -22,8 +22,8 @@ def texts(path: Path, limit: int) -> Iterator[str]:
 
 
 def pieces(path: Path, limit: int) -> Iterator[bytes]:
-    """The bytes of a file in pieces of at most `limit`, cut after a blank line, else a line, else a character."""
-    with open(path, "rb") as file:
+    """The bytes of a file, unpacked, in pieces of at most `limit`; cut after a blank line, a line, or a character."""
+    with opened(path) as file:
         data = file.read(limit)
         while more := file.read(limit):
             data += more

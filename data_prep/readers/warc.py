@@ -23,7 +23,7 @@ def read(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     the text out of them. Bodies are unpacked (chunks, gzip, …), and text is decoded as it says, or as it looks.
     Requests and metadata are passed over."""
     with opened(path) as file:
-        number = 1
+        number = 0
         for number, data in enumerate(_frames(file), 1):
             try:
                 record = _record(data, "all")

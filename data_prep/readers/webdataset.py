@@ -2,7 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -18,6 +18,7 @@ from megatfm.data_prep.readers.record import (
     from_fields,
     kept,
     opened,
+    spelled,
 )
 
 _TEXTS = ("txt", "text")
@@ -29,6 +30,7 @@ _EXTENSIONS = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _MAX_EXTENSION_BYTES = 2**20
+_MAX_MEMBERS = 10_000
 
 
 class Part(NamedTuple):
@@ -63,7 +65,7 @@ def samples(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, list[Part]
             files = (member for member in tar if not member.isdir())
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last = key
-                yield key, [_part(tar, member, wanted) for member in members]
+                yield spelled(key), _parts(tar, members, wanted)
     except (
         tarfile.TarError,
         EOFError,
@@ -109,14 +111,27 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str]) -> Part:
+def _parts(tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], wanted: Sequence[str]) -> list[Part]:
+    """The members of a sample, which together hold no more than a record may."""
+    parts: list[Part] = []
+    left = MAX_RECORD_BYTES
+    for member in members:
+        if len(parts) == _MAX_MEMBERS:
+            raise tarfile.ReadError(f"a sample of over {_MAX_MEMBERS:,} members")
+        parts.append(_part(tar, member, wanted, left))
+        left -= len(parts[-1].data or b"")
+    return parts
+
+
+def _part(tar: tarfile.TarFile, member: tarfile.TarInfo, wanted: Sequence[str], most: int) -> Part:
     extension = _split(member.name)[1]
     if not member.isfile():
         return Part(member.name, extension, None, f"has a link or device: {member.name}")
     if extension not in wanted:
         return Part(member.name, extension, None, None)
-    if member.size > MAX_RECORD_BYTES:
-        fault = f"has a member of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
+    if member.size > most:
+        what = "a member" if member.size > MAX_RECORD_BYTES else "members"
+        fault = f"has {what} of over {MAX_RECORD_BYTES:,} bytes: {member.name}"
         return Part(member.name, extension, None, fault)
     file = tar.extractfile(member)
     return Part(member.name, extension, file.read() if file is not None else b"", None)

@@ -17,20 +17,20 @@ from megatfm.errors import MegatfmError, UsageError
 class Decontaminate:
     """Drops documents that share a run of words with an evaluation text (Brown et al. 2020, appendix C).
 
-    Unlike there the whole document goes, not its surroundings alone. Runs are compared by 64-bit hashes of words
-    without case and punctuation.
+    Unlike there the whole document goes, not its surroundings alone. Runs are compared by 64-bit hashes of words (see
+    `megatfm.data_prep.words`), without case, punctuation and what isn't seen, in both texts alike.
     """
 
     title = "decontamination"
 
     def __init__(self, config: DecontaminateConfig) -> None:
         runs: dict[int, set[int]] = {}
-        too_short = texts = 0
+        too_short, texts = list[str](), 0
         for text in (text for path in config.against for text in _texts(Path(path))):
             texts += 1
             words, _ = word_hashes([text])
             if len(words) < min(config.min_words, config.words):
-                too_short += 1
+                too_short.append(text)
             elif len(words) < config.words:
                 runs.setdefault(len(words), set()).add(int(one_run(words)))
             else:
@@ -41,9 +41,7 @@ class Decontaminate:
                 f"{', '.join(config.against)}: none of {texts} texts has {config.min_words} words or more: give "
                 "other files, or lower min_words of decontaminate"
             )
-        self.notes = (
-            [f"{too_short} of {texts} evaluation texts are too short to be looked for"] if too_short else []
-        )
+        self.notes = [_of_short(too_short, texts, config)] if too_short else []
         self._runs: dict[int, Hashes] = {
             length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(runs.items())
         }
@@ -58,6 +56,16 @@ class Decontaminate:
             if (known[places] == found).any():
                 return "shares a run of words with an evaluation set"
         return document
+
+
+def _of_short(short: list[str], texts: int, config: DecontaminateConfig) -> str:
+    """A note on texts that can't be found, with the longest of them."""
+    longest = " ".join(max(short, key=len).split())
+    return (
+        f"{len(short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
+        f"{min(config.min_words, config.words)} words (decontaminate.min_words); the longest is "
+        f"{longest[:80]!r}{'…' if len(longest) > 80 else ''}"
+    )
 
 
 def _texts(path: Path) -> Iterator[str]:

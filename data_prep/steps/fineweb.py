@@ -3,10 +3,12 @@
 from megatfm.config.prep_steps import FineWebConfig
 from megatfm.data_prep.counts import Counts
 from megatfm.data_prep.documents import Document
+from megatfm.data_prep.steps.punctuation import SENTENCE_ENDS
 from megatfm.data_prep.steps.repetition import repeated
 from megatfm.data_prep.steps.split_words import splitter
 
-_ENDS = (".", "?", "!", '"', "'")
+# With the quotation marks that the code had which made FineWeb; datatrove has dropped them since, and added all others.
+_ENDS = SENTENCE_ENDS | {'"', "'"}
 
 
 class FineWeb:
@@ -25,7 +27,7 @@ class FineWeb:
     def _fault(self, text: str) -> str | None:
         limits = self._config
         lines = [line for line in text.split("\n") if line.strip()]
-        if sum(line.endswith(_ENDS) for line in lines) < limits.min_punctuated_lines * len(lines):
+        if sum(line[-1] in _ENDS for line in lines) < limits.min_punctuated_lines * len(lines):
             return "has few lines that end with punctuation"
         if sum(len(line) <= limits.short_line for line in lines) > limits.max_short_lines * len(lines):
             return "has many short lines"

@@ -15,11 +15,14 @@ from megatfm.data_prep.steps.scored import judged, met
 from megatfm.data_prep.words import run_hashes, word_hashes
 from megatfm.errors import UsageError
 
+WORDS = 2
+"""Raised when words of a text are others than before: weights fitted on those would weigh what they don't know."""
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
     """The probability of a text is σ(bias + the mean of `weight` over its runs of 1 … ngrams words). A run's weight is
-    found by its hash (Weinberger et al. 2009). Words are runs of letters and digits in lower case.
+    found by its hash (Weinberger et al. 2009). Words are those of `megatfm.data_prep.words`.
 
     weight [2^k] float32.
     """
@@ -70,6 +73,7 @@ class Weights:
             "weight": self.weight,
             "bias": np.array([self.bias], np.float32),
             "ngrams": np.array([self.ngrams], np.int32),
+            "words": np.array([WORDS], np.int32),
         }
         if path.suffix == ".safetensors":
             from safetensors.numpy import save_file
@@ -95,6 +99,10 @@ class Weights:
             raise UsageError(
                 f"{path}: can't be read as weights ({type(error).__name__}: {error}): save them by Weights.save"
             ) from error
+        if "words" not in found or found["words"].tolist() != [WORDS]:
+            raise UsageError(
+                f"{path}: was fitted by another version of megatfm, which takes other words from a text: fit it again"
+            )
         size = len(weight)
         if (
             weight.ndim != 1

@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 
+from megatfm import atomic
 from megatfm.checkpoint import flow
 from megatfm.errors import MegatfmError
 
@@ -55,11 +56,7 @@ def make_new_folder(path: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable: fsync of a file does not cover its name."""
     with naming("sync", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        atomic.sync_folder(path)
 
 
 def write_file(path: Path, parts: Iterable[memoryview], direct: bool = False) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import queue
@@ -24,6 +25,21 @@ FEW_BYTES = 2**20
 """Less than this is copied together with what follows: a write of its own would take longer."""
 READS = 2
 """Direct reads that are under way at once, so that the disk never waits for the copying of what it gave."""
+
+
+_progress = itertools.count(1)
+_done = 0
+
+
+def note_progress() -> None:
+    """Count a piece of work that may take long between two steps of training."""
+    global _done
+    _done = next(_progress)
+
+
+def progress() -> int:
+    """How much this process has got done, in pieces: of bytes to or from checkpoints, for one."""
+    return _done
 
 
 class Hash:
@@ -49,6 +65,7 @@ class Hash:
     def update(self, chunk: memoryview) -> None:
         """Hash a chunk too, whose memory must stay as it is until `hexdigest`."""
         self._size += chunk.nbytes
+        note_progress()
         if self._thread is None and self._size < CHUNK_BYTES:
             self._digest.update(chunk)
             return

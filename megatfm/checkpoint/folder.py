@@ -1,6 +1,5 @@
 """A folder of checkpoints: which is the newest whole one, which may go, and what a killed save left behind."""
 
-import functools
 import logging
 import re
 import secrets
@@ -14,6 +13,8 @@ from megatfm.errors import MegatfmError, UsageError
 log = logging.getLogger("megatfm")
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.step-(\d{8,})\.damaged-[0-9a-f]{8}")
+"""What `commit` calls a damaged checkpoint that it replaces: kept until a later one has been verified."""
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{8}")
 
 
@@ -58,17 +59,9 @@ def latest_together(folder: Path) -> Path | None:
 
     For a run that will save there, too, so links in the place of checkpoints are refused.
     """
-    what = f"{folder} not read"
-
-    def look(path: Path) -> tuple[bytes, str | None]:
-        reason = damage(path)
-        return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
-
-    found = ranks.by_rank_0(what, lambda: _without_links(folder))
+    found = ranks.by_rank_0(f"{folder} not read", lambda: _without_links(folder))
     for path in reversed(found):
-        raw, reason = ranks.by_rank_0(what, functools.partial(look, path))
-        if reason is None:
-            reason = next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
+        reason = damage_together(path)
         if reason is None:
             return path
         if ranks.rank() == 0:
@@ -76,6 +69,17 @@ def latest_together(folder: Path) -> Path | None:
     if found:
         raise _none_is_whole(folder, len(found))
     return None
+
+
+def damage_together(path: Path) -> str | None:
+    """`damage` with hashes, the reading shared out over the ranks, the same answer on all. A collective."""
+
+    def look() -> tuple[bytes, str | None]:
+        reason = damage(path)
+        return (b"", reason) if reason else (disk.read_file(path / metadata.FILENAME), None)
+
+    raw, reason = ranks.by_rank_0(f"{path} not read", look)
+    return reason or next(filter(None, ranks.gather(_damage_of_share(path, raw))), None)
 
 
 def _without_links(folder: Path) -> list[Path]:
@@ -153,8 +157,12 @@ def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = N
 
     every: those whose step it divides stay for ever (0: none do). verified: this one stays, too. A damaged one
     doesn't count, so that the ones kept can be used. What can't be removed is named in a warning: the new
-    checkpoint stands all the same.
+    checkpoint stands all the same. Damaged ones that were put aside go once one of their step or later is verified.
     """
+    if verified is not None:
+        for path, step in put_aside(newest.parent):
+            if step <= step_of(verified):
+                try_to_remove(path)
     paths = committed(newest.parent)
     whole = 0
     for path in reversed(paths[: paths.index(newest) + 1]):
@@ -166,9 +174,17 @@ def retain(newest: Path, keep: int, *, every: int = 0, verified: Path | None = N
         try_to_remove(path)
 
 
+def put_aside(folder: Path) -> list[tuple[Path, int]]:
+    """Damaged checkpoints that were replaced, each with its step."""
+    with disk.naming("list", folder):
+        found = [(path, _ASIDE.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    return [(path, int(match[1])) for path, match in found if match]
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint: first out of the way, so that nobody ever finds half of it under its name."""
-    removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
+    name = path.name.removeprefix(".").partition(".")[0]
+    removed = path.with_name(f".{name}.removed-{secrets.token_hex(4)}")
     disk.rename(path, removed)
     disk.remove_tree(removed)
 
@@ -193,6 +209,11 @@ def clean(folder: Path) -> list[Path]:
     """
     if not folder.exists():
         return []
+    for path, _ in put_aside(folder):
+        log.warning(
+            "%s: a damaged checkpoint, kept until a later one is verified; delete it if you need the room",
+            path,
+        )
     with disk.naming("list", folder):
         leftovers = sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
     removed = []

@@ -212,7 +212,10 @@ class Saver:
             if self.read_back:
                 self.verified = path
             if self.keep is not None and ranks.rank(self._group) == 0:
-                retain(path, self.keep, every=self.keep_every, verified=self.verified)
+                try:
+                    retain(path, self.keep, every=self.keep_every, verified=self.verified)
+                except MegatfmError as error:  # the new one stands all the same
+                    log.warning("old checkpoints stay: %s", error)
             self._path = path
         except BaseException as error:
             self._error = error

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 
+from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="SRC is a universal checkpoint of DeepSpeed's, of the model whose Hugging Face folder this is",
     )
+    trust.add_argument(parser)
     experts = parser.add_argument_group("with --to moe")
     experts.add_argument("--experts", type=int, metavar="N", help="copies of each network")
     experts.add_argument("--top-k", type=int, metavar="N", help="copies that a token goes through (2)")
@@ -61,12 +63,20 @@ def main(args: argparse.Namespace) -> int:
     if args.to == "moe":
         if "experts" not in options:
             raise UsageError("--to moe needs --experts: the number of copies, for example --experts 8")
-        first, *notes = upcycle(args.source, args.target, Mixture(**options))
+        first, *notes = upcycle(
+            args.source, args.target, Mixture(**options), trust_plugins=args.trust_plugins
+        )
         return _say(args.target, first, notes)
     if options:
         flag = min(options).replace("_", "-")
         raise UsageError(f"--{flag} is for --to moe: leave it out, or use --to moe")
-    first, *notes = convert(args.source, args.target, args.to, shard_bytes=size(args.max_shard_size))
+    first, *notes = convert(
+        args.source,
+        args.target,
+        args.to,
+        shard_bytes=size(args.max_shard_size),
+        trust_plugins=args.trust_plugins,
+    )
     return _say(args.target, first, notes)
 
 

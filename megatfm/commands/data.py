@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "out",
         metavar="OUT",
-        help="text: .jsonl, .jsonl.zst, .parquet; Megatron-LM's ids: .bin; a folder: plain .tar shards",
+        help="text: .jsonl, .jsonl.zst, .parquet; Megatron-LM's ids: .bin; else, or with a / at its end: a folder of "
+        "plain .tar shards",
     )
     index = actions.add_parser("index", help="make WebDataset shards of token ids a corpus")
     index.add_argument("dir", metavar="DIR", help="a folder of .tar or .tar.zst")
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     of_text = tokenizers.load(path) if path else None
     if args.action == "export":
         codec = Codec(of_text.decode, of_text.eos) if of_text else None
-        print(export(args.dir, Path(args.out), codec))
+        print(export(args.dir, args.out, codec))
     elif args.action == "stats":
         print(stats(args.dir, of_text.piece if of_text else None))
     else:

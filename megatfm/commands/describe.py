@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatfm.commands import trust
 from megatfm.config import load_config
 from megatfm.describe import describe, lines
 
@@ -12,10 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.n_layers=8")
+    trust.add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the description."""
-    for label, text in lines(describe(load_config(args.config, args.overrides))):
+    config = load_config(args.config, args.overrides)
+    trust.check(config, args)
+    for label, text in lines(describe(config)):
         print(f"{label:<16}  {text}".rstrip())
     return 0

@@ -3,17 +3,23 @@
 import argparse
 from pathlib import Path
 
+from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="a run directory, for example runs/quickstart")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=DIR", help="a corpus to use besides the run's own"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a corpus (or its URL) to use besides the run's own",
     )
     parser.add_argument(
         "--compressors", action="store_true", help="also what gzip -9 and xz -9 need for the same text"
     )
+    trust.add_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -23,7 +29,9 @@ def main(args: argparse.Namespace) -> int:
 
     from megatfm.evaluate.evaluate import evaluate_run
 
-    found = evaluate_run(Path(args.run_dir), _sets(args.set), args.compressors)
+    found = evaluate_run(
+        Path(args.run_dir), _sets(args.set), args.compressors, trust_plugins=args.trust_plugins
+    )
     if found is None:
         return 0
     results, baselines = found
@@ -48,9 +56,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _sets(given: list[str]) -> dict[str, str]:
     pairs = [item.partition("=") for item in given]
-    for name, _, folder in pairs:
-        if not name or not folder:
+    for name, _, place in pairs:
+        if not name or not place:
             raise UsageError(
-                f"--set {name}{folder}: expected NAME=DIR, for example --set code=corpora/code/validation"
+                f"--set {name}{place}: expected NAME=DIR, for example --set code=corpora/code/validation"
             )
-    return {name: str(Path(folder).resolve()) for name, _, folder in pairs}
+    return {name: place for name, _, place in pairs}

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from megatfm.commands import trust
 from megatfm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="before a decoder's prompt: what stood there in its training, the mark that begins a text, nothing (auto)",
     )
+    parser.add_argument(
+        "--sentinel",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="add <extra_0> to a prompt of span corruption that has none; auto: of models trained so here (auto)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to make (1)")
+    trust.add_argument(parser)
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
 
 
@@ -75,9 +83,21 @@ def main(args: argparse.Namespace) -> int:
 
     path, device = args.run_dir, _device(args.device)
     is_hf = is_hf_folder(path) or is_pair(path)
-    loaded = Loaded(load_hf(path, device), **text_parts(path)) if is_hf else load(path, device)
+    loaded = (
+        Loaded(load_hf(path, device), **text_parts(path))
+        if is_hf
+        else load(path, device, trust_plugins=args.trust_plugins)
+    )
     if args.beams:
-        text = search(loaded, args.prompt, args.max_tokens, args.beams, args.length_penalty, args.begin)
+        text = search(
+            loaded,
+            args.prompt,
+            args.max_tokens,
+            args.beams,
+            args.length_penalty,
+            args.begin,
+            args.sentinel,
+        )
         print(f"{args.prompt}{text}")
         _keep(loaded, args.prompt, [text])
         return 0
@@ -85,7 +105,9 @@ def main(args: argparse.Namespace) -> int:
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
     show = _show if args.samples == 1 else _nothing
-    texts = sample(loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin)
+    texts = sample(
+        loaded, args.prompt, sampling, args.max_tokens, args.samples, show, args.begin, args.sentinel
+    )
     if args.samples > 1:
         for number, text in enumerate(texts, start=1):
             print(f"--- sample {number} of {args.samples}\n{args.prompt}{text}")

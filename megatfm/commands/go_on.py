@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config, load_config
+from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import convert
 from megatfm.convert.folder import is_hf_folder
 from megatfm.convert.pair import is_pair
@@ -81,7 +82,7 @@ def _in_our_format(source: Path, given: str | None, overrides: Sequence[str]) ->
 
 def _model(found: Path) -> dict[str, Any]:
     """The [model] with which a checkpoint was saved."""
-    saved = checkpoint.read_state(found).get("config")
+    saved = migrate(checkpoint.read_state(found).get("config"))
     model = saved.get("model") if isinstance(saved, dict) else None
     if not isinstance(model, dict):
         raise UsageError(f"{found}: doesn't say which model it holds: go on with the version that wrote it")

@@ -3,12 +3,15 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from megatfm.commands import trust
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from megatfm.verify.verify import Comparison, Difference
 
 SHOWN = 8
+DOCUMENTS = ("mixed", "short", "long", "one", "sparse")  # as in verify.batch, which imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", help="a TOML file, a run directory, or the name of a preset"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tp=2")
+    trust.add_argument(parser)
     parser.add_argument("--engine", metavar="NAME", help="of this engine: short for parallel.engine=NAME")
+    parser.add_argument(
+        "--documents",
+        metavar="KIND",
+        choices=DOCUMENTS,
+        default=DOCUMENTS[0],
+        help=f"documents of each row: {', '.join(DOCUMENTS)}",
+    )
     parser.add_argument("--all", action="store_true", help=f"show every parameter, not the {SHOWN} worst")
 
 
@@ -29,12 +40,16 @@ def main(args: argparse.Namespace) -> int:
     config = load_config(
         args.config, [*args.overrides, *engine]
     )  # before torch: a mistake in it shouldn't wait
+    trust.check(config, args)
 
     from rich.console import Console
 
+    from megatfm.verify import forkserver
+
+    forkserver.start()
     from megatfm.verify.verify import verify
 
-    comparison = verify(config)
+    comparison = verify(config, args.documents)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_heading(comparison), markup=False)
     shown = comparison.gradients if args.all else comparison.gradients[:SHOWN]
@@ -92,6 +107,9 @@ def _gradients(comparison: "Comparison", shown: int) -> "Table":
     table.add_section()
     add(comparison.grad_norm)
     add(comparison.loss)
+    table.add_section()
+    for one in [update for update in comparison.updates if update.is_wrong][:SHOWN] or comparison.updates[:1]:
+        add(one)
     return table
 
 
@@ -114,12 +132,20 @@ def _conclusion(comparison: "Comparison") -> str:
     bound, everything = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.misses:
         more = f" (and {len(comparison.misses) - 1} more)" if len(comparison.misses) > 1 else ""
-        same = f"loss, norm and {everything} gradients agree within {bound:g}"
+        same = f"loss, norm, {everything} gradients and all updates agree within {bound:g}"
         return f"DIFFERENT TRAFFIC: {same}, but {comparison.misses[0]}{more}"
     if not comparison.wrong:
-        return f"Same computation: loss, norm and {everything} gradients agree within {bound:g}."
-    worst = max(comparison.wrong, key=lambda one: (one.error != one.error, one.error))
+        return f"Same computation: loss, norm, {everything} gradients and all updates agree within {bound:g}."
+    updates = [one for one in comparison.updates if one.is_wrong]
+    before = [one for one in comparison.wrong if one not in updates]  # wrong gradients make wrong updates
+    worst = max(before or updates, key=lambda one: (one.error != one.error, one.error))
     gradients = sum(one.is_wrong for one in comparison.gradients)
+    if not before:
+        return (
+            f"DIFFERENT UPDATES: {everything} gradients agree within {bound:g}, but the optimizer moves "
+            f"{len(updates)} of {len(comparison.updates)} weights otherwise than on one process, from the same "
+            f"gradients; the worst is the {worst.name}, by {worst.error:.1e}"
+        )
     return (
         f"DIFFERENT: {gradients} of {everything} gradients are off by more than {bound:g}; "
         f"the worst is {worst.name}, by {worst.error:.1e}"

@@ -10,7 +10,7 @@ from megatfm.config.attention import (
     LongformerAttentionConfig,
     ScaledAttention,
 )
-from megatfm.config.base import expect
+from megatfm.config.base import expect, invalid
 from megatfm.config.heads import BoundaryHeadConfig, PluginHeadConfig, SentenceHeadConfig
 from megatfm.config.load import find_config, load, load_config, preset_names, to_toml
 from megatfm.config.model import ModelConfig
@@ -151,6 +151,7 @@ __all__ = [
     "WindowPatternConfig",
     "expect",
     "find_config",
+    "invalid",
     "load",
     "load_config",
     "preset_names",

@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ValidationError,
     ValidationInfo,
     model_validator,
 )
@@ -23,8 +24,8 @@ from pydantic_core import CoreSchema, PydanticUndefined
 
 from megatfm.errors import UsageError
 
-Rate = Annotated[float, Field(ge=0, lt=1)]
-"""A probability of dropping something."""
+Rate = Annotated[float, Field(ge=0, le=1 - 2**-16)]
+"""A probability of dropping something: in steps of 1/65,536 (`megatfm.ops.dropout`), of which at least one is left."""
 
 
 WIDEST, DEEPEST, LONGEST = 2**24, 2**14, 2**31
@@ -139,6 +140,14 @@ class Section(BaseModel):
                 known = variant.model_fields.keys() - {"name"}
                 return {option: getattr(part, option) for option in known & type(part).model_fields.keys()}
         return {}
+
+
+def invalid(subject: str, error: ValidationError) -> UsageError:
+    """The first mistake of a config that was computed, not read from a file, as `subject: key: reason`."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    return UsageError(f"{subject}: {f'{key}: ' if key else ''}{reason}")
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class DataConfig(Section):
     """Training corpora by name, e.g. `[data.mixture.web]` with `path = "corpora/web"` and `weight = 0.7`."""
     mixture_changes: list[MixtureChange] = Field(default_factory=list)
     """New weights of the mixture, in the order of their tokens."""
-    mixture_block: PositiveInt = 1024
+    mixture_block: PositiveInt = Field(default=1024, le=2**20)
     """Rows of a stream in which the mixture's weights hold exactly, to one row."""
     validation: dict[str, PathStr] = Field(default_factory=dict)
     """Named validation corpora, e.g. `validation.code = "corpora/code/validation"`."""

@@ -55,8 +55,9 @@ def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data = _table(values, ["data"], override)
     for key in ("mixture", "mixture_changes"):
         data.pop(key, None)
-    data["train"] = FromCommandLine(f"{folder}/train")
-    data["validation"] = {"validation": FromCommandLine(f"{folder}/validation")}
+    parent = folder.rstrip("/")  # S3 takes c//train for another key than c/train
+    data["train"] = FromCommandLine(f"{parent}/train")
+    data["validation"] = {"validation": FromCommandLine(f"{parent}/validation")}
     data["tokenizer"] = FromCommandLine(folder)
 
 

@@ -155,11 +155,20 @@ class MoEConfig(DenseFFNConfig):
     n_shared_experts: NonNegativeInt = Field(default=0, le=WIDEST)
     """Experts that all tokens go through besides: one network so many times as wide."""
     capacity: PositiveFloat | None = None
-    """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it."""
+    """Tokens of a row that an expert takes, as a multiple of its even share; left out, all that choose it. A limit of
+    training and evaluation; generation has none."""
     places: PositiveInt | None = Field(default=None, le=LONGEST)
     """The same as a number of tokens, however long rows are (transformers' Switch); left out, as `capacity` says."""
+    drop_policy: Literal["choice", "position"] = "choice"
+    """Which choices find no room: "choice", last choices before first ones (GShard), so that with `top_k` of 2 and more
+    a token depends on later ones; "position", those of later tokens."""
     router: RouterConfig = TopKRouterConfig()
     """What chooses."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether an expert takes no more than so many tokens of a row."""
+        return self.capacity is not None or self.places is not None
 
     @property
     def divided(self) -> dict[str, int]:
@@ -192,6 +201,11 @@ class MoEConfig(DenseFFNConfig):
         if self.capacity and self.places:
             raise ValueError(
                 f"capacity = {self.capacity} and places = {self.places} say the same thing twice: leave one out"
+            )
+        if self.drop_policy != "choice" and not self.is_limited:
+            raise ValueError(
+                f"drop_policy = {self.drop_policy!r} has no meaning where experts take all tokens: leave it out, or "
+                "give capacity"
             )
         router = self.router
         if isinstance(router, SwitchRouterConfig) and self.top_k != 1:

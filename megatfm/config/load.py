@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatfm.config.base import Section
 from megatfm.config.edit import edit, let_vocabulary_follow, name_of, sections_of
+from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.other_names import OTHER_NAMES
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
@@ -63,10 +64,15 @@ def load(
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror}") from error
+    if kind is Config and _is_stored_by_us(path):
+        values = migrate(values)
     values |= instead or {}
     if is_preset and not instead:
         let_vocabulary_follow(values, overrides)
     edit(kind, values, overrides)
+    if kind is Config and (renamed := find_renamed_keys(values)):
+        names = ", ".join(f"{old} is {new} now" for old, new in renamed)
+        raise UsageError(f"{path_or_preset}: keys that have other names: {names}: write these")
     base = Path.cwd() if is_preset else path.resolve().parent
     try:
         config = kind.model_validate(values, context={"base": base})
@@ -76,6 +82,12 @@ def load(
     if isinstance(config, Config | PrepConfig):
         look_for_plugins(config.plugins, [path.resolve().parent, Path.cwd()])
     return config
+
+
+def _is_stored_by_us(path: Path) -> bool:
+    """Tell a config that a run, a conversion or a submission has left from a user's file: by what lies beside it."""
+    beside = ("environment.json", "checkpoints", "launch.json", "../launch.json")
+    return path.name == "config.toml" and any((path.parent / name).exists() for name in beside)
 
 
 def _is_of_another_kind(path_or_preset: str | Path, kind: type[Section], values: Mapping[str, Any]) -> None:

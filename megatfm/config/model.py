@@ -23,7 +23,7 @@ from megatfm.config.model_parts import (
     TokenEmbeddingConfig,
 )
 from megatfm.config.moved import tell_where_keys_went
-from megatfm.config.position import PositionConfig, RopeConfig
+from megatfm.config.position import PositionConfig, RopeConfig, T5PositionConfig
 from megatfm.registry import did_you_mean
 
 
@@ -139,6 +139,9 @@ class ModelConfig(Section):
                 "set all three, or none"
             )
         self._check_experts_see_no_future()
+        if isinstance(self.position, T5PositionConfig):
+            causal = self.family in ("decoder", "encoder_decoder")
+            self.position.check_buckets(causal=causal, bidirectional=self.family != "decoder")
         if self.mup and self.embedding.dim:
             raise ValueError("mup is for models of one width: leave out embedding.dim")
         if (self.init.name == "deepnorm") != (self.norm.placement == "deepnorm"):

@@ -1,8 +1,8 @@
 """The `[model.position]` section: one for each position encoding, its name says which."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.base import LONGEST, WIDEST, Section, by_name
 
@@ -51,6 +51,15 @@ class YarnScaling(Section):
     truncate: bool = True
     """The ramp begins and ends at whole channels (gpt-oss: false)."""
 
+    @model_validator(mode="after")
+    def _has_a_ramp(self) -> Self:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast = {self.beta_fast:g} is below beta_slow = {self.beta_slow:g}, so no channel would be "
+                f"between: choose a larger one, e.g. beta_fast = {32 * self.beta_slow:g}"
+            )
+        return self
+
 
 class Llama3Scaling(Section):
     """Llama 3.1's scaling (Grattafiori et al. 2024; the formula is in its released code)."""
@@ -64,6 +73,16 @@ class Llama3Scaling(Section):
     """Channels with wavelengths above original_length / low_freq_factor are slowed by `factor`."""
     high_freq_factor: PositiveFloat = 4.0
     """Channels with wavelengths below original_length / high_freq_factor are kept."""
+
+    @model_validator(mode="after")
+    def _has_a_ramp(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor:g} is not below high_freq_factor = "
+                f"{self.high_freq_factor:g}, so the fast channels would be slowed: choose a smaller one, e.g. "
+                f"low_freq_factor = {self.high_freq_factor / 4:g}"
+            )
+        return self
 
 
 RopeScaling = Annotated[LinearScaling | NtkScaling | YarnScaling | Llama3Scaling, Field(discriminator="name")]
@@ -120,6 +139,20 @@ class T5PositionConfig(PositionSection):
     """Buckets of relative positions."""
     max_distance: PositiveInt = Field(default=128, le=LONGEST)
     """Distance from which all positions are taken as equally far."""
+
+    def check_buckets(self, *, causal: bool, bidirectional: bool) -> None:
+        """Raise a ValueError unless some buckets stand for one distance each, and others for ranges beyond."""
+        least = 4 if bidirectional else 2
+        if self.buckets < least:
+            raise ValueError(
+                f"position.buckets = {self.buckets} are too few to tell distances apart: choose {least} or more"
+            )
+        single = self.buckets // 2 if causal else self.buckets // 4
+        if self.max_distance <= single:
+            raise ValueError(
+                f"position.max_distance = {self.max_distance} leaves no ranges beyond the {single} distances that have "
+                f"one of position.buckets = {self.buckets} each: choose {single + 1} or more, or fewer buckets"
+            )
 
 
 class ShawConfig(PositionSection):

@@ -22,9 +22,9 @@ class ReadConfig(Section):
     exclude: tuple[str, ...] = Field((), examples=[["tests", "*.log"]])
     """Names of files and of folders to leave out, as patterns."""
     format: str | None = Field(None, examples=["jsonl"])
-    """The format of all files: text, jsonl, parquet, arrow, warc, mediawiki, webdataset, images, megatron, tokens, or
-    that of a plugin; left out, each file's own as the end of its name says, and text where it says nothing. The last
-    three of ours are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
+    """The format of all files: text, jsonl, json, csv, parquet, arrow, warc, mediawiki, webdataset, images, megatron,
+    tokens, or that of a plugin; left out, each file's own as the end of its name says, and text where it says nothing.
+    The last three of ours are taken over as they are: images (`.jpg`, `.png`) with `.cls`, `.json` or `.txt` beside
     them, in folders or in tars, whose captions become ids if there is a `tokenizer.file`; and token ids, with the
     tokenizer in `tokenizer.file`."""
     fields: FieldsConfig = FieldsConfig()

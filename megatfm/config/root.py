@@ -189,9 +189,12 @@ class Config(Section):
                 "engine = 'native', or cp = 1"
             )
         if parallel.cp > 1 and parallel.context == "heads":
-            for depth in range(max(1, len(self.model.blocks))):
-                attention = self.model.at(depth).attention
-                n, k = attention.n_heads // parallel.tp, max(1, attention.kv_heads // parallel.tp)
+            kinds = [self.model.at(depth).attention for depth in range(max(1, len(self.model.blocks)))]
+            heads = [(attention.n_heads, attention.kv_heads) for attention in kinds]
+            if self.model.generator is not None:
+                heads.append((self.model.generator.n_heads, self.model.generator.n_heads))
+            for of_queries, of_keys in heads:
+                n, k = of_queries // parallel.tp, max(1, of_keys // parallel.tp)
                 if n % parallel.cp or (k % parallel.cp and parallel.cp % k):
                     raise ValueError(
                         f"parallel.context = 'heads': {n} query and {k} key heads of a tensor-parallel rank can't be "

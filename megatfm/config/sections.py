@@ -50,8 +50,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, le=WIDEST)
     """Context-parallel ranks, each with its part of every row."""
     context: Literal["auto", "ring", "heads"] = "auto"
-    """How full attention looks across parts: "ring": keys and values go round; "heads": ranks exchange tokens for
-    heads, each has all tokens of some (Ulysses); auto: heads where it can and sends less."""
+    """How full attention looks across parts: "ring": keys and values go round, or are fetched where documents leave
+    less than half to send; "heads": ranks exchange tokens for heads, each has all tokens of some (Ulysses); auto: heads
+    where it can and sends less."""
     ep: PositiveInt = Field(default=1, le=WIDEST)
     """Ranks of dp_shard × cp among which experts are divided, and which send each other tokens; divides their product.
     """
@@ -253,6 +254,16 @@ class EvaluateConfig(Section):
 
 class LogConfig(Section):
     """What is written down while training."""
+
+    @model_validator(mode="after")
+    def _profiles_a_step(self) -> Self:
+        first, end = map(int, self.profile.split(":")) if self.profile else (0, 1)
+        if first >= end:
+            raise ValueError(
+                f"profile = {self.profile!r} records no step, as its end is not included: write "
+                f"'{first}:{first + 1}' for step {first}"
+            )
+        return self
 
     every: PositiveInt = 10
     """Steps between lines on the screen and in the log; metrics hold every step."""

@@ -131,7 +131,7 @@ COMMON: Mapping[str, Key] = {
     # How to generate, which transformers keeps in generation_config.json by now.
     **idle(
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
-        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+        "diversity_penalty", "do_sample", "early_stopping", "eos_token_ids", "encoder_no_repeat_ngram_size",
         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
         "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
         "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups",

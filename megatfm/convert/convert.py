@@ -13,6 +13,7 @@ from torch import Tensor
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config, ModelConfig, to_toml
+from megatfm.config.key_migrations import migrate
 from megatfm.convert import template, tokenizer_files, travels
 from megatfm.convert.folder import CONFIG, HfFolder, is_hf_folder
 from megatfm.convert.pair import HfPair, is_pair, open_folder, parts_of
@@ -20,7 +21,7 @@ from megatfm.convert.write import write_json, write_weights
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import stored_tensors
 from megatfm.models import build
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
 SHARD_BYTES = 5 * 10**9
@@ -30,10 +31,16 @@ READ_BYTES = 2**29
 
 
 def convert(
-    source: str | Path, target: str | Path, to: Literal["hf", "megatfm"], *, shard_bytes: int = SHARD_BYTES
+    source: str | Path,
+    target: str | Path,
+    to: Literal["hf", "megatfm"],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    trust_plugins: bool = False,
 ) -> list[str]:
     """Write the model at `source` to the new or empty folder `target`; returns what is to be said about it.
 
+    trust_plugins: import the packages that a checkpoint's config names.
     It gets its name when all of it is on disk. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
@@ -45,7 +52,9 @@ def convert(
             _check_is_ours(source)
         raise UsageError(f"{source}: is in that format already: use --to {other}, or copy it")
     with new_folder(target) as partial:
-        return _to_hf(source, partial, shard_bytes) if to == "hf" else _to_megatfm(source, partial, target)
+        if to == "hf":
+            return _to_hf(source, partial, shard_bytes, trust_plugins)
+        return _to_megatfm(source, partial, target)
 
 
 def _check_is_ours(source: Path) -> None:
@@ -59,17 +68,18 @@ def _check_is_ours(source: Path) -> None:
         ) from None
 
 
-def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
+def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
     try:
-        config = Config.model_validate(state.get("config"))
+        config = Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         raise MegatfmError(
             f"{found}: this version of megatfm can't read its config ({error.errors()[0]['msg']}): convert it with the "
             f"one that wrote it, {state.get('megatfm', 'which it does not name')}"
         ) from None
-    import_plugins(config.plugins)
+    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
+    tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     kept = state.get("origin")
     origin = kept if isinstance(kept, dict) else {}
     parts = parts_of(config.model, origin.get("name"))
@@ -81,14 +91,17 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
     }
     _check_names(found, ours, config.model)
     dtype = max((tensor.dtype for tensor in ours.values()), key=lambda dtype: dtype.itemsize)
-    written, said = set[str](), list[str]()
+    written, said, broken = set[str](), list[str](), list[str]()
     for part in parts:
         place = folder / part.folder
         disk.make_folder(place)
         order = [key for rule in part.rules for key in rule.ours]
-        size = write_weights(place, part.rules, ours, _Reader(found, order, ours).read, shard_bytes)
-        notes, ids = tokenizer_files.to_hf(found, config, place)
+        notes, ids = tokenizer_files.to_hf(found, config, place, tokenizer)
         _check_padding(part.theirs, ids)
+        reader = _Reader(found, order, ours)
+        size = write_weights(place, part.rules, ours, reader.read, shard_bytes)
+        broken += reader.broken
+        notes += part.architecture.remarks(config.model)
         before = origin if part.name == origin.get("name") else {}
         travelled = travels.on_the_way_back(before, part.theirs)
         theirs = part.theirs | {"dtype": str(dtype).removeprefix("torch."), **ids, **travelled}
@@ -102,7 +115,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int) -> list[str]:
         said.append(f"{part.name}, {len(order)} tensors, {size / 1e6:,.1f} MB")
     if left := sorted(ours.keys() - written):
         notes.append(f"left out, for transformers has no place for it: {', '.join(left)}")
-    return ["; ".join(said), *notes]
+    return ["; ".join(said), *notes, *not_finite(list(dict.fromkeys(broken)))]
 
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
@@ -119,7 +132,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
             tokenizer = tokenizers.load(folder / kept)
             files = tokenizers.files(folder / kept)
             travelling["begins"] = [*travels.begin_of(source, files, tokenizer)]
-            travelling["stop"] = travels.stop_of(source, opened.json, tokenizer)
+            travelling["stop"] = [*travels.stop_of(source, opened.json, tokenizer)]
     state: dict[str, JsonValue] = {
         **travelling,
         "step": 0,
@@ -141,8 +154,12 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors of a folder, one after the other. Raises MegatfmError where a shape is not the model's."""
+    """Our tensors of a folder, one after the other; adds a note of those that hold no numbers to the folder's.
+
+    Raises MegatfmError where a shape is not the model's.
+    """
     missing = set(shapes)
+    broken: list[str] = []
     for rule in opened.rules:
         for name, tensor in opened.ours(rule).items():
             if shapes.get(name) != tuple(tensor.shape):
@@ -151,9 +168,19 @@ def ours_of(opened: HfFolder | HfPair, shapes: Mapping[str, tuple[int, ...]]) ->
                     f"its config.json has {list(shapes[name]) if name in shapes else 'no such tensor'}"
                 )
             missing.discard(name)
+            broken += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
         raise MegatfmError(f"{opened.name}: nothing makes {min(missing)}: its table of rules is not complete")
+    opened.notes += not_finite(broken)
+
+
+def not_finite(names: Sequence[str]) -> list[str]:
+    """Note of tensors that hold NaN or infinity, where there are such."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    return [f"NaN or infinity in {names[0]}{more}: what the model computes may be NaN, too"]
 
 
 def _renamed(
@@ -190,6 +217,7 @@ class _Reader:
     def __init__(self, path: Path, order: Sequence[str], ours: Mapping[str, Tensor]) -> None:
         self.path, self.order, self.ours = path, list(order), ours
         self.held: dict[str, Tensor] = {}
+        self.broken: list[str] = []
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Each name can be asked for once."""
@@ -204,6 +232,7 @@ class _Reader:
             batch.append(self.order.pop(0))
         read = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in batch})
         self.held |= {name.removeprefix("model."): tensor for name, tensor in read.items()}
+        self.broken += [name for name in batch if not self.held[name].isfinite().all()]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatfm.convert.registry import ARCHITECTURES, Architecture, architectures_of, reason
+from megatfm.convert.registry import ARCHITECTURES, OLD_NAMES, Architecture, architectures_of, reason
 from megatfm.convert.table import Rule
 from megatfm.errors import MegatfmError, UsageError
 
@@ -30,6 +30,7 @@ class HfFolder:
         self.path = Path(path)
         self.json = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
+        remarks = self._take_type_from_tensors()
         try:
             names = architectures_of(self.json)
         except UsageError as error:
@@ -44,7 +45,7 @@ class HfFolder:
             lost = lost or missing
         else:
             raise MegatfmError(f"{self.path}: {lost[0]} is not in its files, but {names[0]} has it")
-        self.notes = self._left_there()
+        self.notes = [*remarks, *self._left_there(), *self.architecture.remarks(self.config)]
         if lost and self.json.get("architectures"):
             self.notes.insert(
                 0, f"opened without its head, for its files lack {_counted(lost)} of a {names[0]}"
@@ -53,6 +54,17 @@ class HfFolder:
     def stored_names(self, name: str) -> Mapping[str, str]:
         """Name of a tensor → its file; name: the architecture's."""
         return _stored(self.path, name)
+
+    def _take_type_from_tensors(self) -> list[str]:
+        """Add the model_type to a config.json that tells nothing of its class; returns a note if it was added."""
+        if self.json.get("architectures") or self.json.get("model_type"):
+            return []
+        stored = self.stored_names("AutoModel")
+        for name, kind in OLD_NAMES.items():
+            if name in stored:
+                self.json = {**self.json, "model_type": kind}
+                return [f"its config.json names no class: taken for a {kind}, for its files have {name}"]
+        return []
 
     def _read_config(self, name: str) -> None:
         """Take it for a model of that class."""
@@ -77,7 +89,8 @@ class HfFolder:
         """What the files hold beside the model: heads of a bare one are said. Raises MegatfmError for all else."""
         allowed = {name for rule in self.rules for name in (*rule.theirs, *rule.copies)}
         prefix, beyond = self.architecture.prefix, sorted(self.files.keys() - allowed)
-        for name in beyond:
+        further = self.architecture.further(self.json, self.files)
+        for name in (name for name in beyond if not any(re.search(pattern, name) for pattern in further)):
             is_head = not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
             if not (self.architecture.is_bare and is_head):
                 raise MegatfmError(
@@ -90,6 +103,7 @@ class HfFolder:
         file, stored = self.files[name]
         try:
             if file not in self._open:
+                _check_regular(self.path / file)
                 self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
             return self._open[file].get_tensor(stored).clone()
         except (SafetensorError, OSError) as error:
@@ -113,6 +127,12 @@ class HfFolder:
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} can't be what its config.json describes: its widths or heads differ"
             ) from None
+
+
+def _check_regular(path: Path) -> None:
+    """Raise MegatfmError for what is there but no file: opening a FIFO waits for who writes into it."""
+    if path.exists() and not path.is_file():
+        raise MegatfmError(f"{path}: no regular file")
 
 
 def _counted(names: Sequence[str]) -> str:

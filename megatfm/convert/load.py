@@ -18,6 +18,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
+from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
 
@@ -25,14 +26,14 @@ log = logging.getLogger("megatfm")
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model, in float32 and in evaluation mode. Raises UsageError, MegatfmError."""
     opened = open_folder(path)
-    for note in opened.notes:
-        log.warning("%s: %s", path, note)
     model = build(opened.config)
     set_buffers(model)
     stored = stored_tensors(model)
     for name, tensor in ours_of(opened, meta_shapes(opened.config)):
         # In place, so that tied modules keep sharing it.
         stored[name].data = aligned(tensor.float())
+    for note in opened.notes:
+        log.warning("%s: %s", path, note)
     return model.eval().to(device)
 
 
@@ -63,8 +64,15 @@ def text_parts(path: str | Path) -> dict[str, Any]:
         "step": 0,
         "folder": None,
         "begins": tuple(travels.begin_of(source, tokenizers.files(where), tokenizer)),
-        "stop": travels.stop_of(source, opened.json, tokenizer),
+        "knows_objective": False,
+        "stop": tuple(travels.stop_of(source, opened.json, tokenizer)),
     }
+
+
+def begins_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a folder's own tokenizer puts before a text."""
+    place = Path(path)
+    return tuple(travels.begin_of(place, tokenizers.files(tokenizer_files.place_in(place)), tokenizer))
 
 
 def padding_of(path: str | Path) -> int | None:

@@ -35,6 +35,9 @@ class Architecture:
     where `write` doesn't give it since our config doesn't. marks: values of our keys by which its models are told from
     others', so that the nearest is found for one that none stores. fit: what of the config only the names of the
     tensors tell. is_bare: has no head; those that its files hold, such as a downstream task's, are left and named.
+    further: regular expressions of tensors, among those of these names, that config.json declares and no class reads;
+    they are left and named, too.
+    remarks: what to say of a model that is opened.
     """
 
     model_type: str
@@ -50,6 +53,8 @@ class Architecture:
     fit: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
     is_bare: bool = False
     fused_rules: Rules | None = None
+    further: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda theirs, names: ()
+    remarks: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
 
     def config(self, theirs: Mapping[str, Any], name: str) -> ModelConfig:
         """Their config.json as our config; name: the architecture's. Raises UsageError, ValueError."""
@@ -80,6 +85,16 @@ DOWNSTREAM = re.compile(
     r"(\w+)For(SequenceClassification|TokenClassification|QuestionAnswering(Simple)?|MultipleChoice|NextSentencePrediction)"
 )
 """Classes that are a bare model and a head of their own."""
+OLD_NAMES = {
+    "bert.embeddings.word_embeddings.weight": "bert",
+    "roberta.embeddings.word_embeddings.weight": "roberta",
+    "albert.embeddings.word_embeddings.weight": "albert",
+    "transformer.wte.weight": "gpt2",
+    "transformer.tokens_embed.weight": "openai-gpt",
+    "transformer.word_embedding.weight": "xlnet",
+}
+"""What a tensor tells of the model_type, where the config.json of transformers 2 lacks it and a class: no younger model
+has such a file."""
 HEADS = ("head.", "sentence.", "dense.", "verdict.")
 """What our names of a head's parameters begin with."""
 
@@ -116,7 +131,10 @@ def architectures_of(config_json: Json) -> list[str]:
         raise UsageError(f"config.json: architectures = {listed!r:.80} is no list of names")
     named = listed[:1]
     if named and (downstream := DOWNSTREAM.fullmatch(named[0])):
-        named = [f"{downstream[1]}Model"]
+        bare = f"{downstream[1]}Model"
+        # Without a prefix, as in T5, the head's tensors can't be told from the model's.
+        has_prefix = bare in ARCHITECTURES.names() and ARCHITECTURES.get(bare).prefix
+        named = [bare] if has_prefix else named
     if named and named[0] not in ARCHITECTURES.names():
         named = listed[:1]
         ARCHITECTURES.get(named[0])

@@ -2,8 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
-from megatfm.config import Config, ModelConfig
+from pydantic import ValidationError
+
+from megatfm.config import Config, ModelConfig, invalid
 
 OBJECTIVES = {
     "decoder": "causal",
@@ -33,7 +36,7 @@ def config(target: Path, model: ModelConfig, tokenizer: str | None, length: int 
         "optimizer": {"name": "adamw", "lr": 1e-4},
         "train": {"steps": 1000, "global_batch": 32, "micro_batch": 1, "init_from": str(target)},
     }
-    return Config.model_validate(values)
+    return _checked(values, target)
 
 
 def branch(config: Config, target: Path, step: int) -> Config:
@@ -45,7 +48,15 @@ def branch(config: Config, target: Path, step: int) -> Config:
         "steps": step + 1000,
     }
     values["resume"] |= {"allow": ["data", "tokenizer", "seed", "schedule", "optimizer", "batch"]}
-    return Config.model_validate(values)
+    return _checked(values, target)
+
+
+def _checked(values: dict[str, Any], target: Path) -> Config:
+    """Raises UsageError for what the converted files say, but no config can hold, such as rows of −1 tokens."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise invalid(f"{target}: no config can be made for what is converted", error) from None
 
 
 def header(name: str, how: str = "--from THIS_FOLDER data.train=CORPUS/train") -> str:

@@ -8,7 +8,7 @@ from megatfm import tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import Config
 from megatfm.convert.folder import read_json
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
 ABOUT = "tokenizer_config.json"
@@ -16,13 +16,25 @@ BESIDE = (ABOUT, "special_tokens_map.json", "added_tokens.json", "vocab.json", "
 """Files of transformers that say more of a tokenizer; they travel along."""
 
 
-def to_hf(checkpoint: Path, config: Config, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json."""
+def to_hf(
+    checkpoint: Path, config: Config, folder: Path, wanted: str | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Copy the tokenizer of a run, or of a checkpoint's config; returns notes, and keys of config.json.
+
+    wanted: the hash of the tokenizer that the model was trained with, if there was one. Raises UsageError for another.
+    """
     run = checkpoint.absolute().parent.parent
     place = tokenizers.find(run) or (Path(config.data.tokenizer) if config.data.tokenizer else None)
     if place is None or not place.is_file():
         return [f"no tokenizer: there is none in {run}, nor at {place or 'data.tokenizer'}"], {}
     opened = tokenizers.load(place)
+    if wanted is None:
+        return [f"no tokenizer: {checkpoint.name} was saved without one; {place} may be another"], {}
+    if opened.hash != wanted:
+        raise UsageError(
+            f"{place}: not the tokenizer that {checkpoint.name} was trained with, so that ids would mean other text: "
+            f"put that one into {run}"
+        )
     _copy(place, folder)
     notes = [] if (folder / ABOUT).is_file() else _describe(opened, folder, config.model.family)
     ids = {"bos_token_id": opened.bos, "eos_token_id": opened.eos, "pad_token_id": opened.pad}

@@ -42,12 +42,12 @@ def on_the_way_back(origin: Mapping[str, Any], written: Mapping[str, Any]) -> Js
     return {key: each["theirs"] for key, each in kept.items() if written.get(key) == each["ours"]}
 
 
-def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> int | None:
-    """The id that ends a text: what the model says; of several, the tokenizer's own if it is among them."""
+def stop_of(source: Path, theirs: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """All ids that end a text, as the model says; the tokenizer's own is the first if it is among them."""
     file = source / GENERATION
-    said = (read_json(file) if file.is_file() else {}).get("eos_token_id", theirs.get("eos_token_id"))
-    stops = [said] if isinstance(said, int) else said if isinstance(said, list) else []
-    return tokenizer.eos if tokenizer.eos in stops else next(iter(stops), None)
+    ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", theirs.get("eos_token_id"))
+    stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
+    return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 
 
 def begin_of(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:

@@ -6,6 +6,8 @@ stages 1 and 2 a table that holds the tensor, of stage 3 its elements alone. The
 elements, so they hold for Adam's state as for weights.
 """
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,17 @@ from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import disk
 from megatfm.config import to_toml
 from megatfm.convert import template, tokenizer_files
-from megatfm.convert.convert import meta_shapes, new_folder, ours_of
+from megatfm.convert.convert import meta_shapes, new_folder, not_finite, ours_of
 from megatfm.convert.folder import HfFolder
-from megatfm.convert.pickled import read
+from megatfm.convert.pickled import Stored, read
 from megatfm.convert.table import Rule
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.version import __version__
 
 ZERO, WEIGHT = "zero", "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST_STEPS = 2**53
+"""Counts from here on are no whole numbers as floats."""
 
 
 def is_universal(path: str | Path) -> bool:
@@ -90,17 +94,26 @@ class UniversalFolder(HfFolder):
 
     def tensor(self, name: str, key: str) -> Tensor:
         """A weight, or one of Adam's moments of it. Raises MegatfmError."""
-        folder = self.source / ZERO / self.files[name][0]
-        if not (folder / f"{key}.pt").exists():
+        file = self.source / ZERO / self.files[name][0] / f"{key}.pt"
+        if not os.path.lexists(file):
             raise MegatfmError(
-                f"{folder}: no {key}.pt: DeepSpeed has trained that weight with another optimizer than Adam, or not at "
-                "all: convert its Hugging Face folder, which has weights alone, with --to megatfm"
+                f"{file.parent}: no {key}.pt: DeepSpeed trained that weight with another optimizer than Adam, or not "
+                "at all: convert its Hugging Face folder, which has weights alone, with --to megatfm"
             )
-        found = read(folder / f"{key}.pt")
-        tensor = found.get("param") if isinstance(found, Mapping) else found
-        if not isinstance(tensor, Tensor):
-            raise MegatfmError(f"{folder / key}.pt: holds no tensor")
-        return tensor.view(self._shapes[name]) if tensor.dim() == 1 else tensor
+        content = read(file)
+        stored = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(stored, Stored):
+            raise MegatfmError(f"{file}: holds no tensor")
+        tensor, shape = stored.tensor, self._shapes[name]
+        if not tensor.is_floating_point():
+            raise MegatfmError(f"{file}: holds {tensor.dtype}, not floating-point numbers")
+        is_flat = tensor.dim() == 1 and tensor.numel() == math.prod(shape)
+        if not is_flat and tuple(tensor.shape) != shape:
+            raise MegatfmError(
+                f"{file}: holds {list(tensor.shape)}, but the model of {self.path} has {list(shape)}: give the "
+                "folder of that very model with --like"
+            )
+        return tensor.reshape(shape)
 
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -118,31 +131,36 @@ class UniversalFolder(HfFolder):
 
     def step(self) -> int:
         """Steps of Adam. Raises MegatfmError where parameters differ in it, or none has one."""
-        found = {_number(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
+        counts = {_number(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
         together = self.source / ZERO / "optimizer_state.pt"
-        if not found and together.exists():
-            states = read(together).get("optimizer_state_dict", {}).get("state", {})
-            found = {_number(state.get("step")) for state in states.values()}
-        if len(found) != 1 or None in found:
+        if not counts and together.is_file():
+            table = read(together)
+            for key in ("optimizer_state_dict", "state"):
+                table = table.get(key, {}) if isinstance(table, Mapping) else {}
+            states = table.values() if isinstance(table, Mapping) else ()
+            counts = {_number(s.get("step")) if isinstance(s, Mapping) else None for s in states}
+        if len(counts) != 1 or None in counts:
             raise MegatfmError(
-                f"{self.source}: its parameters have {len(found - {None})} counts of steps, not one: give what "
+                f"{self.source}: its parameters have {len(counts - {None})} counts of steps, not one: give what "
                 "ds_to_universal makes of a run with Adam"
             )
-        (step,) = found
+        (step,) = counts
         assert step is not None
         return step
 
     def stored(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint of ours holds, one tensor after the other."""
-        shapes = meta_shapes(self.config)
+        shapes, broken = meta_shapes(self.config), list[str]()
         for name, tensor in ours_of(self, shapes):
             yield f"model.{name}", tensor
         for rule in self.rules:
             for key in MOMENTS:
                 for name, tensor in self._moments(rule, key):
+                    broken += [f"{name}'s {key}"] * (not tensor.isfinite().all())
                     yield f"optimizer.{name}.{key}", tensor
             for name in rule.ours:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
+        self.notes += not_finite(broken)
 
     def _moments(self, rule: Rule, key: str) -> Iterator[tuple[str, Tensor]]:
         made = rule.back([self.tensor(name, key) for name in rule.theirs])
@@ -150,6 +168,9 @@ class UniversalFolder(HfFolder):
 
 
 def _number(value: Any) -> int | None:
-    """A count that may be in a tensor."""
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return int(value) if isinstance(value, int | float) else None
+    """A count that may be in a tensor; None for what counts nothing."""
+    if isinstance(value, Stored):
+        value = value.tensor.item() if value.tensor.numel() == 1 else None
+    if type(value) not in (int, float) or not 0 <= value < MOST_STEPS or value != int(value):
+        return None
+    return int(value)

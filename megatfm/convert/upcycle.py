@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import JsonValue, ValidationError
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from megatfm import checkpoint
 from megatfm.checkpoint import disk
-from megatfm.config import Config, ModelConfig, to_toml
-from megatfm.config.experts import MoEConfig
+from megatfm.config import Config, ModelConfig, invalid, to_toml
+from megatfm.config.experts import FFNConfig, MoEConfig
+from megatfm.config.key_migrations import migrate
+from megatfm.config.model_parts import DenseFFNConfig
 from megatfm.convert.convert import meta_shapes, new_folder
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.ops.initial import Normal, draw
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.version import __version__
 
 PART = re.compile(r"(.*\.ffn)\.experts\.([wb])_(gate|up|down)")
@@ -41,49 +44,71 @@ class Mixture:
 
     def model(self, dense: ModelConfig) -> ModelConfig:
         """The config of the mixture. Raises UsageError for a model that none can be made of."""
-        kinds = [dense, *(dense.of_kind(kind) for kind in dense.block)]
+        kinds = kinds_of(dense)
         if any(isinstance(kind.ffn, MoEConfig) for kind in kinds):
             raise UsageError(
                 "it has experts already: upcycle a dense model, or go on with its own experts (train --from)"
             )
-        if any(kind.ffn.name != "dense" for kind in kinds):
-            raise UsageError(f"model.ffn.name = {dense.ffn.name!r}: only dense networks can become experts")
+        if others := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
+            raise UsageError(f"model.ffn.name = {others[0]!r}: only dense networks can become experts")
         if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
             raise UsageError(
                 "--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more"
             )
-        if dense.ffn.d_ff % self.granularity:
-            raise UsageError(
-                f"--granularity {self.granularity} does not divide model.ffn.d_ff = {dense.ffn.d_ff}: choose "
-                f"{max(g for g in range(1, self.granularity) if dense.ffn.d_ff % g == 0)}"
-            )
+        for key, d_ff in _widths(dense).items():
+            if d_ff % self.granularity:
+                raise UsageError(
+                    f"--granularity {self.granularity} does not divide {key} = {d_ff}: choose "
+                    f"{max(g for g in range(1, self.granularity) if d_ff % g == 0)}"
+                )
         if self.every > 1 and (dense.blocks or dense.distinct_layers):
             raise UsageError(
                 f"--every {self.every}: the model's blocks differ already, so all get experts: leave it out"
             )
-        experts = {
+        try:
+            if self.every == 1:
+                block = {kind: self._block(dense, kind) for kind in dense.block}
+                return dense.changed({"ffn": self._section(dense.ffn), "block": block})
+            blocks = ["dense"] * (self.every - 1) + ["sparse"]
+            sparse = {"ffn": self._section(dense.ffn)}
+            return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": sparse}})
+        except ValidationError as error:
+            raise invalid("no mixture can be made of it", error) from None
+
+    def _section(self, ffn: FFNConfig) -> dict[str, Any]:
+        """The section of the experts that a dense network becomes."""
+        assert isinstance(ffn, DenseFFNConfig)
+        return {
             "name": "moe",
-            "d_ff": dense.ffn.d_ff // self.granularity,
-            "activation": dense.ffn.activation,
-            "bias": dense.ffn.bias,
+            "d_ff": ffn.d_ff // self.granularity,
+            "activation": ffn.activation,
+            "bias": ffn.bias,
             "dropout": 0.0,
             "n_experts": self.experts * self.granularity,
             "top_k": self.top_k * self.granularity,
             "router": {"name": "top_k", "balance": 0.01},
         }
-        try:
-            if self.every == 1:
-                return dense.changed({"ffn": experts})
-            blocks = ["dense"] * (self.every - 1) + ["sparse"]
-            return dense.changed({"blocks": blocks, "block": {"dense": {}, "sparse": {"ffn": experts}}})
-        except ValidationError as error:
-            said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise UsageError(f"no mixture can be made of it: {said}") from None
+
+    def _block(self, dense: ModelConfig, kind: str) -> dict[str, Any]:
+        """The keys of a kind of blocks, with experts of its own where its network is another than the model's."""
+        keys = {key: value for key, value in dense.block[kind].items() if key.partition(".")[0] != "ffn"}
+        has_ffn = len(keys) < len(dense.block[kind])
+        return keys | ({"ffn": self._section(dense.of_kind(kind).ffn)} if has_ffn else {})
 
     def tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[str, Tensor]]:
         """The mixture's tensors, one after the other, from the dense model's."""
+        for name, tensor in self._made(dense, shapes):
+            if tuple(tensor.shape) != shapes[name]:
+                raise MegatfmError(
+                    f"{name} would be {list(tensor.shape)}, but {list(shapes[name])} in the mixture's model: report it"
+                )
+            yield name, tensor
+
+    def _made(
+        self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             if found := PART.fullmatch(name):
                 yield name, self._experts(name, dense[_of_dense(found)], found)
@@ -115,13 +140,27 @@ class Mixture:
         return (every.double() + noise.view_as(every).double()).to(tensor.dtype)
 
 
+def kinds_of(model: ModelConfig) -> list[ModelConfig]:
+    """The model's config, and that of each kind of blocks."""
+    return [model, *(model.of_kind(kind) for kind in model.block)]
+
+
+def _widths(dense: ModelConfig) -> dict[str, int]:
+    """d_ff of every kind of blocks, by its key."""
+    kinds = {"model.ffn.d_ff": dense} | {f"model.block.{k}.ffn.d_ff": dense.of_kind(k) for k in dense.block}
+    return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
+
+
 def _of_dense(found: re.Match[str]) -> str:
     return f"{found[1]}.w_{found[3]}.{'weight' if found[2] == 'w' else 'bias'}"
 
 
-def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[str]:
+def upcycle(
+    source: str | Path, target: str | Path, mixture: Mixture, *, trust_plugins: bool = False
+) -> list[str]:
     """Write a mixture of the dense model at `source`, a run or checkpoint, to the new folder `target`.
 
+    trust_plugins: import the packages that its config names.
     Returns what is to be said about it. Raises UsageError, MegatfmError; then there is no target.
     """
     source, target = Path(source), Path(target)
@@ -129,15 +168,17 @@ def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[st
         raise UsageError(f"{target}: is there already: give a new folder")
     found = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(found)
-    config = Config.model_validate(state.get("config"))
-    import_plugins(config.plugins)
+    config = Config.model_validate(migrate(state.get("config")))
+    import_foreign_plugins(config.plugins, found, trusted=trust_plugins)
     try:
         model = mixture.model(config.model)
+        made = config.changed(
+            {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
+        )
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-    made = config.changed(
-        {"model": model, "train.init_from": str(target.absolute()), "train.branch_from": None}
-    )
+    except ValidationError as error:
+        raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = meta_shapes(made.model)
     kept: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     written = {**kept, "step": 0, "megatfm": __version__, "config": made.model_dump(mode="json")}
@@ -148,8 +189,8 @@ def upcycle(source: str | Path, target: str | Path, mixture: Mixture) -> list[st
         )
         header = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
         disk.write_file(folder / "config.toml", [memoryview((header + to_toml(made)).encode())])
-    dropped = config.model.ffn.dropout
-    notes = [f"model.ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
+    dropped = max(kind.ffn.dropout for kind in kinds_of(config.model))
+    notes = [f"ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
     return [f"{mixture.experts * mixture.granularity} experts a block, {len(shapes)} tensors", *notes]
 
 

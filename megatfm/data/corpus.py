@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.files import RESTORE, read_at
+from megatfm.data.files import read_at
 from megatfm.data.frames import BadFrame, unpack, unpack_together
 from megatfm.data.index import NPY_HEADER_BYTES, frame_hash
 from megatfm.data.indexes import Indexes
@@ -32,8 +32,9 @@ class Corpus:
     A block is one frame: a fixed run of consecutive documents, the unit of reading and of packing.
     `blocks` [n_blocks + 1] holds the number of each block's first sample, and in the end n_samples.
 
-    Of the index, 9 bytes a block are held in memory, and of its samples (20 bytes and the key of each) what was used
-    last; the text is not. Reading is thread-safe. `folder` is where the corpus lies, or its cache if that is a URL.
+    Of the index, 9 bytes a block are held in memory, and of its samples (8 bytes of each) what was used last, up to
+    `INDEX_CACHE_BYTES`; the text is not. Reading is thread-safe. `folder` is where the corpus lies, or its cache if
+    that is a URL.
 
     A frame is held against the index when it is first read after opening: that its samples lie where they should, and
     its hash, where there is one. Frames of zstd bear checksums besides, and `samples` holds all against all each time.
@@ -44,11 +45,13 @@ class Corpus:
         self.folder = store.folder
         self.manifest = manifest
         self.indexes = Indexes(store, manifest)
-        frames = [index.frames["samples"] for index in self.indexes]
-        self._first_blocks = np.concatenate([[0], np.cumsum([*map(len, frames)], dtype=np.int64)])
-        samples = np.concatenate(frames)
-        self.blocks: NDArray[np.int64] = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
-        self._verified = np.zeros(len(samples), np.bool_)
+        # Copies, since a view would keep the index that it is of.
+        counts = [index.frames["samples"].copy() for index in self.indexes]
+        self._first_blocks = np.concatenate([[0], np.cumsum([*map(len, counts)], dtype=np.int64)])
+        self.blocks: NDArray[np.int64] = np.concatenate(
+            [[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]
+        )
+        self._verified = np.zeros(self.n_blocks, np.bool_)
 
     @classmethod
     def open(cls, place: str | Path, cache: Cache | None = None) -> Self:
@@ -96,9 +99,18 @@ class Corpus:
         """The UTF-8 bytes of the text, for bits per byte."""
         return sum(shard.text_bytes for shard in self.manifest.shards)
 
-    def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of every sample [n_samples]."""
-        return np.concatenate([index.samples["tokens"] for index in self.indexes]).astype(np.int64)
+    def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
+        """The number of tokens of each sample of blocks `begin` to `end` − 1, or to the last [their samples]."""
+        end = self.n_blocks if end is None else end
+        first = int(self.blocks[begin])
+        lengths = np.empty(int(self.blocks[end]) - first, np.int64)
+        shard_of = self._first_blocks.searchsorted
+        for shard in range(int(shard_of(begin, "right")) - 1, int(shard_of(end, "left"))):
+            tokens = self.indexes[shard].samples["tokens"]
+            at = int(self.blocks[self._first_blocks[shard]]) - first
+            chosen = tokens[max(-at, 0) : len(lengths) - at]
+            lengths[max(at, 0) : max(at, 0) + len(chosen)] = chosen
+        return lengths
 
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
@@ -162,7 +174,8 @@ class Corpus:
         first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(known)
         try:
             for row in rows:
-                yield first + row, np.frombuffer(read_at(descriptor, path, starts[row], sizes[row]), dtype)
+                data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
+                yield first + row, np.frombuffer(data, dtype)
         finally:
             os.close(descriptor)
 
@@ -176,7 +189,7 @@ class Corpus:
     def samples(self, number: int) -> list[Sample]:
         """The samples of a block with all that is stored of them; every byte is held against the index."""
         shard, frame, data, arrays = self._read(number, again=True)
-        index, known, dtype = self.indexes[shard], self.manifest.shards[shard], self.manifest.dtype
+        index, known, dtype = self.indexes.complete(shard), self.manifest.shards[shard], self.manifest.dtype
         if index.holds_pack(frame, dtype.itemsize):
             return self._unpack(number, shard, frame, data, arrays)
         found: list[Sample] = []
@@ -208,7 +221,7 @@ class Corpus:
         self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
     ) -> list[Sample]:
         """The samples of a block that lie in one member."""
-        index = self.indexes[shard]
+        index = self.indexes.complete(shard)
         entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
         keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
         try:
@@ -303,7 +316,7 @@ class Corpus:
             raise self._damage(shard, frame, str(error)) from error
 
     def _path(self, shard: int) -> Path:
-        return self.folder / self.manifest.shards[shard].file
+        return self.store.path(self.manifest.shards[shard])
 
     def _damage(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
         block = int(self._first_blocks[shard]) + frame
@@ -313,6 +326,6 @@ class Corpus:
         place = f"{where} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
         block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
         return MegatfmError(
-            f"{self._path(shard)}: {place}: damaged: {reason}: {RESTORE}; to train without them, put "
+            f"{self._path(shard)}: {place}: damaged: {reason}: {self.store.remedy}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +13,17 @@ from numpy.typing import NDArray
 
 from megatfm.atomic import sync_folder
 from megatfm.data.corpus import Corpus
-from megatfm.data.files import WholeFile, writing
+from megatfm.data.files import WholeFile, write_whole, writing
 from megatfm.data.members import Sample
 from megatfm.data.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 
 TEXT = (".jsonl", ".jsonl.zst", ".parquet")
-IDS = ".bin"
+IDS, INDEX = ".bin", ".idx"
 ROWS = 1024
 """Documents of a row group in Parquet."""
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")
+"""Ends the name of a file of some format, where `v1.5` is a folder's name."""
 
 # https://github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
@@ -35,20 +38,28 @@ class Codec(NamedTuple):
     eos: int
 
 
-def export(folder: str | Path, out: Path, codec: Codec | None) -> str:
-    """Write a corpus as the end of `out` says; what was done, in a line.
+def export(folder: str | Path, out: str | Path, codec: Codec | None) -> str:
+    """Write a corpus as the end of `out` says; return a line that says what was done.
 
     `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
     encoded, its "id", its "source", and its "fields" if it has any
     (in Parquet as JSON). `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
-    Any other name: a folder of plain tars, a corpus as well.
+    A name without such an end, or with a slash after it: a folder of plain tars, a corpus as well.
 
     Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
     """
+    is_folder = str(out).endswith("/")
+    out = Path(out)
+    needs_codec = out.name.endswith((*TEXT, IDS)) and not is_folder
+    if not needs_codec and not is_folder and (suffix := _FILE_SUFFIX.search(out.name)):
+        raise UsageError(
+            f"{out}: {suffix[0]} is no format that is written: give a name that ends in {', '.join(TEXT)} or {IDS}, or "
+            f"{out}/ for a folder of plain .tar shards"
+        )
     corpus = Corpus.open(folder)
-    if out.exists():
-        raise UsageError(f"{out}: is there already: choose another name")
-    needs_codec = out.name.endswith((*TEXT, IDS))
+    for path in (out, out.with_suffix(INDEX)) if out.name.endswith(IDS) and not is_folder else (out,):
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: is there already: choose another name")
     if needs_codec and codec is None:
         raise UsageError(
             f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE"
@@ -129,6 +140,7 @@ def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
     lengths = corpus.lengths() + 1
     if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
         raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
+    index = _megatron_index(lengths, np.dtype(dtype).itemsize, code)
     file = WholeFile(out)
     try:
         for sample in _samples(corpus):
@@ -137,18 +149,30 @@ def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
                     f"{corpus.folder}: sample {sample.number} has ids over {np.iinfo(dtype).max}"
                 )
             file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
-        file.commit()
+        # Before the ids get their name, since neither is of use without the other.
+        write_whole(out.with_suffix(INDEX), index)
+        try:
+            file.commit()
+        except MegatfmError:
+            out.with_suffix(INDEX).unlink(missing_ok=True)
+            raise
     finally:
         file.discard()
-    n, width = len(lengths), np.dtype(dtype).itemsize
-    index = WholeFile(out.with_suffix(".idx"))
-    index.write(_MAGIC + np.array([_VERSION], "<u8").tobytes() + bytes([code]))
-    index.write(np.array([n, n + 1], "<u8").tobytes())
-    index.write(lengths.astype("<i4").tobytes())
-    index.write(((np.cumsum(lengths) - lengths) * width).astype("<i8").tobytes())
-    index.write(np.arange(n + 1, dtype="<i8").tobytes())
-    index.commit()
-    return f"{out} and .idx: {lengths.sum():,} ids of {n:,} documents, each ended by {eos}"
+    return f"{out} and {INDEX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
+
+
+def _megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
+    """Return the index of documents of these lengths [D], whose ids have `width` bytes each."""
+    n = len(lengths)
+    return b"".join(
+        (
+            *(_MAGIC, np.array([_VERSION], "<u8").tobytes(), bytes([code])),
+            np.array([n, n + 1], "<u8").tobytes(),
+            lengths.astype("<i4").tobytes(),
+            ((np.cumsum(lengths) - lengths) * width).astype("<i8").tobytes(),
+            np.arange(n + 1, dtype="<i8").tobytes(),
+        )
+    )
 
 
 def _tars(corpus: Corpus, out: Path) -> str:

@@ -31,7 +31,7 @@ def plain_size(path: Path) -> int:
     try:
         found = os.lstat(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, RESTORE) from error
     if not stat.S_ISREG(found.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
     return found.st_size
@@ -44,22 +44,24 @@ def check_size(path: Path, size: int) -> None:
         raise MegatfmError(f"{path}: has {found} bytes, its manifest says {size}: {RESTORE}")
 
 
-def open_descriptor(path: Path) -> int:
-    """Open what is no link for reading; a MegatfmError if that fails."""
+def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
+    """Open what is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
     try:
         # Without O_NONBLOCK the opening of a planted FIFO would wait for a writer for ever.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, remedy) from error
 
 
-def _unreadable(path: Path, error: OSError, where: str = "") -> MegatfmError:
-    advice = ADVICE.get(error.errno or 0, RESTORE)
-    return MegatfmError(f"{path}: cannot be read{where} ({error.strerror}): {advice}")
+def _unreadable(path: Path, error: OSError, remedy: str, where: str = "") -> MegatfmError:
+    return MegatfmError(
+        f"{path}: cannot be read{where} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
+    )
 
 
-def read_at(descriptor: int, path: Path, offset: int, size: int) -> bytes:
-    """The `size` bytes of an open file from `offset`; a MegatfmError if there are fewer or reading fails.
+def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:
+    """The `size` bytes of an open file from `offset`; a MegatfmError that ends with `remedy` if there are fewer or
+    reading fails.
 
     Not by a memory map: the process would die by a signal if another cut the file.
     """
@@ -67,9 +69,9 @@ def read_at(descriptor: int, path: Path, offset: int, size: int) -> bytes:
         # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
         data = os.pread(descriptor, size, offset)
     except OSError as error:
-        raise _unreadable(path, error, f" at byte {offset}") from error
+        raise _unreadable(path, error, remedy, f" at byte {offset}") from error
     if len(data) != size:
-        raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {RESTORE}")
+        raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {remedy}")
     return data
 
 

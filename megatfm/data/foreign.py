@@ -19,7 +19,15 @@ from blake3 import blake3
 
 from megatfm.data.files import open_plain, plain_size, write_whole
 from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
-from megatfm.data.manifest import FOREIGN_SHARD, MANIFEST, IndexFile, Manifest, Shard, TokenDtype
+from megatfm.data.manifest import (
+    DEFAULT_FRAME_BYTES,
+    FOREIGN_SHARD,
+    MANIFEST,
+    IndexFile,
+    Manifest,
+    Shard,
+    TokenDtype,
+)
 from megatfm.data.members import KEY
 from megatfm.data.tars import STORED, Array, arrays_in, arrays_of
 from megatfm.data.writer import ShardWriter
@@ -62,6 +70,7 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
     if not paths:
         raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
+    _check_names(paths)
     if out is not None:
         return Indexed(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
@@ -79,6 +88,22 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
     )
     manifest.save(folder)
     return Indexed(manifest, folder, False)
+
+
+def _check_names(paths: list[Path]) -> None:
+    """Raise a UsageError if two shards would have one index."""
+    owners: dict[str, Path] = {}
+    for path in paths:
+        other = owners.setdefault(_index_name(path), path)
+        if other != path:
+            raise UsageError(
+                f"{path}: {other.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
+                "delete it if it is a copy"
+            )
+
+
+def _index_name(path: Path) -> str:
+    return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
 
 def _index(path: Path) -> tuple[Shard, str]:
@@ -102,7 +127,7 @@ def _index(path: Path) -> tuple[Shard, str]:
         raise _rewrite_it(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
     samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
     index = ShardIndex(np.array(frames, FRAME), samples, np.array(hashes, "<u8"))
-    name = re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
+    name = _index_name(path)
     encoded = index.encode()
     write_whole(path.with_name(name), encoded)
     shard = Shard(
@@ -114,6 +139,7 @@ def _index(path: Path) -> tuple[Shard, str]:
         text_bytes=0,
         index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
         foreign=True,
+        frame_bytes=FRAME_BYTES if path.name.endswith(".tar") else DEFAULT_FRAME_BYTES,
     )
     return shard, dtypes.pop()
 
@@ -127,14 +153,19 @@ def _raw_frames(path: Path) -> Iterator[Frame]:
     with open_plain(path) as file:
         for array in arrays_of(path):
             if run and array.begin - begin >= FRAME_BYTES:
-                yield _raw_frame(file, begin, array.begin, run)
+                yield _raw_frame(file, path, begin, array.begin, run)
                 begin, run = array.begin, []
             run.append(array)
         if run:
-            yield _raw_frame(file, begin, size, run)
+            yield _raw_frame(file, path, begin, size, run)
 
 
-def _raw_frame(file: IO[bytes], begin: int, end: int, run: list[Array]) -> Frame:
+def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[Array]) -> Frame:
+    if end - begin > MAX_FRAME_BYTES:
+        raise _rewrite_it(
+            path,
+            f"sample {run[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows them",
+        )
     file.seek(begin)
     data = file.read(end - begin)
     return len(data), data, [_from(array, begin) for array in run]

@@ -32,9 +32,13 @@ def sample_dtype(key_width: int) -> np.dtype[Any]:
     return np.dtype([("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")])
 
 
+# What reading tokens needs of a sample.
+SPAN = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
+
+
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """`frames` [n_frames] of `FRAME` and `samples` [n_samples] of `sample_dtype`, in stored order."""
+    """`frames` [n_frames] of `FRAME` and `samples` [n_samples] of `sample_dtype`, or of `SPAN`, in stored order."""
 
     frames: NDArray[Any]
     samples: NDArray[Any]
@@ -57,6 +61,14 @@ class ShardIndex:
     def first_samples(self) -> NDArray[np.int64]:
         """Numbers [n_frames + 1] of the frames' first samples within the shard."""
         return _running_sum(self.frames["samples"])
+
+    def without_keys(self) -> "ShardIndex":
+        """Return a copy with the samples' spans alone: 8 bytes of each, where keys and sizes of texts take 20 more."""
+        spans = np.empty(len(self.samples), SPAN)
+        for name in SPAN.fields or ():
+            spans[name] = self.samples[name]
+        hashes = None if self.hashes is None else self.hashes.copy()
+        return ShardIndex(self.frames.copy(), spans, hashes, self.packs)
 
     def holds_pack(self, frame: int, token_bytes: int) -> bool:
         """Whether the documents of a frame lie in one member, one after another."""
@@ -89,8 +101,8 @@ class ShardIndex:
             if not 0 < zstandard.frame_content_size(data) <= most:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-            line, _, arrays = content.partition(b"\n")
-            counts = json.loads(line)
+            at = content.index(b"\n") + 1
+            counts = json.loads(content[:at])
             known = (2,) if shard.foreign else (1, 3)
             if (packs := counts["schema_version"]) not in known:
                 raise MegatfmError(f"schema version {packs!r} is not known here, only 1 and 3 (2: foreign)")
@@ -99,12 +111,12 @@ class ShardIndex:
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
             samples = sample_dtype(key_width)
-            at = n_frames * FRAME.itemsize
-            rest = at + n_samples * samples.itemsize
+            samples_at = at + n_frames * FRAME.itemsize
+            hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(
-                np.frombuffer(arrays, FRAME, n_frames),
-                np.frombuffer(arrays, samples, n_samples, at),
-                np.frombuffer(arrays, "<u8", n_frames, rest) if hashed else None,
+                np.frombuffer(content, FRAME, n_frames, at),
+                np.frombuffer(content, samples, n_samples, samples_at),
+                np.frombuffer(content, "<u8", n_frames, hashes_at) if hashed else None,
                 packs == 3,
             )
         except (
@@ -116,7 +128,7 @@ class ShardIndex:
             RecursionError,
         ) as error:
             raise MegatfmError(f"not a readable index ({error})") from error
-        if len(arrays) != index.nbytes + (8 * n_frames if hashed else 0):
+        if len(content) - at != index.nbytes + (8 * n_frames if hashed else 0):
             raise MegatfmError("it is longer than its counts say")
         index._check(shard, token_bytes)
         return index

@@ -7,21 +7,27 @@ from typing import overload
 from blake3 import blake3
 
 from megatfm.data.cache import ByteCache, nbytes
-from megatfm.data.files import RESTORE
 from megatfm.data.index import ShardIndex
 from megatfm.data.manifest import Manifest, Shard
 from megatfm.data.store import Store
 from megatfm.errors import MegatfmError
 
-INDEX_CACHE_BYTES = 2**28
+INDEX_CACHE_BYTES = 2**26
+"""For the spans of eight million samples: the shards that a rank's streams are in."""
+COMPLETE_CACHE_BYTES = 2**24
 
 
 class Indexes(Sequence[ShardIndex]):
-    """The indexes of a corpus, read when they are needed and held against the manifest each time."""
+    """The indexes of a corpus, read when they are needed and held against the manifest each time.
+
+    Those that are asked for by number hold of each sample what reading its tokens needs. However many samples a corpus
+    has, `INDEX_CACHE_BYTES` of them are in memory, or one index.
+    """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
         self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
+        self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
 
     def __len__(self) -> int:
         return len(self._manifest.shards)
@@ -34,7 +40,11 @@ class Indexes(Sequence[ShardIndex]):
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         number = range(len(self))[number]
-        return self._cache.get(number, partial(self._open, self._manifest.shards[number]))
+        return self._cache.get(number, lambda: self._open(self._manifest.shards[number]).without_keys())
+
+    def complete(self, number: int) -> ShardIndex:
+        """An index with the keys of its samples, and the sizes of their texts."""
+        return self._complete.get(number, partial(self._open, self._manifest.shards[number]))
 
     def _open(self, shard: Shard) -> ShardIndex:
         self._store.check(shard.index)
@@ -44,4 +54,4 @@ class Indexes(Sequence[ShardIndex]):
                 raise MegatfmError("its BLAKE3 hash is not the manifest's")
             return ShardIndex.decode(data, shard, self._manifest.dtype.itemsize)
         except MegatfmError as error:
-            raise MegatfmError(f"{self._store.folder / shard.index.file}: {error}: {RESTORE}") from error
+            raise MegatfmError(f"{self._store.path(shard.index)}: {error}: {self._store.remedy}") from error

@@ -11,7 +11,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.data.corpus import Corpus
-from megatfm.data.files import RESTORE
 from megatfm.data.groups import groups_of
 from megatfm.data.plan import MUCH_PADDING
 from megatfm.data.whole import best_fit
@@ -46,11 +45,13 @@ def check(folder: str | Path) -> Checked:
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
     for number, shard in enumerate(corpus.manifest.shards):
-        found, keys = blake3(), corpus.indexes[number].samples["key"]
+        found, keys = blake3(), corpus.indexes.complete(number).samples["key"]
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
             twice = names[counts.argmax()].decode("ascii", "replace")
-            raise MegatfmError(f"{corpus.folder / shard.file}: sample {twice!r} is there twice: {RESTORE}")
+            raise MegatfmError(
+                f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
+            )
         # Samples first: they tell where the damage is, the hash only that there is some.
         for block in corpus.shard_blocks(number):
             found.update(corpus.frame_bytes(block))
@@ -59,7 +60,7 @@ def check(folder: str | Path) -> Checked:
                 tokens += len(sample.tokens)
         if found.hexdigest() != shard.blake3:
             raise MegatfmError(
-                f"{corpus.folder / shard.file}: its BLAKE3 hash is not the manifest's: {RESTORE}"
+                f"{corpus.store.path(shard)}: its BLAKE3 hash is not the manifest's: {corpus.store.remedy}"
             )
     return Checked(
         shards=len(corpus.manifest.shards),
@@ -120,9 +121,8 @@ def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> 
 
 def _padding(corpus: Corpus) -> dict[str, str]:
     """What rows of usual lengths would be filled with, of the first documents of a large corpus."""
-    lengths, found = corpus.lengths() + 1, {}
     blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(LOOKED_AT, "right")))]
-    some = lengths[: int(blocks[-1])]
+    some, found = corpus.lengths(0, len(blocks) - 1) + 1, {}
     for row in (size for size in ROWS if size <= int(some.sum())):
         cut, whole = padding(some, blocks, row)
         much = ": documents don't fill such rows" if whole > MUCH_PADDING else ""

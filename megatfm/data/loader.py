@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from megatfm.data.batch_schedule import BatchSchedule, nearest_batch, split_rows
-from megatfm.data.packing import NO_DOCUMENT, Fields
+from megatfm.data.packing import NO_DOCUMENT, Fields, join_rows
 from megatfm.data.rows import Rows
 from megatfm.data.workers import Workers, portable
 from megatfm.errors import UsageError
@@ -155,9 +155,11 @@ class Loader(Iterator[list[Fields]]):
         return self._workers.pids
 
     def close(self) -> None:
-        """Stop fetching, and end the thread and the workers."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Stop fetching, and end the thread and the workers, those first: the thread may wait for one that hangs."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
+        self._executor.shutdown(wait=True)
+        self._workers.close()  # those that the thread was about to start
 
     def __enter__(self) -> Self:
         return self
@@ -194,9 +196,7 @@ class Loader(Iterator[list[Fields]]):
             if isinstance(each, Exception):
                 raise each
         fields = [each for each in told if isinstance(each, dict)]
-        rows = fields[0]
-        if len(fields) > 1:
-            rows = {name: np.concatenate([each[name] for each in fields]) for name in rows}
+        rows = join_rows(fields) if len(fields) > 1 else fields[0]
         rows, positions = split_rows(rows, parts), np.arange(first, first + n)
         keys = row_keys(self.rows.seed, positions)
         if parts > 1:

@@ -3,8 +3,9 @@
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from blake3 import blake3
@@ -23,6 +24,7 @@ from megatfm.data.files import RESTORE, plain_size, read_range, write_whole
 from megatfm.errors import MegatfmError, UsageError
 
 MANIFEST = "manifest.json"
+SCHEMA_VERSION: Final = 1
 SHARD_NAME = r"shard-\d{6,9}\.tar(\.zst)?"
 INDEX_NAME = r"shard-\d{6,9}\.index\.zst"
 FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
@@ -30,6 +32,9 @@ FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
 MOST_A_BYTE = 64
 """Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
+
+DEFAULT_FRAME_BYTES = 2**18
+"""Bytes after which a frame of a plain tar ends, where a manifest says nothing."""
 
 TokenDtype = Literal["uint16", "uint32"]
 # Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
@@ -57,12 +62,14 @@ class Shard(_Strict):
     file: ShardName
     bytes: Count
     blake3: Blake3
-    samples: Count
+    samples: Annotated[int, Field(gt=0, lt=2**53)]
     tokens: Count
     text_bytes: Count
     index: IndexFile
     foreign: bool = False
     """Not written by `ShardWriter`, but indexed as it is."""
+    frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES
+    """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
 
     @model_validator(mode="after")
     def _is_plausible(self) -> Self:
@@ -78,7 +85,10 @@ class Shard(_Strict):
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        return fields if self.foreign else {k: v for k, v in fields.items() if k != "foreign"}
+        defaults = {"foreign": False, "frame_bytes": DEFAULT_FRAME_BYTES}
+        return {
+            name: value for name, value in fields.items() if name not in defaults or value != defaults[name]
+        }
 
     @property
     def is_raw(self) -> bool:
@@ -89,7 +99,7 @@ class Shard(_Strict):
 class Manifest(_Strict):
     """All that a reader must know before it opens a shard; written last, so its presence is the commit."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1] = SCHEMA_VERSION
     token_dtype: TokenDtype
     tokenizer_hash: Annotated[str, Field(min_length=1)]
     shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False)]
@@ -110,7 +120,12 @@ class Manifest(_Strict):
     @property
     def fingerprint(self) -> str:
         """A BLAKE3 hash of what determines the content and order of samples (not of how they were made)."""
-        facts = [self.token_dtype, self.tokenizer_hash, [shard.blake3 for shard in self.shards]]
+        shards = [
+            # Frames of the default size are left out, as before there were others.
+            shard.blake3 if shard.frame_bytes == DEFAULT_FRAME_BYTES else [shard.blake3, shard.frame_bytes]
+            for shard in self.shards
+        ]
+        facts = [self.token_dtype, self.tokenizer_hash, shards]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
@@ -121,6 +136,8 @@ class Manifest(_Strict):
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read and validate `folder/manifest.json`; a UsageError if there is none, a MegatfmError if it's bad."""
+        if folder.is_file():
+            raise UsageError(f"{folder}: is a file, not a corpus: make one of it with `megatfm prep`")
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder: write a corpus there with `megatfm prep`")
         path = folder / MANIFEST
@@ -129,6 +146,13 @@ class Manifest(_Strict):
                 raise UsageError(
                     f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
                     f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
+                )
+            if (corpora := _read_by_run(folder)) is not None:
+                raise UsageError(
+                    f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
+                    + "".join(
+                        f", and at what it reads with `megatfm data show {place}`" for place in corpora[:1]
+                    )
                 )
             raise UsageError(
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
@@ -144,4 +168,22 @@ class Manifest(_Strict):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the file"
+            if (
+                first["loc"] == ("schema_version",)
+                and type(first["input"]) is int
+                and first["input"] > SCHEMA_VERSION
+            ):
+                raise MegatfmError(
+                    f"{path}: is of schema_version {first['input']}, and this megatfm reads {SCHEMA_VERSION}: update it"
+                ) from error
             raise MegatfmError(f"{path}: {place}: {first['msg']}: {RESTORE}") from error
+
+
+def _read_by_run(folder: Path) -> list[str] | None:
+    """Return the training corpora of a run directory, as its config names them; None for another folder."""
+    try:
+        data = tomllib.loads((folder / "config.toml").read_text())["data"]
+        sources = data.get("mixture", {}).values()
+        return [place for place in [data.get("train"), *(source["path"] for source in sources)] if place]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

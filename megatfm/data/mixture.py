@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 from megatfm.data.cache import ByteCache, nbytes
 from megatfm.data.order import in_turns
-from megatfm.data.packing import Fields
+from megatfm.data.packing import Fields, check_same_fields
 from megatfm.data.rows import CorpusRows
 from megatfm.errors import UsageError
 from megatfm.keyed import fractions, raw
 
 Ints = NDArray[np.int64]
+
+MAX_POINTS = 2**31
+"""Rows of a block of all streams, whose products with one another stay within int64."""
 
 
 class Phase(NamedTuple):
@@ -77,6 +80,12 @@ class Mixture:
         self.phases = tuple(phases)
         self._rows = list(self.sources.values())
         self.row_tokens, self.splits = self._rows[0].row_tokens, self._rows[0].splits
+        self._check_alike()
+        if not 0 < block * streams <= MAX_POINTS:
+            raise UsageError(
+                f"data.mixture_block = {block}: with {streams} streams that is more than {MAX_POINTS:,} rows: choose "
+                f"at most {MAX_POINTS // streams}"
+            )
         self._step = _golden_step(block, streams)
         self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
         self._spans: list[_Span] = []
@@ -146,11 +155,28 @@ class Mixture:
             found = source.rows([places[number][1] for number in mine]) if mine else {}
             if len(mine) == len(places):
                 return found
+            if not mine:
+                continue
+            if not batch:
+                batch = {
+                    field: np.empty((len(places), *values.shape[1:]), values.dtype)
+                    for field, values in found.items()
+                }
+            check_same_fields(f"data.mixture.{name}", found, batch)
             for field, values in found.items():
-                if field not in batch:
-                    batch[field] = np.empty((len(places), *values.shape[1:]), values.dtype)
                 batch[field][mine] = values
         return batch
+
+    def _check_alike(self) -> None:
+        """Raise a UsageError for sources whose rows have other lengths; fields are compared when rows are joined."""
+        for name, source in self.sources.items():
+            if (source.row_tokens, source.splits) != (self.row_tokens, self.splits):
+                first = next(iter(self.sources))
+                raise UsageError(
+                    f"data.mixture.{name}: its rows have {source.row_tokens} tokens"
+                    f"{'' if source.splits else ', whole'}, those of {first} {self.row_tokens}"
+                    f"{'' if self.splits else ', whole'}: give all sources the same objective and row lengths"
+                )
 
     def rows_read(self, position: int) -> dict[str, int]:
         """How many rows of each source lie before a position, of which the last round may be incomplete."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.keyed import PieceKey
 
 IGNORED_TARGET = -100
@@ -158,3 +158,23 @@ def one_a_row(objective: SequenceBuilder) -> bool:
 def side_of(field: str, sides: Sequence[str]) -> int:
     """Which side a field belongs to: the first whose prefix it has."""
     return next(number for number, prefix in enumerate(sides) if field.startswith(prefix))
+
+
+def check_same_fields(name: str, rows: Fields, others: Fields) -> None:
+    """Raise a UsageError that begins with `name` unless rows have the fields of others, in their types and shapes."""
+    kinds, expected = (
+        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(each.items())}
+        for each in (rows, others)
+    )
+    if kinds != expected:
+        raise UsageError(
+            f"{name}: its rows are {kinds}, those of others {expected}: give all sources the same objective and row "
+            "lengths"
+        )
+
+
+def join_rows(parts: Sequence[Fields]) -> Fields:
+    """Concatenate rows by field. Raises a UsageError if the parts have unlike fields, as sources of a mixture may."""
+    for part in parts[1:]:
+        check_same_fields("data.mixture", part, parts[0])
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,8 +1,10 @@
 """What each block of a corpus, or group of blocks, makes: planned once from the index, and kept beside the corpus."""
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,26 +79,55 @@ class Plan:
 def stored_plan(
     corpus: Corpus, objective: SequenceBuilder, row_lengths: Sequence[int], seed: int, name: str | None
 ) -> Plan:
-    """The plan, from the corpus's folder if it was made before.
+    """Return the plan, from the corpus's folder if it was made before.
 
-    name: tells objectives apart; without it nothing is stored. A plan that is damaged or another's is made again, and
-    where the folder can't be written it is made each time.
+    Of processes that ask at once, one makes it while the others wait. name: tells objectives apart; without it nothing
+    is stored. A plan that is damaged or another's is made again, and where the folder can't be written it is made each
+    time, by every process.
     """
     if name is None:
         return make_plan(corpus, objective, row_lengths, seed)
     key = blake3(json.dumps([2, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
     path = Path(corpus.folder) / PLANS / key[:32]
-    # ValueError covers JSON and NumPy.
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return Plan.decode(path.read_bytes(), key)
-    plan = make_plan(corpus, objective, row_lengths, seed)
-    with suppress(OSError):
-        _write(path, plan.encode(key))
+    if (stored := _read(path, key)) is not None:
+        return stored
+    with _alone(path):
+        if (stored := _read(path, key)) is not None:
+            return stored
+        plan = make_plan(corpus, objective, row_lengths, seed)
+        with suppress(OSError):
+            _write(path, plan.encode(key))
     return plan
 
 
+def _read(path: Path, key: str) -> Plan | None:
+    # ValueError covers JSON and NumPy.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Plan.decode(path.read_bytes(), key)
+    return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time plan for `path`, as far as its file system can lock. One that comes while the lock is
+    removed plans as well, which harms nothing."""
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = None
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                lock.unlink()
+            os.close(descriptor)
+
+
 def _write(path: Path, data: bytes) -> None:
-    """Ranks may write the same plan at once: the last one's stays."""
+    """Machines, and processes without locks, may write the same plan at once: the last one's stays."""
     path.parent.mkdir(exist_ok=True)
     write_whole(path, data)
     plans = sorted(path.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
@@ -118,7 +149,6 @@ class _Planner:
         self, corpus: Corpus, objective: SequenceBuilder, row_lengths: tuple[int, ...], seed: int
     ) -> None:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
-        self.n_tokens = corpus.lengths()
 
     def cut(self) -> Plan:
         built = np.concatenate(
@@ -137,11 +167,13 @@ class _Planner:
     def fitted(self) -> Plan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
         volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
+        texts = np.zeros(len(blocks), np.int64)
         total = dropped = alone = 0
         for begin, starts, pieces in self._planned():
             kept = pieces.lengths.any(axis=1)
             self._check_lengths(pieces.take(np.flatnonzero(kept)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(pieces.lengths, starts[:-1])
+            texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, pieces)
             total, dropped = total + int(kept.sum()), dropped + int((~kept).sum())
         if not total:
             raise UsageError(
@@ -151,7 +183,7 @@ class _Planner:
         groups = np.array([0, *(end for end, _ in found)])
         sizes = np.array([rows for _, rows in found])
         if self.objective.needs_partners:
-            alone = self._alone(groups)
+            alone = self._alone(groups, np.cumsum(texts))
         room = int(sizes.sum()) * sum(self.row_lengths)
         padding = 1 - float(volumes.sum()) / room
         notes = []
@@ -177,14 +209,22 @@ class _Planner:
         return int(rows.max(initial=-1)) + 1
 
     def _sequences(self, begin: int, end: int) -> Pieces:
-        first, after = self.corpus.blocks[[begin, end]].tolist()
-        return pieces_of(self.n_tokens[first:after], self.objective, first, self.seed).with_sequences()
+        first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
+        return pieces_of(n_tokens, self.objective, first, self.seed).with_sequences()
 
-    def _alone(self, groups: NDArray[np.int64]) -> int:
-        """Sequences whose document is the only one of its group that is not empty."""
-        known = np.concatenate([[0], np.cumsum(self.n_tokens > 0)])[self.corpus.blocks[groups]]
+    def _count_texts(self, begin: int, starts: NDArray[np.int64], pieces: Pieces) -> NDArray[np.int64]:
+        """Count the documents of each block that are not empty [n], of which `_planned` gives the pieces."""
+        is_text = (pieces.numbers == 0) & (pieces.ends > 0)
+        return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
+
+    def _alone(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
+        """Count the sequences whose document is the only one of its group that is not empty.
+
+        texts [n_blocks + 1]: how many documents before each block are not empty.
+        """
         return sum(
-            len(self._sequences(*groups[at : at + 2].tolist())) for at in np.flatnonzero(np.diff(known) == 1)
+            len(self._sequences(*groups[at : at + 2].tolist()))
+            for at in np.flatnonzero(np.diff(texts[groups]) == 1)
         )
 
     def _on_padding(self, share: float) -> Iterator[str]:
@@ -204,7 +244,7 @@ class _Planner:
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
-            pieces = pieces_of(self.n_tokens[first : blocks[end]], self.objective, first, self.seed)
+            pieces = pieces_of(self.corpus.lengths(begin, end), self.objective, first, self.seed)
             yield begin, np.searchsorted(pieces.documents, blocks[begin : end + 1] - first), pieces
             begin = end
 

@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +16,10 @@ from blake3 import blake3
 
 from megatfm.errors import MegatfmError, UsageError
 
-ATTEMPTS = 3
-"""How often something is tried, if nothing comes of it."""
+ATTEMPTS = 10
+"""How often something is tried, if nothing comes of it: for about four minutes."""
+LONGEST_WAIT = 60.0
+"""Seconds between two tries, at most."""
 CHUNK = 2**20
 PART = 50 * 2**20
 """Bytes in a part of a large upload to S3."""
@@ -26,6 +30,14 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "crea
 # An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
 _WHOLE = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
 _WEB = frozenset(("http", "https"))
+# Statuses of HTTP that pass: request timeout, too early, too many requests.
+_TRANSIENT = (408, 425, 429)
+_MISTAKES = (TypeError, AttributeError, LookupError, AssertionError)
+"""Errors that are a mistake of some code, and no network's."""
+# Not the module's own state, which a user may have seeded alike on all ranks.
+_JITTER = random.SystemRandom()
+
+log = logging.getLogger("megatfm")
 
 
 @dataclass(frozen=True)
@@ -164,8 +176,12 @@ def retried(
     reached: Callable[[], int] = lambda: 0,
     verb: str = "read",
 ) -> Any:
-    """What `do` gives of the file system of a URL, and the path there. A network's faults are given a few tries more,
-    counted from where `reached` last changed; a URL's own are a UsageError at once."""
+    """Return what `do` gives of the file system of a URL, and the path there.
+
+    A network's faults, and a store that is away, are waited for: 1 s, 2 s, 4 s and so on up to a minute, each a half
+    more or less so that ranks don't ask together, `ATTEMPTS` times in all, counted from where `reached` last changed.
+    Each is told to the log. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
+    """
     import fsspec  # by name, since it takes a while to import and most corpora are local
 
     if "::" in url:
@@ -186,11 +202,26 @@ def retried(
         except (DiskError, MegatfmError):
             raise
         except Exception as error:  # every protocol has errors of its own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if _is_refusal(error):
+                raise UsageError(
+                    f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
+                ) from error
             attempt, before = (1 if reached() != before else attempt + 1), reached()
-            if attempt == ATTEMPTS:
-                said = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise MegatfmError(f"{url}: {name} can't be {verb} ({said})") from error
-            time.sleep(attempt)
+            if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
+                raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
+            seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)
+            log.warning(
+                f"{url}: {name} can't be {verb} ({reason}): try {attempt + 1} of {ATTEMPTS} in {seconds:.1f} s"
+            )
+            time.sleep(seconds)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server, or a library before asking it, says that this may not be done or asks wrongly."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
+    return refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
 
 
 def _append(fs: Any, place: str, partial: Path, size: int) -> None:

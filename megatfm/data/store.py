@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from megatfm.data.files import check_size, open_descriptor, read_at, read_range
+from megatfm.data.files import RESTORE, check_size, open_descriptor, read_at, read_range
 from megatfm.data.remote import CHUNK, DiskError, retried
 from megatfm.errors import MegatfmError, UsageError
 
@@ -37,6 +37,15 @@ class Store(Protocol):
     @property
     def folder(self) -> Path: ...
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a damaged file, as an error says it."""
+        ...
+
+    def path(self, known: Known) -> Path:
+        """Return where a file lies, or will lie when it was fetched."""
+        ...
+
     def check(self, known: Known) -> None:
         """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
         ...
@@ -55,6 +64,13 @@ class LocalStore:
     """A folder."""
 
     folder: Path
+
+    @property
+    def remedy(self) -> str:
+        return RESTORE
+
+    def path(self, known: Known) -> Path:
+        return self.folder / known.file
 
     def check(self, known: Known) -> None:
         check_size(self.folder / known.file, known.bytes)
@@ -76,8 +92,9 @@ class Cache(NamedTuple):
 @dataclass(frozen=True)
 class RemoteStore:
     """A URL that fsspec can read. A file is fetched as a whole when it is first read, by one process of a machine while
-    the others wait; it gets its name only when its BLAKE3 hash is the manifest's. Above the cache's limit, files that
-    were not read for longest go; one that is needed again is fetched again.
+    the others wait; it gets its name only when its BLAKE3 hash is the manifest's. The name begins with that hash, so a
+    corpus that replaces another behind the same URL finds none of the other's files. Above the cache's limit, files
+    that were not read for longest go; one that is needed again is fetched again.
     """
 
     url: str
@@ -87,6 +104,13 @@ class RemoteStore:
     def folder(self) -> Path:
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", self.url)[-80:]
         return self.cache.folder.expanduser() / f"{name}-{blake3(self.url.encode()).hexdigest()[:12]}"
+
+    @property
+    def remedy(self) -> str:
+        return f"delete this file of the cache, and it is fetched again from {self.url}"
+
+    def path(self, known: Known) -> Path:
+        return self.folder / f"{known.blake3[:16]}-{known.file}"
 
     def check(self, known: Known) -> None:
         if known.bytes > self.cache.limit:
@@ -98,17 +122,17 @@ class RemoteStore:
     def read(self, known: Known, offset: int, size: int) -> bytes:
         descriptor = self.open(known)
         try:
-            return read_at(descriptor, self.folder / known.file, offset, size)
+            return read_at(descriptor, self.path(known), offset, size, self.remedy)
         finally:
             os.close(descriptor)
 
     def open(self, known: Known) -> int:
-        path = self.folder / known.file
+        path = self.path(known)
         for last in (False, False, True):
             if not _is_whole(path, known):
                 self._fetch(path, known)
             try:
-                descriptor = open_descriptor(path)
+                descriptor = open_descriptor(path, self.remedy)
             except MegatfmError:
                 if last or path.exists():  # else another process needed its room in between
                     raise
@@ -213,10 +237,16 @@ def _is_whole(path: Path, known: Known) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system frees it when a process dies."""
+    """One process at a time; the system frees it when a process dies. A MegatfmError where a file system can't lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise MegatfmError(
+                f"{path}: its file system can't lock files ({error.strerror}), so processes would fetch over one "
+                "another: choose a folder on a disk of this machine as data.cache"
+            ) from error
         yield
     finally:
         os.close(file)

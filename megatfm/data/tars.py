@@ -17,7 +17,8 @@ from megatfm.data.manifest import TokenDtype
 from megatfm.data.members import npy_header
 from megatfm.errors import MegatfmError, UsageError
 
-TOKENS = ".npy"
+ARRAY, TOKENS = ".npy", "tokens.npy"
+"""How the name of an array ends, and what follows the key in that of the tokens, where there are several arrays."""
 PICKLES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
 STORED: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
 MAX_EXTENSION_BYTES = 2**20
@@ -59,34 +60,55 @@ def arrays_of(path: Path) -> Iterator[Array]:
 
 def arrays_in(file: IO[bytes], path: Path, ends: bool) -> Iterator[Array]:
     """The samples of an uncompressed tar. ends: whether its mark of the end must come."""
-    found: tuple[str, int, int, NDArray[Any], bool] | None = None
-    key, begin, names = None, 0, set[str]()
+    sample: _Sample | None = None
     for member, data in _members(file, path, ends):
-        if member.name in names:
-            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
-        names.add(member.name)
         directory, _, base = member.name.rpartition("/")
-        stem = f"{directory}/{base.partition('.')[0]}"
-        if stem != key:
-            if key is not None:
-                yield _sample(found, key, begin, path)
-            key, begin, found, names = stem, member.offset, None, {member.name}
-        if member.name.lower().endswith(TOKENS) and found is None:
-            tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
-            payload = member.offset_data + NPY_HEADER_BYTES
-            found = (member.name, member.offset, payload, tokens, in_place)
-    if key is not None:
-        yield _sample(found, key, begin, path)
+        key = f"{directory}/{base.partition('.')[0]}"
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample.tokens(path)
+            sample = _Sample(key, member.offset)
+        sample.add(member, data, path)
+    if sample is not None:
+        yield sample.tokens(path)
 
 
-def _sample(found: Any, key: str, begin: int, path: Path) -> Array:
-    if found is None:
-        raise UsageError(
-            f"{path}: sample {key.lstrip('/')!r} at byte {begin} has no {TOKENS} of token ids: text and images become "
-            "a corpus by `megatfm prep`"
+class _Sample:
+    """The members of a sample, of which only the data of what may be its tokens is held."""
+
+    def __init__(self, key: str, begin: int) -> None:
+        self.key, self.begin = key, begin
+        self._names = set[str]()
+        self._arrays: list[str] = []
+        self._chosen: tuple[tarfile.TarInfo, bytes] | None = None
+
+    def add(self, member: tarfile.TarInfo, data: bytes, path: Path) -> None:
+        if member.name in self._names:
+            raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
+        self._names.add(member.name)
+        extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+        if not extension.endswith(ARRAY.lstrip(".")):
+            return
+        self._arrays.append(extension)
+        if self._chosen is None or extension == TOKENS:
+            self._chosen = member, data
+
+    def tokens(self, path: Path) -> Array:
+        """Return the array of token ids. Raises a UsageError if there is none, or if any of several could be it."""
+        where = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
+        if self._chosen is None:
+            raise UsageError(
+                f"{where} has no {ARRAY} of token ids: text and images become a corpus by `megatfm prep`"
+            )
+        if len(self._arrays) > 1 and self._arrays.count(TOKENS) != 1:
+            raise UsageError(
+                f"{where} has several arrays ({', '.join(self._arrays)}): name the one of token ids KEY.{TOKENS}"
+            )
+        member, data = self._chosen
+        tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
+        return Array(
+            self.key.lstrip("/"), self.begin, member.offset_data + NPY_HEADER_BYTES, tokens, in_place
         )
-    _, _, payload, tokens, in_place = found
-    return Array(key.lstrip("/"), begin, payload, tokens, in_place)
 
 
 def _members(file: IO[bytes], path: Path, ends: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:

@@ -3,8 +3,11 @@
 import contextlib
 import itertools
 import multiprocessing
+import os
 import pickle
 import signal
+import socket
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -13,9 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.data.packing import Fields
+from megatfm.data.packing import Fields, join_rows
 from megatfm.data.rows import Rows
 from megatfm.errors import MegatfmError
+
+END_SECONDS = 10.0
+"""How long workers may take to end by themselves."""
 
 
 class Workers:
@@ -29,6 +35,7 @@ class Workers:
         self._own_rows, self._n = rows, n
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._lock = threading.Lock()
 
     @property
     def pids(self) -> list[int]:
@@ -39,33 +46,42 @@ class Workers:
         """The rows [n] at positions, as `Rows` says."""
         if not self._n:
             return self._own_rows.rows(positions)
-        if not self._processes:
-            self._start()
-        bounds = np.linspace(0, len(positions), len(self._processes) + 1).astype(int).tolist()
+        with self._lock:
+            if not self._processes:
+                self._start()
+            processes, pipes = self._processes, self._pipes
+        bounds = np.linspace(0, len(positions), len(processes) + 1).astype(int).tolist()
         asked = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
                 with contextlib.suppress(OSError):  # of a worker that died, which its answer tells
-                    self._pipes[number].send(list(positions[begin:end]))
+                    pipes[number].send(list(positions[begin:end]))
                 asked.append(number)
         # All are heard, also after an error, so that the next call finds no old answers.
-        answers = [self._answer(number) for number in asked]
+        answers = [_answer(number, processes[number], pipes[number]) for number in asked]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        parts = [answer for answer in answers if isinstance(answer, dict)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return join_rows([answer for answer in answers if isinstance(answer, dict)])
 
     def close(self) -> None:
-        """End the processes, and kill those that still work after 10 seconds; a later request starts new ones."""
-        for pipe in self._pipes:
-            pipe.close()  # which a worker takes as the end
-        for process in self._processes:
-            process.join(10)
+        """End the processes, and kill those that still work after `END_SECONDS`; a later request starts new ones.
+
+        A request that waits for them in another thread gets an error. Its ends of the pipes are closed when it lets go
+        of them, since a number that is closed while it is read from may be another file's by then.
+        """
+        with self._lock:
+            processes, pipes = self._processes, self._pipes
+            self._processes, self._pipes = [], []
+        for pipe in pipes:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # which a worker takes as the end
+        deadline = time.monotonic() + END_SECONDS
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
 
     def _start(self) -> None:
         # Spawned, since a fork would copy the threads' locks of torch and of the network as they happen to be.
@@ -80,22 +96,22 @@ class Workers:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _answer(self, number: int) -> Fields | BaseException:
-        try:
-            answer: Fields | BaseException = self._pipes[number].recv()
-            return answer
-        except (EOFError, OSError):
-            process = self._processes[number]
-            return MegatfmError(
-                f"data worker {number} (pid {process.pid}) died with exit code {_exit_code(process)}: the machine may "
-                "be short of memory: set data.workers to fewer"
-            )
+
+def _answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
+    try:
+        answer: Fields | BaseException = pipe.recv()
+        return answer
+    except (EOFError, OSError):
+        return MegatfmError(
+            f"data worker {number} (pid {process.pid}) died with exit code {_exit_code(process)}: the machine may "
+            "be short of memory: set data.workers to fewer"
+        )
 
 
 def _exit_code(process: Any) -> int | None:
     """Of a process that died or is about to; None if it does not."""
-    end = time.monotonic() + 10
-    process.join(10)
+    end = time.monotonic() + END_SECONDS
+    process.join(END_SECONDS)
     # Where two threads ask the system at once, one is told, and `join` of the other may return before that is known.
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.01)

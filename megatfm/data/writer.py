@@ -16,6 +16,7 @@ from megatfm.atomic import sync_folder
 from megatfm.data.files import WholeFile, write_whole, writing
 from megatfm.data.index import FRAME, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.data.manifest import (
+    DEFAULT_FRAME_BYTES,
     INDEX_NAME,
     MANIFEST,
     SHARD_NAME,
@@ -60,7 +61,7 @@ class ShardWriter:
         tokenizer_hash: str,
         token_dtype: TokenDtype,
         shard_bytes: int = 2**28,
-        frame_bytes: int = 2**18,
+        frame_bytes: int = DEFAULT_FRAME_BYTES,
         compress: bool = True,
         pack: bool = True,
         final: Callable[[Path], None] = lambda path: None,
@@ -244,6 +245,7 @@ class _OpenShard:
             index=IndexFile(
                 file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()
             ),
+            frame_bytes=DEFAULT_FRAME_BYTES if self._how.compress else self._how.frame_bytes,
         )
 
     def discard(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatfm.checkpoint import Box
 from megatfm.config import Config
+from megatfm.engines.loss_scale import LossScale
 from megatfm.engines.precision import PRECISIONS as PRECISIONS
 from megatfm.engines.precision import Precision as Precision
 from megatfm.parallel.layout import ParameterLayout
@@ -193,6 +194,12 @@ class EngineSetup:
     pipeline: Pipeline | None = None
 
 
+def loss_scale_of(engine: "Engine") -> LossScale | None:
+    """The scale of an engine that scales losses (float16), plugins' too; None where it doesn't."""
+    scale = getattr(engine, "loss_scale", None)
+    return scale if isinstance(scale, LossScale) else None
+
+
 class Engine(Protocol):
     """Carries out training steps of one model over the ranks of a mesh.
 
@@ -221,7 +228,8 @@ class Engine(Protocol):
     ) -> Sums:
         """Accumulate the gradient of the global batch's loss, of which these are this data rank's micro-batches.
 
-        watch: measure activations on the way, for `layer_statistics`.
+        All that a step takes come at once: raises MegatfmError where gradients of another call wait for `step` or
+        `zero_grad`. watch: measure activations on the way, for `layer_statistics`.
         """
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
@@ -232,7 +240,7 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
-        """The loss over batches, of which every data rank must bring equally many."""
+        """The loss over batches, of which every data rank must bring equally many, and at least one."""
 
     def gradients(self) -> Mapping[str, Tensor]:
         """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""

@@ -77,8 +77,8 @@ class LayerStatistics:
             for layer, values in zip(self._layers, roots, strict=True)
         }
         for path, numbers in (told or {}).items():
-            layer = max((layer for layer in found if path.startswith(f"{layer}.")), key=len)
-            found[layer] |= numbers
+            around = (layer for layer in found if f"{path}.".startswith(f"{layer}."))
+            found.setdefault(max(around, key=len, default=path), {}).update(numbers)
         return found
 
     def _layer(self, name: str) -> str:

@@ -26,6 +26,11 @@ class LossScale:
         elif self._steps == self._patience:
             self.value, self._steps = min(self.value * 2, LARGEST), 0
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's fault: it isn't settled, or the gradients have grown."""
+        return self.value > SMALLEST
+
     def state(self) -> dict[str, Tensor]:
         """The scale and the finite steps since it last changed, as scalars, so that a resume scales alike."""
         return {

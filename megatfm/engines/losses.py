@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.engines.interface import Arrays, LossFunction, Sums
+from megatfm.errors import MegatfmError
 from megatfm.ops.aligned import aligned
 from megatfm.ops.attention import sequence_starts
 from megatfm.ops.moved import moved
@@ -93,18 +94,34 @@ class LossSums:
         self._places = {term: place for place, term in enumerate(objective.weights)}
         # In float64, exact for counts below 2⁵³.
         self._counts, self._sums = torch.zeros(2, len(self._places), dtype=torch.float64, device=device)
+        self._counts_here = torch.zeros(len(self._places), dtype=torch.float64)
+        self._batches = 0
 
     def count(self, batches: Iterable[Arrays]) -> None:
-        """Count the terms of micro-batches, each data rank's own, over all of them. A collective.
+        """Count the terms of micro-batches, each data rank's own, over all of them. A collective."""
+        self.count_here(batches)
+        self.sum_counts()
+
+    def count_here(self, batches: Iterable[Arrays]) -> None:
+        """Count the terms of this rank's micro-batches.
 
         Of batches as the loader gives them, nothing is read from the device."""
-        totals = torch.zeros(len(self._places), dtype=torch.float64)
         for batch in batches:
+            self._batches += 1
             for term, count in self._objective.counts(to_device(batch, torch.device("cpu"))).items():
-                totals[self._places[term]] += count
-        counts = totals.to(self._device, non_blocking=True)
+                self._counts_here[self._places[term]] += count
+
+    def sum_counts(self) -> None:
+        """Add up over all data ranks what was counted here. A collective.
+
+        Raises MegatfmError where there was no batch, of which a loss of 0 would be told.
+        """
+        if not self._batches:
+            raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
+        counts = self._counts_here.to(self._device, non_blocking=True)
         self._mesh.sum(counts, self._mesh.data_axes)
         self._counts += counts
+        self._counts_here = torch.zeros_like(self._counts_here)
 
     def shares(self, scale: float = 1.0) -> Shares:
         """What terms count for in the loss of all that was counted, times a scale that is a power of 2."""
@@ -124,6 +141,16 @@ class LossSums:
         self._mesh.sum(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
         return Sums(self._objective.weights, self._reads.later(self.summed))
+
+
+def check_first_pass(passed: object) -> None:
+    """Raise MegatfmError where gradients of an earlier pass wait for their step: they would not add up with another's,
+    since each pass reduces them, and weighs its loss by the counts of its own batch."""
+    if passed is not None:
+        raise MegatfmError(
+            "forward_backward was called twice without a step: give it all micro-batches of a step at once, or drop "
+            "the gradients with zero_grad()"
+        )
 
 
 def here(batch: Arrays, device: torch.device, layout: ParameterLayout) -> dict[str, Tensor]:

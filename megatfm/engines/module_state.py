@@ -68,11 +68,13 @@ class ModuleState:
                 for path in own
                 for name, value in sorted(self._modules[path][0].observed.items())
             ]
+            if not sums:  # no pass reached them, on any rank
+                continue
             # In float64 whole numbers add up to the same in any order.
             flat = torch.cat([value.double().reshape(-1) for _, _, value in sums])
             self._mesh.sum(flat, axes)
             self._ties.sum_over(holders, flat)
-            totals: dict[str, dict[str, Tensor]] = {path: {} for path in own}
+            totals: dict[str, dict[str, Tensor]] = {path: {} for path, _, _ in sums}
             pieces = flat.split([value.numel() for _, _, value in sums])
             for (path, name, value), total in zip(sums, pieces, strict=True):
                 totals[path][name] = total.view_as(value).to(value.dtype)

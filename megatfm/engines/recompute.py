@@ -109,13 +109,15 @@ def _name(operator: Any) -> str:
 class Budget:
     """Keeps everything of a forward pass's blocks while it fits into so many bytes, and recomputes the blocks after.
 
-    What a block keeps is measured when one with inputs of these shapes first runs; ranks of one tensor-parallel group
-    have the same shapes, so they decide alike. Bytes are those of one forward pass: a pipeline holds several.
+    What a block keeps is measured when one of its kind with inputs of these shapes first runs, which keeps it all once,
+    whatever the limit; ranks of one tensor-parallel group have the same shapes, so they decide alike. Bytes are those
+    of one forward pass: a pipeline holds several.
     """
 
     def __init__(self, stage: nn.Module, limit: int) -> None:
         self.limit, self.held = limit, 0
         self._sizes: dict[Any, int] = {}
+        self._kinds: dict[nn.Module, Any] = {}
         stage.register_forward_pre_hook(lambda *_: self._start())
 
     def _start(self) -> None:
@@ -125,7 +127,9 @@ class Budget:
         """What the block gives; kept or recomputed in training, and just computed where nothing needs a gradient."""
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        key = _shapes(args), _shapes(kwargs.values())
+        if block not in self._kinds:
+            self._kinds[block] = kind_of(block)
+        key = self._kinds[block], _shapes(args), _shapes(kwargs.values())
         if key not in self._sizes:
             output, self._sizes[key] = measured(block, partial(forward, *args, **kwargs))
             self.held += self._sizes[key]
@@ -134,6 +138,14 @@ class Budget:
             return _again(block, forward, "full", *args, **kwargs)
         self.held += self._sizes[key]
         return forward(*args, **kwargs)
+
+
+def kind_of(block: nn.Module) -> Any:
+    """What blocks that keep equally much have in common: parts, patterns of attention, and the shapes of weights."""
+    parts = tuple(
+        (path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules()
+    )
+    return parts, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
 def measured(block: nn.Module, forward: Forward) -> tuple[Any, int]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from megatfm.parallel.backward_parts import under_way
+
 Later = Callable[[], None]
 OFF_THE_WAY = None
 """Instead of a node on the way: an output that doesn't depend on any input."""
@@ -41,7 +43,8 @@ def backward_of_inputs(
             branches[node].append(weight)
     arrived: dict[Node, Sequence[Tensor | None]] = {}
     hooks = [node.register_prehook(_keeper(arrived, node)) for node in branches]
-    torch.autograd.backward(roots, gradients, inputs=at_once, retain_graph=True)
+    with under_way("inputs"):
+        torch.autograd.backward(roots, gradients, inputs=at_once, retain_graph=True)
     for hook in hooks:
         hook.remove()
 
@@ -51,7 +54,8 @@ def backward_of_inputs(
     def later() -> None:
         for node, weights in branches.items():
             edges = [(GradientEdge(node, i), g) for i, g in enumerate(arrived.pop(node)) if g is not None]
-            torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
+            with under_way("weights"):
+                torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
         owners.clear()
 
     return later

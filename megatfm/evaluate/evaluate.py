@@ -1,6 +1,7 @@
 """Evaluating the newest checkpoint of a run on its validation sets, or on others."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.evaluate.compressors import compressors
 from megatfm.parallel import bootstrap
 from megatfm.parallel.mesh import build_mesh
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_corpus, open_tokenizer
 from megatfm.train.evaluation import evaluate
@@ -19,10 +20,12 @@ from megatfm.train.record.run_directory import RunDirectory
 
 
 def evaluate_run(
-    run_dir: Path, sets: dict[str, str], with_compressors: bool
+    run_dir: Path, sets: Mapping[str, str | Path], with_compressors: bool, *, trust_plugins: bool = False
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]] | None:
     """The results of each set, and of the compressors; both are written into the run directory as well.
 
+    sets: folders or URLs of corpora besides the run's own, by name. trust_plugins: import the packages that the run's
+    config names.
     Under several processes all take part, and rank 0 has the results.
     """
     if not (run_dir / "config.toml").is_file():
@@ -30,8 +33,8 @@ def evaluate_run(
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
         )
     config = load_config(run_dir / "config.toml")
-    import_plugins(config.plugins)
-    data = config.data.model_copy(update={"validation": {**config.data.validation, **sets}})
+    import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
+    data = config.data.model_copy(update={"validation": {**config.data.validation, **_absolute(sets)}})
     parallel = config.parallel.model_copy(
         update={"pp": 1, "cuts": [], "dp_replicate": 1, "dp_shard": -1, "tp": 1, "ep": 1}
     )
@@ -68,3 +71,11 @@ def evaluate_run(
     if baselines:
         run.write("baselines.json", json.dumps(baselines, indent=2) + "\n")
     return found, baselines
+
+
+def _absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:
+    """Make folders absolute, since a run's paths are; a URL stays as it is."""
+    return {
+        name: str(place) if "://" in str(place) else str(Path(place).expanduser().resolve())
+        for name, place in sets.items()
+    }

@@ -1,13 +1,14 @@
 """Beam search: several continuations of a prompt at once, and the likeliest in the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.decoding import Decoding, Prompts
+from megatfm.errors import UsageError
+from megatfm.generate.decoding import Decoding, Prompts, stop_tokens
+from megatfm.generate.sampling import check_logits
 
 # B prompts, K beams of each, V vocabulary
 
@@ -44,7 +45,7 @@ def beam_search(
     *,
     beams: int,
     max_tokens: int,
-    stop_token: int | None,
+    stop_token: int | Sequence[int] | None,
     penalty: Penalty = VASWANI,
     vocab_size: int | None = None,
     cache: bool = True,
@@ -53,17 +54,17 @@ def beam_search(
 
     In each step the 2·beams likeliest next tokens are looked at: those of the first half that end the text are done,
     and of the others the likeliest go on. A prompt is finished when no beam can overtake its best ended text any more.
-    vocab_size: only ids below it. Raises UsageError, MegatfmError.
+    stop_token: the id, or ids, that end a text. vocab_size: only ids below it. Raises UsageError, MegatfmError.
     """
     if beams < 1 or max_tokens < 1:
         raise UsageError("beam search needs at least one beam and one token")
     decoding = Decoding(model, prompts, max_tokens, cache=cache)
-    searches = [_Search(beams, max_tokens, stop_token, penalty) for _ in prompts.tokens]
+    searches = [_Search(beams, max_tokens, stop_tokens(stop_token), penalty) for _ in prompts.tokens]
     scores_BK = torch.zeros(len(searches), 1, dtype=torch.float64)
     for length in range(1, max_tokens + 1):
         logits = decoding.logits()[:, :vocab_size].double().cpu()
-        if not torch.isfinite(logits).all():
-            raise MegatfmError("the logits are not finite: the weights are, or the training was, broken")
+        places_B = (decoding.tokens_BT.shape[1] - decoding.skipped_B1[:, 0]).tolist()
+        check_logits(logits, places_B)
         logs_BKV = logits.log_softmax(-1).unflatten(0, (len(searches), -1))
         totals = (scores_BK[..., None] + logs_BKV).flatten(1)
         best, places = totals.topk(min(2 * beams, totals.shape[1]), dim=1)
@@ -85,8 +86,8 @@ def beam_search(
 class _Search:
     """The beams of one prompt."""
 
-    def __init__(self, beams: int, max_tokens: int, stop_token: int | None, penalty: Penalty) -> None:
-        self.beams, self.max_tokens, self.stop_token = beams, max_tokens, stop_token
+    def __init__(self, beams: int, max_tokens: int, stops: Sequence[int], penalty: Penalty) -> None:
+        self.beams, self.max_tokens, self.stops = beams, max_tokens, frozenset(stops)
         self.penalty = penalty
         self.running: list[list[int]] = [[]]
         self.best: tuple[float, list[int]] = (-float("inf"), [])
@@ -102,7 +103,7 @@ class _Search:
         going: list[tuple[float, int, int]] = []
         for rank, (score, place) in enumerate(zip(scores, places, strict=True)):
             beam, token = divmod(place, vocabulary)
-            if token == self.stop_token or length == self.max_tokens:
+            if token in self.stops or length == self.max_tokens:
                 if rank < self.beams and not self.finished:
                     found = (score / self.penalty(length), [*self.running[beam], token])
                     self.best = max(self.best, found, key=lambda pair: pair[0])

@@ -20,19 +20,22 @@ def sample(
     samples: int,
     show: Callable[[str], None] = lambda _: None,
     begin: str = "auto",
+    sentinel: str = "auto",
 ) -> list[str]:
     """The continuations of a prompt; `show` receives prompt and first continuation piece by piece.
 
-    The prompt stands where texts stood in training (see `prompt.py`); `eos` ends a text.
+    The prompt stands where texts stood in training (see `prompt.py`); an id of `loaded.stop` ends a text.
     """
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin)
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, samples, begin, sentinel)
     decoders = [TextStream(tokenizer, before=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
+    ended = [False] * samples
     show(prompt)
     for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.stop):
         for row, token in enumerate(tokens.tolist()):
-            piece = decoders[row].add([token])
+            piece = "" if ended[row] else decoders[row].add([token])
+            ended[row] = ended[row] or token in loaded.stop
             texts[row] += piece
             if row == 0:
                 show(piece)
@@ -42,11 +45,17 @@ def sample(
 
 
 def search(
-    loaded: Loaded, prompt: str, max_tokens: int, beams: int, length_penalty: float, begin: str = "auto"
+    loaded: Loaded,
+    prompt: str,
+    max_tokens: int,
+    beams: int,
+    length_penalty: float,
+    begin: str = "auto",
+    sentinel: str = "auto",
 ) -> str:
     """The continuation of a prompt that beam search finds."""
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1, begin)
+    prompts, max_tokens = _prepare(loaded, prompt, max_tokens, 1, begin, sentinel)
     (found,) = beam_search(
         loaded.model,
         prompts,
@@ -60,9 +69,11 @@ def search(
     return decoder.add(found.tokens.tolist()) + decoder.end()
 
 
-def _prepare(loaded: Loaded, prompt: str, max_tokens: int, samples: int, begin: str) -> tuple[Prompts, int]:
+def _prepare(
+    loaded: Loaded, prompt: str, max_tokens: int, samples: int, begin: str, sentinel: str
+) -> tuple[Prompts, int]:
     """The prompts on the model's device, and how many tokens there is room for."""
-    prompts = prompts_of(loaded, prompt, samples, begin).to(next(loaded.model.parameters()).device)
+    prompts = prompts_of(loaded, prompt, samples, begin, sentinel).to(next(loaded.model.parameters()).device)
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
     trained = (
         data.target_length if prompts.encoder is not None and data.target_length else data.sequence_length

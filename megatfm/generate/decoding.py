@@ -1,5 +1,6 @@
 """A batch of texts that grow token by token: prompts of any lengths, decoders and encoder-decoders, cached or not."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import KVCache
+from megatfm.layers.moe import without_capacity
+
+log = logging.getLogger("megatfm")
 
 # B rows, T tokens so far with padding before the prompts, S tokens of the encoder with padding after them
 
@@ -35,22 +39,51 @@ class Prompts:
         return Prompts([row.to(device) for row in self.tokens], encoder, self.prefix)
 
 
+def stop_tokens(given: int | Sequence[int] | None) -> list[int]:
+    """The ids that end a text: none, one or several."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, int) else list(given)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether the logits at a token predict the next one, as the model's class says in `is_causal`."""
+    return bool(getattr(model, "is_causal", False))
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a part of the model reads a text of its own, as its class says in `has_encoder`."""
+    return bool(getattr(model, "has_encoder", False))
+
+
+def check_makes_text(model: nn.Module) -> None:
+    """Raise a UsageError for a model whose logits don't predict a next token."""
+    if not is_causal(model):
+        family = cast(ModelConfig, model.config).family
+        raise UsageError(
+            f"model.family = {family!r} makes no text: give a decoder or an encoder-decoder (a plugin's family says "
+            "is_causal = True)"
+        )
+
+
 class Decoding:
-    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference."""
+    """The model's view of the batch. Without `cache` everything is computed again for each token: the reference.
+
+    Experts with a capacity take all tokens, either way.
+    """
 
     def __init__(self, model: nn.Module, prompts: Prompts, max_tokens: int, *, cache: bool = True) -> None:
         """Raises UsageError for prompts that can't be continued, or not by `max_tokens`."""
         config = cast(ModelConfig, model.config)
         if not prompts.tokens or min(len(prompt) for prompt in prompts.tokens) == 0:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
-        if (config.family == "encoder_decoder") != (prompts.encoder is not None) or config.family not in (
-            "decoder",
-            "encoder_decoder",
-        ):
-            raise UsageError(
-                f"model.family = {config.family!r} "
-                + ("needs tokens for its encoder" if "decoder" in config.family else "makes no text")
-            )
+        check_makes_text(model)
+        if has_encoder(model) != (prompts.encoder is not None):
+            needs = "needs tokens for its encoder" if has_encoder(model) else "has no encoder for such tokens"
+            raise UsageError(f"model.family = {config.family!r} {needs}")
+        if cache and not getattr(model, "takes_cache", False):
+            log.warning("family %r takes no cache: all is computed again for each token", config.family)
+            cache = False
         self.model, self.config = model, config
         self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
@@ -91,7 +124,8 @@ class Decoding:
         if self.cache is not None:
             inputs["cache"] = self.cache
         self.fed = self.tokens_BT.shape[1]
-        return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
+        with without_capacity(self.model):
+            return cast(Tensor, self.model(self.tokens_BT[:, fed:], **inputs).logits[:, -1])
 
     def append(self, tokens_B: Tensor) -> None:
         """The rows' next tokens."""
@@ -117,7 +151,8 @@ class Decoding:
             )
         tokens_BS, documents_BS = _padded(tokens, left=False)
         where = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
-        memory = cast(Any, self.model).encode(tokens_BS, **where)
+        with without_capacity(self.model):
+            memory = cast(Any, self.model).encode(tokens_BS, **where)
         return {"memory": memory, **{f"encoder_{key}": value for key, value in where.items()}}
 
 

@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
+from megatfm.generate.decoding import has_encoder, is_causal
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -25,6 +26,7 @@ class TextEncoder:
     """A model and its tokenizer, with what stands around a text.
 
     pooling, normalize: what `encode` does unless told otherwise. max_tokens: longer texts are cut, which is said.
+    begins: what stood before texts in a decoder's training; None: `bos`.
     """
 
     model: nn.Module
@@ -32,6 +34,7 @@ class TextEncoder:
     pooling: Pooling = "mean"
     normalize: bool = False
     max_tokens: int | None = None
+    begins: tuple[int, ...] | None = None
 
     def encode(
         self,
@@ -47,12 +50,22 @@ class TextEncoder:
         reserved for its ends. normalize: to length 1. Raises UsageError.
         """
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise UsageError(f"sentences: {wrong[0]!r:.80} is no text: give one text or a list of them")
+        if batch < 1:
+            raise UsageError(f"batch = {batch}: choose 1 or more sentences at a time, e.g. 32")
         way = pooling or self.pooling
         if way not in POOLINGS:
             raise UsageError(f"pooling = {way!r}: choose one of {', '.join(POOLINGS)}")
         if not texts:
             raise UsageError("no sentences to encode: give at least one")
-        ids = [self._framed(text) for text in self.tokenizer.encode_batch(texts, threads=1)]
+        before, after = self._frame()
+        if self.max_tokens is not None and self.max_tokens <= len(before) + len(after):
+            raise UsageError(
+                f"max_tokens = {self.max_tokens}: {len(before) + len(after)} tokens stand around a text already: "
+                f"choose {len(before) + len(after) + 1} or more"
+            )
+        ids = [self._framed(text, before, after) for text in self.tokenizer.encode_batch(texts, threads=1)]
         if cut := sum(len(own) < len(given) for own, given in ids):
             log.warning("%d of %d texts are cut at %d tokens", cut, len(texts), self.max_tokens)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i][0]))
@@ -66,10 +79,23 @@ class TextEncoder:
             pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
         return pooled_BD
 
-    def _framed(self, text: Iterable[int]) -> tuple[list[int], list[int]]:
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What stands before and after a text, as in the training of the model's kind. Raises UsageError."""
+        family, special = cast(ModelConfig, self.model.config).family, self.tokenizer.special
+        if has_encoder(self.model):
+            raise UsageError(
+                f"model.family = {family!r} makes no vectors of texts: give an encoder or a decoder (its encoder "
+                "alone: model.module.encode)"
+            )
+        if is_causal(self.model):
+            return [self.tokenizer.bos] if self.begins is None else list(self.begins), []
+        cls, sep = ([] if token is None else [token] for token in (special.cls, special.sep))
+        return ([], [*sep, *cls]) if family == "xlnet" else (cls, sep)
+
+    def _framed(
+        self, text: Iterable[int], before: list[int], after: list[int]
+    ) -> tuple[list[int], list[int]]:
         """The ids that are read, and those of the whole text."""
-        cls, sep = self.tokenizer.special.cls, self.tokenizer.special.sep
-        before, after = [[token] if token is not None else [] for token in (cls, sep)]
         own = [int(token) for token in text]
         whole = [*before, *own, *after]
         if self.max_tokens is None or len(whole) <= self.max_tokens:
@@ -83,7 +109,13 @@ class TextEncoder:
         for row, each in enumerate(ids):
             tokens_BT[row, : len(each)] = torch.tensor(each, dtype=torch.long)
             documents_BT[row, : max(1, len(each))] = 0
-        hidden_BTD = self.model(tokens_BT.to(device), documents=documents_BT.to(device)).hidden.cpu().float()
+        fields = {"documents": documents_BT.to(device)}
+        if (
+            cast(ModelConfig, self.model.config).family == "xlnet"
+        ):  # [CLS], behind the text, has a segment of its own
+            is_cls_BT = (tokens_BT == self.tokenizer.special.cls) & (documents_BT == 0)
+            fields["segments"] = is_cls_BT.long().to(device)
+        hidden_BTD = self.model(tokens_BT.to(device), **fields).hidden.cpu().float()
         counted_BT = documents_BT == 0
         if way == "first":
             return list(hidden_BTD[:, 0])
@@ -110,6 +142,5 @@ def warn_of_padding(model: nn.Module, pad: int) -> None:
             )
             hook.remove()
 
-    config = model.config
-    if isinstance(config, ModelConfig) and config.family in ("encoder", "discriminator", "electra", "xlnet"):
+    if not is_causal(model):
         hook = model.register_forward_pre_hook(look, with_kwargs=True)

@@ -10,11 +10,12 @@ from torch import nn
 
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
+from megatfm.config.key_migrations import migrate
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import set_buffers, stored_tensors
 from megatfm.models import build
 from megatfm.ops.aligned import aligned
-from megatfm.registry import import_plugins
+from megatfm.registry import import_foreign_plugins
 from megatfm.tokenizers import Tokenizer
 
 
@@ -22,8 +23,9 @@ from megatfm.tokenizers import Tokenizer
 class Loaded:
     """A trained model and what belongs to it. `folder` is its run directory, None for a checkpoint on its own.
 
-    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the id that
-    ends a text.
+    begins: what stood before texts in the training of a model from elsewhere; None: `bos`, as here. stop: the ids of
+    which each ends a text. knows_objective: whether `config.objective` is what it was trained for, not a guess from its
+    kind.
     """
 
     model: nn.Module
@@ -32,17 +34,19 @@ class Loaded:
     step: int
     folder: Path | None
     begins: tuple[int, ...] | None = None
-    stop: int | None = None
+    stop: tuple[int, ...] = ()
+    knows_objective: bool = True
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> Loaded:
+def load(path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False) -> Loaded:
     """Open the newest checkpoint of a run directory, or one checkpoint, with its tokenizer.
 
+    trust_plugins: import the packages that its config names.
     The model is in float32 and in evaluation mode. Raises UsageError where nothing can be opened, MegatfmError
     where something is damaged or does not fit.
     """
     source = checkpoint.find_checkpoint(path)
-    return with_tokenizer(load_model(source, device), source)
+    return with_tokenizer(load_model(source, device, trust_plugins=trust_plugins), source)
 
 
 def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
@@ -66,26 +70,34 @@ def with_tokenizer(model: nn.Module, source: Path) -> Loaded:
             f"{source}: the model has {rows} rows, fewer than its tokenizer's "
             f"{tokenizer.vocab_size} ids: one of the two was replaced"
         )
+    if type(step := state.get("step")) is not int:
+        raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step")
     begins, stop = state.get("begins"), state.get("stop")
     return Loaded(
         model,
         tokenizer,
         config,
-        int(str(state.get("step"))),
+        step,
         folder,
         tuple(int(str(token)) for token in begins) if isinstance(begins, list) else None,
-        stop if isinstance(stop, int) else tokenizer.eos,
+        # One number in older checkpoints.
+        tuple(int(str(token)) for token in stop)
+        if isinstance(stop, list)
+        else (stop if isinstance(stop, int) else tokenizer.eos,),
+        knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
     )
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(
+    path: str | Path, device: str | torch.device = "cpu", *, trust_plugins: bool = False
+) -> nn.Module:
     """The model of a run directory or checkpoint, in float32 and in evaluation mode; no tokenizer is needed.
 
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
     source = checkpoint.find_checkpoint(path)
     _, config = _state(source)
-    import_plugins(config.plugins)
+    import_foreign_plugins(config.plugins, source, trusted=trust_plugins)
     model = build(config.model)
     set_buffers(model)
     stored = checkpoint.read_tensors(source, "model.")
@@ -112,7 +124,7 @@ def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
     """The state of a checkpoint and the config that it was saved under, which unlike RUN/config.toml can't change."""
     state = checkpoint.read_state(source)
     try:
-        return state, Config.model_validate(state.get("config"))
+        return state, Config.model_validate(migrate(state.get("config")))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "config"

@@ -1,5 +1,6 @@
 """A prompt as a model read texts in its training: where it goes, and which reserved tokens stand around it."""
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -7,44 +8,52 @@ import torch
 from torch import Tensor
 
 from megatfm.errors import UsageError
-from megatfm.generate.decoding import Prompts
+from megatfm.generate.decoding import Prompts, check_makes_text, has_encoder
 
 if TYPE_CHECKING:
     from megatfm.generate.load import Loaded
 
+log = logging.getLogger("megatfm")
+
+BEGIN = ("auto", "bos", "none")
+SENTINEL = ("auto", "always", "never")
 _SENTINEL = re.compile(r"<extra_(?:id_)?(\d+)>")
 
 
-def prompts_of(loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto") -> Prompts:
+def prompts_of(
+    loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto", sentinel: str = "auto"
+) -> Prompts:
     """The prompt, `samples` times.
 
     begin: what a decoder reads before it: "auto", what stood there in its training, "bos", or "none".
 
-    For a model of span corruption, `<extra_0>`, `<extra_1>`, … in the text are what is to be filled in; without any,
-    it is what follows. Raises UsageError for models that make no text.
+    For a model of span corruption, `<extra_0>`, `<extra_1>`, … in the text are what is to be filled in. sentinel:
+    whether `<extra_0>` is added to a text without any: "always", "never", or "auto": for models that were trained so
+    here, while those from elsewhere may have learnt tasks. Raises UsageError for models that make no text.
     """
     model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
-    if model.family in ("decoder", "encoder_decoder") and model.head.name == "none":
+    check_makes_text(loaded.model)
+    if model.head.name == "none":
         raise UsageError(
             "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
             "take vectors by megatfm.load(FOLDER).encode"
         )
+    if begin != "auto" and has_encoder(loaded.model):
+        raise UsageError(
+            f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
+        )
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
-        ids = _with_sentinels(loaded, text)
+        ids = _with_sentinels(loaded, text, sentinel)
     if objective == "denoisers" and "S" in tokenizer.modes:
         ids = [tokenizer.modes["S"], *ids]
     first: list[int] | None
-    if model.family == "encoder_decoder":
+    if has_encoder(loaded.model):
         if objective == "causal":
             encoder, first = [tokenizer.eos], [tokenizer.pad, *ids]
         else:
             encoder, first = [*ids, tokenizer.eos], [tokenizer.pad]
         return Prompts(_rows(first, samples), _rows(encoder, samples))
-    if model.family != "decoder":
-        raise UsageError(
-            f"model.family = {model.family!r} makes no text: give a decoder or an encoder-decoder"
-        )
     bare = objective == "span_corruption" or (objective == "denoisers" and "S" in tokenizer.modes)
     prefix = objective in ("prefix", "span_corruption", "denoisers")
     if not bare:
@@ -54,10 +63,15 @@ def prompts_of(loaded: "Loaded", text: str, samples: int = 1, begin: str = "auto
     return Prompts(_rows(ids, samples), prefix=prefix)
 
 
-def _with_sentinels(loaded: "Loaded", text: str) -> list[int]:
+def _with_sentinels(loaded: "Loaded", text: str, sentinel: str) -> list[int]:
     sentinels = loaded.tokenizer.sentinels
     parts = _SENTINEL.split(text)
-    if len(parts) == 1:
+    if len(parts) == 1 and sentinel == "auto" and not loaded.knows_objective:
+        log.warning(
+            "the prompt is read as it is, for the objective of a converted model is not known: put <extra_0> where "
+            "text is to be filled in, or give --sentinel always (never: without this line)"
+        )
+    elif len(parts) == 1 and sentinel != "never":
         parts += ["0", ""]
     ids: list[int] = []
     for place, part in enumerate(parts):

@@ -38,14 +38,10 @@ class Sampling:
             raise UsageError(f"top_p = {self.top_p}: choose more than 0 and at most 1 (no limit), e.g. 0.95")
 
     def choose(self, logits_BV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """The token [B] of each row at its `position` of the sequence. Raises MegatfmError if logits are not finite."""
+        """The token [B] of each row at its `position` of the sequence. Raises as `check_logits` does."""
         logits_BV = logits_BV[:, : self.vocab_size]
         positions = [position] * len(logits_BV) if isinstance(position, int) else position
-        if not torch.isfinite(logits_BV).all():
-            raise MegatfmError(
-                f"the logits at position {positions[0]} are not finite: the weights are, or the training was, broken; "
-                "use an earlier checkpoint"
-            )
+        check_logits(logits_BV, positions)
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         sorted_BV, ids_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
@@ -61,3 +57,18 @@ class Sampling:
         point_B1 = mass_BV.gather(1, kept_B1 - 1) * mass_BV.new_tensor(share_B)[:, None]
         chosen_B1 = torch.searchsorted(mass_BV, point_B1, right=True).minimum(kept_B1 - 1)
         return ids_BV.gather(1, chosen_B1)[:, 0]
+
+
+def check_logits(logits_BV: Tensor, positions: Sequence[int]) -> None:
+    """Raise a MegatfmError, naming row and position, for logits that are no distribution.
+
+    −∞ is allowed, by which a head masks ids, but not at every id.
+    """
+    highest_B = logits_BV.amax(-1)  # NaN where there is any
+    broken = torch.nonzero(~torch.isfinite(highest_B)).flatten().tolist()
+    if broken:
+        row = broken[0]
+        raise MegatfmError(
+            f"the logits of text {row + 1} at position {positions[row]} are not finite: the weights are, or the "
+            "training was, broken; use an earlier checkpoint"
+        )

@@ -26,6 +26,7 @@ class Decoder(nn.Module):
     """A causal stack and a head."""
 
     context = "alone"
+    is_causal, takes_cache = True, True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ class EncoderDecoder(nn.Module):
     plan = (("memory", "enter output"),)
 
     context = "alone"
+    is_causal, takes_cache, has_encoder = True, True, True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

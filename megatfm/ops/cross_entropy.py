@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatfm.ops.torch_private import keeps_graph
+
 IGNORE = -100
 """A target that does not count."""
 
@@ -65,13 +67,19 @@ def cross_entropy(
 ) -> Tensor:
     """The same in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
-    The gradients are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024), and only scaled in
-    the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD` holds the rows from
-    `first` on and `join` brings the parts together: every part then gives the whole loss, and its own share of the
-    gradient to `hidden`.
+    The gradients that are wanted are made in the forward pass, where the logits were (as in Liger, Hsu et al. 2024),
+    and only scaled in the backward pass. chunk: tokens; None: as memory allows. For a vocabulary in parts, `weight_WD`
+    holds the rows from `first` on and `join` brings the parts together: every part then gives the whole loss, and its
+    own share of the gradient to `hidden`.
     """
     chunk = chunk or chunk_of(hidden_MD, len(weight_WD))
-    return _ChunkedCrossEntropy.apply(hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, join)
+    # A function knows of a parameter that it requires gradients, and not whether any are wanted.
+    wanted = tuple(
+        torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
+    )
+    return _ChunkedCrossEntropy.apply(
+        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, first, join, wanted
+    )
 
 
 def chunk_of(hidden_MD: Tensor, rows: int) -> int:
@@ -100,44 +108,48 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         first: int,
         join: Join | None,
+        wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         precise, vocabulary = _precise(hidden_MD), len(weight_WD)
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
         # oneDNN's bf16 products with AMX read on in a row beyond its end, and multiply by zero what is there.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
-        hidden_gradient = torch.empty_like(hidden_MD)
+        of_hidden, of_weight, of_bias = wanted
+        hidden_gradient = torch.empty_like(hidden_MD) if of_hidden else None
         weight_gradient = None
-        bias_gradient = None if bias_W is None else torch.zeros_like(bias_W, dtype=precise)
+        bias_gradient = torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and of_bias else None
         for start in range(0, hidden_MD.shape[0], chunk):
             part = slice(start, start + chunk)
             hidden = hidden_MD[part]
             logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
             total += _to_gradient(logits, targets_M[part], variant, first, join)
-            if any(ctx.needs_input_grad):
-                gradient = logits
+            gradient = logits
+            if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight_WD
+            if of_weight:
                 weight_gradient = _add_product(weight_gradient, gradient.T, hidden)
-                if bias_gradient is not None:
-                    bias_gradient += gradient.sum(0, dtype=precise)
-        if weight_gradient is None:
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0, dtype=precise)
+        if of_weight and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight_WD)
-        saved = [hidden_gradient, weight_gradient.to(weight_WD.dtype)]
-        if bias_W is not None and bias_gradient is not None:
-            saved.append(bias_gradient.to(bias_W.dtype))
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight_WD.dtype),
+            None if bias_gradient is None or bias_W is None else bias_gradient.to(bias_W.dtype),
+        )
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # One factor for the whole sum: scaling afterwards is exact up to rounding. Where they lie, unless they are kept
         # for another backward pass: on a CPU, memory for as much again costs more than the product.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        hidden, weight, *bias = (
-            torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
+        kept = keeps_graph()
+        scaled = (
+            None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if kept else saved)
             for saved in ctx.saved_tensors
         )
-        return hidden, weight, bias[0] if bias else None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatfm.ops.torch_private import scaled_mm
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The kernels want dims that this divides."""
@@ -52,7 +54,10 @@ def rounded(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
 
 def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, quick: bool) -> Tensor:
     """left · rightᵀ [M, N] in left's dtype, with left in `dtype` and right in e4m3. quick: sums are kept in fewer bits,
-    where a GPU has that."""
+    where a GPU has that. Of bfloat16, float32 or float64: what float16 holds, a scale may leave it."""
+    assert left_MK.dtype != torch.float16, "fp8 is of bfloat16: train.precision = 'fp8'"
+    if not (left_MK.numel() and right_NK.numel()):  # which have no largest number, and no kernel
+        return left_MK.new_zeros(len(left_MK), len(right_NK))
     numbers, factors = [], []
     for x, kind in ((left_MK, dtype), (right_NK, E4M3)):
         scale = scales(x, rowwise, torch.finfo(kind).max)
@@ -62,7 +67,7 @@ def product(left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype
         left, right = (n.double() * f.double() for n, f in zip(numbers, factors, strict=True))
         return left @ right.T
     left_scale, right_scale = factors if rowwise else (f.view(()) for f in factors)
-    return torch._scaled_mm(
+    return scaled_mm(
         numbers[0],
         numbers[1].t(),
         scale_a=left_scale,
@@ -81,14 +86,17 @@ class _Linear(torch.autograd.Function):
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        kind = E4M3 if ctx.rowwise else E5M2
-        to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
-        if ctx.rowwise or x_MK.shape[0] % MULTIPLE:
-            return to_x, gradient_MN.T @ x_MK, None
-        return to_x, product(gradient_MN.T, x_MK.T, False, kind, quick=False), None
+        kind, to_x, to_weight = E4M3 if ctx.rowwise else E5M2, None, None
+        if ctx.needs_input_grad[0]:
+            to_x = product(gradient_MN, weight.T, ctx.rowwise, kind, quick=False).view_as(x)
+        if ctx.needs_input_grad[1] and (ctx.rowwise or x_MK.shape[0] % MULTIPLE):
+            to_weight = gradient_MN.T @ x_MK
+        elif ctx.needs_input_grad[1]:
+            to_weight = product(gradient_MN.T, x_MK.T, False, kind, quick=False)
+        return to_x, to_weight, None
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rowwise: bool = True) -> Tensor:

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatfm.ops import megablocks
+from megatfm.ops.torch_private import is_fake
 
 # M rows, G groups, I width of the rows, O of the products
 
@@ -32,7 +32,7 @@ def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
     oneDNN, which multiplies bfloat16 on CPUs, builds and keeps a kernel for each number of rows, which takes longer
     than the product, and a megabyte: there rows go by windows of few lengths.
     """
-    if x_MI.dtype == torch.bfloat16 and not isinstance(x_MI, FakeTensor):
+    if x_MI.dtype == torch.bfloat16 and not is_fake(x_MI):
         if x_MI.device.type == "cpu":
             return "windows"
         if x_MI.device.type == "cuda" and megablocks.is_installed():
@@ -71,13 +71,23 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_MO):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI = ctx.saved_tensors
-        into_weight_GOI = torch.zeros_like(weight_GOI)
-        for (first, last, low, high), into_OI in zip(ctx.windows, into_weight_GOI, strict=True):
-            if first < last:
-                own_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
-                own_WO[first - low : last - low] = gradient_MO[first:last]
-                torch.mm(own_WO.T, x_MI[low:high], out=into_OI)
-        return _by_windows(gradient_MO.contiguous(), weight_GOI, ctx.windows), into_weight_GOI, None
+        gradient_MO, into_x_MI, into_weight_GOI = gradient_MO.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            into_x_MI = _by_windows(gradient_MO, weight_GOI, ctx.windows)
+        if ctx.needs_input_grad[1]:
+            into_weight_GOI = _into_weights(gradient_MO, x_MI, weight_GOI, ctx.windows)
+        return into_x_MI, into_weight_GOI, None
+
+
+def _into_weights(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, spans: list[Window]) -> Tensor:
+    """Gradients [G, O, I]."""
+    into_weight_GOI = torch.zeros_like(weight_GOI)
+    for (first, last, low, high), into_OI in zip(spans, into_weight_GOI, strict=True):
+        if first < last:
+            own_WO = gradient_MO.new_zeros(high - low, gradient_MO.shape[1])
+            own_WO[first - low : last - low] = gradient_MO[first:last]
+            torch.mm(own_WO.T, x_MI[low:high], out=into_OI)
+    return into_weight_GOI
 
 
 def _by_windows(x_MI: Tensor, weight_GIO: Tensor, spans: list[Window]) -> Tensor:

@@ -1,12 +1,14 @@
 """Initial weights that depend on (seed, name, row) and on nothing else: no rank, device, layout or order.
 
 Numbers are drawn by NumPy's Philox ziggurat on the CPU, in blocks of rows, so that a rank draws only the blocks
-that hold its rows. Each block has a generator of its own, so blocks may be drawn by several threads at once.
+that hold its rows. Each block has a generator of its own, so blocks may be drawn by several threads at once. Of rows
+that are large themselves, as experts are, a block is drawn a few at a time, and only those that are asked for are kept.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from megatfm import keyed
 
 ROW_BLOCK = 128
 """Rows drawn together: part of the definition of the weights, never to be changed."""
+PIECE = 2**20
+"""Elements of a block that are drawn at a time, unless one row has more: in pieces or at once, they are the same."""
 WORTH_THREADS = 2**18
 """Elements below which one thread is as fast as several."""
 
@@ -84,7 +88,9 @@ def draw(
         start = block * ROW_BLOCK
         rows = slice(max(first - start, 0), min(last - start, ROW_BLOCK))
         target = drawn[start + rows.start - first : start + rows.stop - first]
-        target[...] = _rows(initial, seed, name, shape, block)[(rows, *columns)]
+        count = min(ROW_BLOCK, shape[0] - start)
+        generator = np.random.Generator(keyed.bits(seed, "initial", name, block))
+        _draw_rows(initial, generator, (count, *shape[1:]), (rows, *columns), target)
 
     blocks = range(first // ROW_BLOCK, (last - 1) // ROW_BLOCK + 1)
     if threads == 1 or drawn.size < WORTH_THREADS:
@@ -96,21 +102,43 @@ def draw(
     return torch.from_numpy(drawn)
 
 
-def _rows(
-    initial: Normal | TruncatedNormal | Uniform, seed: int, name: str, shape: Sequence[int], block: int
+def _draw_rows(
+    initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...],
+    kept: tuple[slice, ...], target: NDArray[np.float32],
+) -> None:  # fmt: skip
+    """Draws the rows of a block of this shape in their order, up to the last that is kept, and puts those into
+    `target`. What is drawn anew in a truncated distribution comes after all rows, so that there all are drawn."""
+    (rows, *columns), width = kept, prod(shape[1:])
+    step = max(1, PIECE // max(width, 1))
+    beyond: list[NDArray[np.int64]] = []
+    is_truncated = isinstance(initial, TruncatedNormal)
+    end = shape[0] if is_truncated else rows.stop
+    for start in range(0, end, step):
+        values = _next(initial, generator, (min(step, end - start), *shape[1:]))
+        if is_truncated:
+            beyond.append(np.flatnonzero(np.abs(values) > 2) + start * width)
+        first, last = max(rows.start, start), min(rows.stop, start + len(values))
+        if first < last:
+            target[first - rows.start : last - rows.start] = values[
+                (slice(first - start, last - start), *columns)
+            ]
+    again = np.concatenate(beyond) if beyond else np.empty(0, np.int64)
+    while len(again):
+        values = generator.standard_normal(len(again), dtype=np.float32)
+        places = np.unravel_index(again, shape)
+        is_kept = np.all(
+            [(at >= x.start) & (at < x.stop) for at, x in zip(places, kept, strict=True)], axis=0
+        )
+        target[tuple(at[is_kept] - x.start for at, x in zip(places, kept, strict=True))] = values[is_kept]
+        again = again[np.abs(values) > 2]
+    if not isinstance(initial, Uniform):
+        target *= np.float32(initial.std)
+
+
+def _next(
+    initial: Normal | TruncatedNormal | Uniform, generator: np.random.Generator, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    rows = min(ROW_BLOCK, shape[0] - block * ROW_BLOCK)
-    size = (rows, *shape[1:])
-    generator = np.random.Generator(keyed.bits(seed, "initial", name, block))
-    match initial:
-        case Normal(std):
-            values = generator.standard_normal(size, dtype=np.float32)
-            values *= np.float32(std)
-            return values
-        case Uniform(bound):
-            return ((generator.random(size) * 2 - 1) * bound).astype(np.float32)
-        case TruncatedNormal(std):
-            values = generator.standard_normal(size, dtype=np.float32)
-            while (beyond := np.abs(values) > 2).any():
-                values[beyond] = generator.standard_normal(int(beyond.sum()), dtype=np.float32)
-            return values * np.float32(std)
+    """The next numbers; of normal distributions, of those with a standard deviation of 1."""
+    if isinstance(initial, Uniform):
+        return ((generator.random(shape) * 2 - 1) * initial.bound).astype(np.float32)
+    return generator.standard_normal(shape, dtype=np.float32)

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-_KNOWN: Any = WeakIdKeyDictionary()
+from megatfm.ops.torch_private import weak_dictionary
+
+_KNOWN: Any = weak_dictionary()
 """Of tensors on a device, while they are there: the host's own copy, and how often the tensor had been written."""
 
 

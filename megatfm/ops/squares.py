@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatfm.ops.torch_private import foreach_norm
+
 PIECE = 2**14
 """On a CPU torch adds a norm up in a few running sums of float32: of 38 M elements it is 0.3 % short, of a piece 2e-7,
 or 2e-6 where they are converted from bfloat16 (on a GPU its kernels cut tensors up themselves)."""
@@ -14,11 +16,14 @@ or 2e-6 where they are converted from bfloat16 (on a GPU its kernels cut tensors
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Σ x² over all elements of all tensors, in float64, on their device; they have one device and one dtype.
 
-    Squares are added up in float32 within a piece, in float64 if the tensors are, and in float64 over pieces.
+    Where there are none, or none with elements, as on a rank of which all shards are empty, it is 0. Squares are added
+    up in float32 within a piece, in float64 if the tensors are, and in float64 over pieces.
     """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype)).double().square().sum()
+        return torch.stack(foreach_norm(list(tensors), 2, dtype)).double().square().sum()
     norms, rests = [], []
     for tensor in tensors:
         flat, whole = tensor.reshape(-1), tensor.numel() // PIECE * PIECE
@@ -27,5 +32,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if whole < len(flat):
             rests.append(flat[whole:])
     if rests:
-        norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype)))
+        norms.append(torch.stack(foreach_norm(rests, 2, dtype)))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
     return torch.cat(norms).double().square().sum()

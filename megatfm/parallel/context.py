@@ -8,8 +8,8 @@ over the tokens here; "experts", of which numbers of rows follow from whole ones
 to experts. What says nothing, nobody knows to be right, and is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatfm.parallel import context_slots
 from megatfm.parallel.blocks import blocks
 from megatfm.parallel.collectives import copy_to_shards, sum_partial
 from megatfm.parallel.context_attention import across, across_keys, across_latents
-from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.context_exchange import LENGTHS, Contexts
 from megatfm.parallel.context_experts import of_whole_rows
 from megatfm.parallel.context_tokens import across_around
 from megatfm.parallel.context_wide import across_wide
@@ -48,13 +48,27 @@ def contexts_of(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, way: s
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return Contexts(mesh.group(CONTEXT), is_folded(model), unit, way)
+    return Contexts(mesh.group(CONTEXT), folding(model), unit, way)
 
 
-def is_folded(model: nn.Module) -> bool:
-    """Whether later tokens have more to look at than earlier ones, so that runs alone would be unequal work."""
-    patterns = (getattr(module, "pattern", None) for module in model.modules())
-    return any(getattr(pattern, "grows", False) for pattern in patterns)
+def folding(model: nn.Module) -> Callable[[int], bool]:
+    """`is_folded` by the length of rows, once for each."""
+    patterns = dict.fromkeys(
+        pattern for module in model.modules() if (pattern := getattr(module, "pattern", None)) is not None
+    )
+    return lru_cache(LENGTHS)(partial(_grow, [*patterns]))
+
+
+def is_folded(model: nn.Module, length: int) -> bool:
+    """Whether later tokens of rows of this length have more to look at than earlier ones, so that runs alone would be
+    unequal work: also in windows that are as wide as the row."""
+    return folding(model)(length)
+
+
+def _grow(patterns: Sequence[Any], length: int) -> bool:
+    """Patterns of plugins may say nothing of that."""
+    within = (getattr(pattern, "within", lambda _, pattern=pattern: pattern)(length) for pattern in patterns)
+    return any(getattr(pattern, "grows", False) for pattern in within)
 
 
 def install(model: nn.Module, contexts: Contexts) -> None:

@@ -1,14 +1,16 @@
 """Attention of the queries here to keys and values of all ranks that share rows.
 
 What queries may look at is fetched where a pattern says which tokens these are (windows, chunks), and the few queries
-that see all go to the keys themselves; where all look at all, keys and values go round a ring of ranks (Liu et al.
-2023), one part of the row a step. Of attention of its own, and of that to another row, all keys are fetched.
+that see all go to the keys themselves. Where documents alone bound what is looked at, that is fetched if it is less
+than half of the rest of the row; else keys and values go round a ring of ranks (Liu et al. 2023), one part of the row a
+step. Of attention of its own, of that to another row, and where a bias has a number for each pair, all keys are
+fetched.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 
 from megatfm.ops.attention import blocks
 from megatfm.ops.attention.banded import merged
+from megatfm.ops.attention.distances import by_distance
 from megatfm.ops.attention.tiles import How
 from megatfm.ops.compiled import constant_when_compiled
-from megatfm.parallel.context_exchange import Contexts, Flight, Wanted, fetch
+from megatfm.parallel.backward_parts import current_part
+from megatfm.parallel.context_exchange import LENGTHS, Contexts, Flight, Wanted, fetch, is_little
 from megatfm.parallel.context_heads import by_heads, goes_by_heads
 from megatfm.parallel.context_parts import how_of, part_backward, part_of, zeros_for
 from megatfm.parallel.context_wide import Wide, with_wide
@@ -41,13 +45,14 @@ def across(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]:
         core_: Any = core
         looked_at = sequence.memory if core_.pattern.of_memory else sequence
         as_they_are = Heads(k.shape[-1], v.shape[-1])
-        if looked_at is not sequence or not hasattr(core, "seen"):
+        is_own = not hasattr(core, "seen")
+        if looked_at is not sequence or is_own or (bias is not None and not by_distance(bias)):
             wanted = looked_at.once("everything", lambda: everything(contexts, looked_at.length))
             _tell(shown, "all keys are fetched", contexts.size)
             return alone(q, *as_they_are.heads(fetch(torch.cat([k, v], -1), wanted)), sequence, bias)
         needs = needs_of(core_, contexts, sequence)
-        if needs is None and goes_by_heads(
-            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3])
+        if not core_.is_local(sequence.length) and goes_by_heads(
+            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), needs
         ):
             _tell(shown, BY_HEADS, contexts.size)
             return by_heads(core_, q, k, v, bias, sequence, contexts)
@@ -64,7 +69,9 @@ def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]
     def forward(q: Tensor, latent: Tensor, of_keys: Tensor, of_values: Tensor, sequence: Any) -> Tensor:
         core_: Any = core
         needs, n = needs_of(core_, contexts, sequence), q.shape[1]
-        if needs is None and goes_by_heads(contexts, q, n, len(of_values) // n, latent.shape[-1]):
+        if not core_.is_local(sequence.length) and goes_by_heads(
+            contexts, q, n, len(of_values) // n, latent.shape[-1], needs
+        ):
             k, v = core_.heads(latent, of_keys, of_values)
             _tell(shown, BY_HEADS, contexts.size)
             return by_heads(core_, q, k, v, None, sequence, contexts)
@@ -77,7 +84,7 @@ def across_latents(core: nn.Module, contexts: Contexts) -> Callable[..., Tensor]
 
 def across_keys(whole: nn.Module, contexts: Contexts) -> Callable[..., tuple[Tensor, Tensor]]:
     """What is run instead of a module's `forward` that is given keys and values, for attention of its own."""
-    found = cache(partial(everything, contexts))
+    found = lru_cache(LENGTHS)(partial(everything, contexts))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return Heads(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), found(length)))
@@ -102,13 +109,15 @@ _TOLD: set[tuple[str, str, int]] = set()
 
 
 def needs_of(core: Any, contexts: Contexts, sequence: Any) -> Wanted | None:
-    """What a pattern's queries may look at; None where that is anywhere."""
+    """What queries may look at, where that is fetched: always where the pattern bounds it, and where documents do if no
+    rank fetches half of what others have. All ranks know whole rows, and so decide alike."""
 
     def found() -> Wanted | None:
         dealt = contexts.places(sequence.length)
         row = sequence.row.on_host()
         needs = [core.reached(row, each) for each in dealt]
-        return None if needs[0] is None else Wanted.of(contexts, dealt, needs)
+        is_fetched = core.is_local(sequence.length) or is_little(dealt, needs)
+        return Wanted.of(contexts, dealt, needs) if is_fetched else None
 
     made: Wanted | None = sequence.once(("needs", core.pattern), found)
     return made
@@ -194,17 +203,18 @@ class Made:
 
 class _Ring(torch.autograd.Function):
     """What keys and values are made of goes round; in the backward pass its gradients follow one step behind, and end
-    at home."""
+    at home. What the next step needs is under way while a part is computed."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, sent: Tensor, bias: Tensor | None, drawn: Tensor | None, sinks: Tensor | None,
         hows: Sequence[How], contexts: Contexts, made: Heads | Made, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        here = sent
+        here, flight = sent, _shift(sent, contexts, hows[1:2])
         out, lse = part_of(q, *made.heads(sent), bias, drawn, hows[0])
-        for how in hows[1:]:
-            here = _shift(here, contexts, how)
+        for step, how in enumerate(hows[1:], 1):
+            (here,) = flight.wait()
+            flight = _shift(here, contexts, hows[step + 1 : step + 2])
             out, lse = merged(out, lse, *part_of(q, *made.heads(here), bias, drawn, how))
         out, lse = blocks.with_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, sent, bias, drawn, sinks, out, lse, *weights)
@@ -213,10 +223,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        if hasattr(
-            ctx, "of_weights"
-        ):  # the second part of a backward pass that is taken in two: nothing travels again
-            of_bias, of_sinks, of_weights = ctx.of_weights
+        kept = vars(ctx).pop("of_weights", None) if current_part() == "weights" else None
+        if kept is not None:  # computed with the gradients of inputs: nothing travels again
+            of_bias, of_sinks, of_weights = kept
             return None, None, of_bias, None, of_sinks, None, None, None, *of_weights
         q, sent, bias, drawn, sinks, out, lse, *weights = ctx.saved_tensors
         hows, contexts, made = ctx.rest
@@ -227,26 +236,35 @@ class _Ring(torch.autograd.Function):
             dq, dk, dv = part_backward(g, q, k, v, out, lse, bias, drawn, how, of_bias)
             return dq, *made.back(here, weights, dk, dv)
 
-        here, travelled = sent, None
+        here, keys, behind = sent, _shift(sent, contexts, hows[1:2]), None
         dq, own, *of_weights = of(sent, hows[0])
-        for how in hows[1:]:
-            here = _shift(here, contexts, how)
+        dq, *of_weights = (x.to(lse.dtype) for x in (dq, *of_weights))  # rounded once, not once a part
+        for step, how in enumerate(hows[1:], 1):
+            (here,) = keys.wait()
+            keys = _shift(here, contexts, hows[step + 1 : step + 2])
             more, part, *more_of_weights = of(here, how)
             dq = dq + more
-            of_weights = [a + b for a, b in zip(of_weights, more_of_weights, strict=True)]
-            travelled = part if travelled is None else _shift(travelled, contexts, how) + part
-        if travelled is not None:
-            own = own + _shift(travelled, contexts, hows[0])
+            of_weights = [total + x for total, x in zip(of_weights, more_of_weights, strict=True)]
+            if behind is not None:
+                part = behind.wait()[0] + part
+            behind = _shift(part, contexts, [hows[(step + 1) % len(hows)]])
+        if behind is not None:
+            own = own + behind.wait()[0]
+        of_weights = [x.to(weight.dtype) for x, weight in zip(of_weights, weights, strict=True)]
         of_bias = None if of_bias is None else of_bias.to(bias.dtype)
         of_sinks = blocks.gradient_of_sinks(g, out, lse, sinks)
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if current_part() == "inputs":
             ctx.of_weights = of_bias, of_sinks, of_weights
-        return dq, own.to(sent.dtype), of_bias, None, of_sinks, None, None, None, *of_weights
+        return dq.to(q.dtype), own.to(sent.dtype), of_bias, None, of_sinks, None, None, None, *of_weights
 
 
-def _shift(x: Tensor, contexts: Contexts, how: How) -> Tensor:
-    """Sends x to the next rank, and gives what the one before had: as many tokens as are looked at now."""
+def _shift(x: Tensor, contexts: Contexts, hows: Sequence[How]) -> Flight:
+    """Begins to send x to the next rank, and to get what the one before has: as many tokens as are looked at then.
+    Nothing travels where no step is to come."""
+    if not hows:
+        return Flight(contexts.group, [], [])
+    (how,) = hows
     assert how.places is not None
     after, before = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
     came = x.new_empty(*x.shape[:2], len(how.places), x.shape[3])
-    return Flight(contexts.group, [(after, x)], [(before, came)]).wait()[0]
+    return Flight(contexts.group, [(after, x)], [(before, came)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -13,18 +13,22 @@ from torch.distributed import ProcessGroup
 from megatfm.errors import UsageError
 from megatfm.ops.moved import moved
 
+LENGTHS = 64
+"""For so many lengths of rows, where their tokens go is remembered: a batch schedule has fewer, evaluation one more."""
+
 
 @dataclass(frozen=True)
 class Contexts:
     """The ranks that share rows, and how these are cut.
 
-    folded: a rank has a run from the front and its mirror image from the back, so that causal attention is equally
-    much on all (zig-zag); else one run. unit: tokens that stay together, so that sequence parallelism divides them.
+    folded: of rows of a length, whether a rank has a run from the front and its mirror image from the back, so that
+    causal attention is equally much on all (zig-zag); else one run. unit: tokens that stay together, so that sequence
+    parallelism divides them.
     way: of full attention, "ring", "heads", or "auto", by what is sent.
     """
 
     group: ProcessGroup
-    folded: bool = False
+    folded: Callable[[int], bool] = lambda length: False
     unit: int = 1
     way: str = "auto"
 
@@ -43,11 +47,11 @@ class Contexts:
 
         Raises UsageError if there are not enough for all.
         """
-        return places(length, self.size, self.folded, self.unit)
+        return [*places(length, self.size, self.folded(length), self.unit)]
 
 
-@cache
-def places(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]:
+@lru_cache(LENGTHS)
+def places(length: int, ranks: int, folded: bool, unit: int = 1) -> tuple[Tensor, ...]:
     """See `Contexts.places`."""
     runs, units = ranks * (1 + folded), length // unit
     if units < runs:
@@ -57,7 +61,7 @@ def places(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]
         )
     bounds = [i * units // runs * unit for i in range(runs)] + [length]
     each = [torch.arange(bounds[i], bounds[i + 1]) for i in range(runs)]
-    return [torch.cat([each[r], each[-1 - r]]) for r in range(ranks)] if folded else each
+    return tuple(torch.cat([each[r], each[-1 - r]]) for r in range(ranks)) if folded else tuple(each)
 
 
 class Flight:
@@ -89,7 +93,8 @@ class Wanted:
 
     here: places of this rank's tokens. gives[r]: numbers, among the tokens here, of those that rank r needs. gets[r]:
     places of tokens of rank r that are needed here. looked_at: all places that are looked at here, ascending; order:
-    where each of these lies in [own, what came from rank 0, 1, …].
+    where each of these lies in [own, what came from rank 0, 1, …]. most: tokens that a rank gets, of all ranks; length:
+    tokens of the row.
     """
 
     contexts: Contexts
@@ -97,16 +102,31 @@ class Wanted:
     gets: list[Tensor]
     looked_at: Tensor
     order: Tensor
+    most: int
+    length: int
 
     @classmethod
     def of(cls, contexts: Contexts, dealt: Sequence[Tensor], needs: Sequence[Tensor]) -> "Wanted":
         """dealt: places by rank; needs[r]: sorted places whose keys rank r looks at."""
         me, nobody = contexts.rank, torch.empty(0, dtype=torch.int64)
         here, ranks = dealt[me], range(contexts.size)
-        gives = [torch.isin(here, needs[r]).nonzero()[:, 0] if r != me else nobody for r in ranks]
-        gets = [dealt[r][torch.isin(dealt[r], needs[me])] if r != me else nobody for r in ranks]
+        length = sum(map(len, dealt))
+        is_needed = torch.zeros(len(dealt), length, dtype=torch.bool)
+        for r in ranks:
+            is_needed[r, needs[r]] = True
+        most = max(len(needs[r]) - int(is_needed[r, dealt[r]].sum()) for r in ranks)
+        gives = [is_needed[r, here].nonzero()[:, 0] if r != me else nobody for r in ranks]
+        gets = [dealt[r][is_needed[me, dealt[r]]] if r != me else nobody for r in ranks]
         looked_at, order = torch.cat([here, *gets]).sort()
-        return cls(contexts, gives, gets, looked_at, order)
+        return cls(contexts, gives, gets, looked_at, order, most, length)
+
+
+def is_little(dealt: Sequence[Tensor], needs: Sequence[Tensor]) -> bool:
+    """Whether no rank needs half of what the others have. dealt: places by rank; needs[r]: places whose keys rank r
+    looks at, its own among them."""
+    ranks, length = len(dealt), sum(map(len, dealt))
+    most = max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+    return 2 * most * ranks < (ranks - 1) * length
 
 
 class _Fetch(torch.autograd.Function):

@@ -11,22 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm.ops.moved import moved
-from megatfm.parallel.context_exchange import Contexts
+from megatfm.parallel.context_exchange import Contexts, Wanted
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S tokens of the row, H head width, V value width
 
 Way = Callable[[Tensor, Contexts, int], Tensor]
 
 
-def goes_by_heads(contexts: Contexts, q_BNTH: Tensor, kv_heads: int, v_width: int, ring: int) -> bool:
-    """Whether it is asked for, or heads can be dealt and that sends less in both passes than a ring. ring: numbers of a
-    token that go round."""
+def goes_by_heads(
+    contexts: Contexts, q_BNTH: Tensor, kv_heads: int, v_width: int, sent: int, needs: Wanted | None
+) -> bool:
+    """Whether it is asked for, or heads can be dealt and that sends less in both passes than what is done instead: a
+    ring, or a fetch of what is needed. sent: numbers of a token that go round, or are fetched."""
     c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
     if contexts.way == "heads":
         return True
     if contexts.way != "auto" or n % c or (kv_heads % c and c % kv_heads):
         return False
-    return 2 * (n + max(kv_heads, c)) * (h + v_width) < 3 * c * ring
+    by_heads = 2 * (n + max(kv_heads, c)) * (h + v_width)  # in units of (c − 1) / c² of a row
+    if needs is None:
+        return by_heads < 3 * c * sent
+    return by_heads * (c - 1) * needs.length < 2 * sent * needs.most * c**2
 
 
 def by_heads(

@@ -79,7 +79,10 @@ def lay(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str =
 
 
 def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_parallel: bool) -> Placement:
-    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole."""
+    """A tensor with fewer dims than the style cuts, e.g. the bias of a row-cut matrix, stays whole.
+
+    Raises UsageError where its gradient would then be each rank's own share and the style takes it for complete.
+    """
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
     if parts == 1:
         return style.place(Placement(name, shape), mesh)
@@ -87,8 +90,18 @@ def _place(name: str, tensor: Tensor, style: Style, mesh: Mesh, sequence_paralle
     if dim is not None:
         cut = Cut(TENSOR, dim, mesh.rank(TENSOR), parts, style.uneven)
         return style.place(Placement(name, shape, (cut,)), mesh)
+    if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "whole":
+        raise UsageError(
+            f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to cut over parallel.tp = "
+            f"{parts}: its gradient would be each rank's own share. Move it to a module with a style such as "
+            "'shared by heads', which adds these shares up"
+        )
     partial = style.gradient == "partial" or (style.gradient == "sequence" and sequence_parallel)
     return style.place(Placement(name, shape, sum_over=(TENSOR,) if partial else ()), mesh)
+
+
+MOST_DIMS = 8
+"""More than any parameter has."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class Path:
     marks: str = ""
     """A dot on each point, for `dots`."""
     run: int = 0
+    steps: str = ""
+    """How far the step of each point of `d` is behind the last, so that the page shows what was recorded."""
+    values: str = ""
+    """The value of each, likewise."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,7 @@ class Chart:
     broken: int
     """Values that are not finite."""
     x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    """Axis limits in data units; logarithms of them if `log`."""
+    """Limits of the axis of steps."""
     log: bool
     from_zero: bool = False
     marks: Sequence[Mark] = ()
@@ -141,7 +144,6 @@ def chart(
             len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"
         ),
         x_range=(first, last),
-        y_range=(low, high),
         log=log,
         from_zero=from_zero,
     )
@@ -214,7 +216,7 @@ def number(value: float) -> str:
 
 def _draw(line: Line, place: Callable[[float, float], tuple[float, float]]) -> Path:
     curve = thin_out(line.curve)
-    path, marks, pen_down = [], [], False
+    path, marks, steps, values, pen_down = [], [], list[int](), list[str](), False
     for step, value in zip(curve.steps, curve.values, strict=True):
         if not math.isfinite(value):
             pen_down = False
@@ -223,6 +225,8 @@ def _draw(line: Line, place: Callable[[float, float], tuple[float, float]]) -> P
         dot = f"M{x:.1f},{y:.1f}h0"  # a stroke of no length: under round caps a dot, also for a lone point
         path.append(f"L{x:.1f},{y:.1f}" if pen_down else dot)
         marks.append(dot)
+        steps.append(step)
+        values.append(f"{value:.7g}".removeprefix("0"))
         pen_down = True
     return Path(
         line.name,
@@ -231,6 +235,8 @@ def _draw(line: Line, place: Callable[[float, float], tuple[float, float]]) -> P
         "".join(path),
         "".join(marks) if line.kind == "dots" else "",
         line.run,
+        " ".join(str(step - before) for before, step in zip([0, *steps], steps, strict=False)),
+        " ".join(values),
     )
 
 

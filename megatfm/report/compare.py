@@ -10,7 +10,7 @@ from megatfm.atomic import write_whole
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.report.chart import Chart, Line, chart, number, smooth
 from megatfm.report.run import Curve, Run
-from megatfm.report.settings import flat
+from megatfm.report.settings import leaves, text
 from megatfm.report.template import duration, page
 
 OF_NO_INTEREST = ("name", "run_dir", "log.", "resume.", "checkpoint.")
@@ -43,11 +43,13 @@ class Comparison:
 
     def differences(self) -> list[tuple[str, list[str]]]:
         """Settings that are not the same in all runs, with each run's."""
-        settings = [dict(flat(run.config)) for run in self.runs]
-        keys = list(dict.fromkeys(key for each in settings for key in each))
-        rows = [(key, [each.get(key, ABSENT) for each in settings]) for key in keys]
+        settings = [dict(leaves(run.config)) for run in self.runs]
+        keys = dict.fromkeys(key for each in settings for key in each if not key.startswith(OF_NO_INTEREST))
+        rows = [(key, [[each[key]] if key in each else [] for each in settings]) for key in keys]
         return [
-            (key, cells) for key, cells in rows if len(set(cells)) > 1 and not key.startswith(OF_NO_INTEREST)
+            (key, [text(cell[0]) if cell else ABSENT for cell in cells])
+            for key, cells in rows
+            if any(cell != cells[0] for cell in cells)
         ]
 
     def results(self) -> Results:
@@ -121,7 +123,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page, one file without any outside reference. Raises MegatfmError if it can't be written."""
     path = Path(path)
-    text = page(
+    content = page(
         "compare.html",
         comparison.runs,
         names=comparison.names,
@@ -135,7 +137,7 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
         ],
     )
     try:
-        write_whole(path, text)
+        write_whole(path, content)
     except OSError as error:
         raise MegatfmError(f"can't write {path}: {error.strerror}; choose another with --out") from error
     return path

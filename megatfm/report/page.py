@@ -49,7 +49,6 @@ def write_report(folder: str | Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as text."""
-    prep = run.prep()
     differing = changed(run.config)
     return page(
         "report.html",
@@ -62,8 +61,10 @@ def render(run: Run) -> str:
         maps=load_maps(run),
         samples=by_prompt(run.samples[-SAMPLES:]),
         corpora=run.corpora(),
-        prep=prep_steps(prep),
-        prep_notes=[*prep.get("notes", []), *prep.get("skipped_files", [])],
+        preps=[
+            (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
+            for name, prep in run.prep().items()
+        ],
         plan=run.plan,
         differing=None if differing is None else sections(differing),
         config=sections(run.config),

@@ -33,19 +33,20 @@ function ticks(low, high, about, log) {
   return found;
 }
 
+function recorded(path) {
+  const [gaps, values] = [path.dataset.steps.split(" "), path.dataset.values.split(" ")];
+  let step = 0;
+  return [...path.getAttribute("d").matchAll(/[ML]/g)].map(([letter], i) => ({ down: letter === "L", step: (step += +gaps[i]), value: +values[i] }));
+}
+
 for (const plot of document.querySelectorAll(".plot")) {
   const svg = plot.querySelector("svg");
-  const [firstStep, lastStep] = plot.dataset.x.split(" ").map(Number);
-  const [low, high] = plot.dataset.y.split(" ").map(Number);
   const drawnLog = plot.dataset.log !== undefined;
-  // Points of the paths in the data's own units; `down`: joined to the one before.
+  // Points of the paths as they were recorded; `down`: joined to the one before.
   const curves = [...svg.querySelectorAll("path[data-name], path.marks")].map((path) => ({
     path, name: path.dataset.name, colour: path.classList[1], run: +(path.dataset.run ?? 0),
     read: path.dataset.name !== undefined && !path.classList.contains("thin"),
-    data: [...path.getAttribute("d").matchAll(/([ML])([\d.-]+),([\d.-]+)/g)].map(([, letter, x, y]) => {
-      const v = high - (y / 1000) * (high - low);
-      return { down: letter === "L", step: firstStep + (x / 1000) * (lastStep - firstStep), value: drawnLog ? 10 ** v : v };
-    }),
+    data: recorded(path),
     points: [],
   }));
 
@@ -123,7 +124,7 @@ for (const plot of document.querySelectorAll(".plot")) {
     box.replaceChildren(`step ${Math.round(at.step).toLocaleString("en")}${where}`, ...shown.map(({ name, colour }, i) => {
       const row = document.createElement("span");
       row.className = colour;
-      row.textContent = `${shown.length > 1 ? `${name} ` : ""}${near[i].value.toLocaleString("en", { maximumSignificantDigits: 4 })}`;
+      row.textContent = `${shown.length > 1 ? `${name} ` : ""}${near[i].value.toLocaleString("en", { maximumSignificantDigits: 6 })}`;
       return row;
     }));
     plot.classList.add("reading");

@@ -5,11 +5,13 @@ import math
 import tomllib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatfm.data.manifest import Manifest
+from megatfm.config.key_migrations import migrate
+from megatfm.data.manifest import MANIFEST, Manifest
+from megatfm.data.store import Cache, RemoteStore, open_store
 from megatfm.errors import MegatfmError, UsageError
 
 
@@ -80,27 +82,42 @@ class Run:
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
 
     def corpora(self) -> list[Corpus]:
-        """The training corpus and the validation corpora that the config names."""
-        data = self.config.get("data", {})
-        validation = data.get("validation") or {}
-        named = [("train", data.get("train")), *validation.items()]
-        return [_corpus(name, str(folder)) for name, folder in named if folder]
+        """The training corpora and the validation corpora that the config names."""
+        validation = self.config.get("data", {}).get("validation") or {}
+        named = [*self._trained_on(), *validation.items()]
+        return [_corpus(name, str(folder)) for name, folder in named]
 
-    def prep(self) -> dict[str, Any]:
-        """What `megatfm prep` noted beside the training corpus, if it is still there."""
-        train = self.config.get("data", {}).get("train")
-        return self._table(Path(train).parent / "prep.json") if train else {}
+    def prep(self) -> dict[str, dict[str, Any]]:
+        """What `megatfm prep` noted beside each training corpus, where it is still there."""
+        noted: dict[str, dict[str, Any]] = {}
+        for name, place in self._trained_on():
+            store = open_store(place, Cache())
+            if isinstance(store, RemoteStore):
+                table = _remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
+            else:
+                table = self._table(Path(place).parent / "prep.json")
+            if table:
+                noted[name] = table
+        return noted
+
+    def _trained_on(self) -> list[tuple[str, str]]:
+        """Name and folder or URL of the training corpus, or of each source of a mixture."""
+        data = self.config.get("data", {})
+        mixture = data.get("mixture") or {}
+        sources = [(name, source.get("path")) for name, source in mixture.items()]
+        return [(name, str(place)) for name, place in [("train", data.get("train")), *sources] if place]
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            config: dict[str, Any] = migrate(tomllib.loads(path.read_text(encoding="utf-8")))
+            return config
         except (OSError, ValueError) as error:
             raise MegatfmError(f"{path}: can't read the run's config: {error}") from error
 
     def _text(self, name: str | Path) -> str:
         path = self.folder / name
-        if not path.exists():
+        if not path.is_file():
             return ""
         try:
             return path.read_text(encoding="utf-8", errors="replace")
@@ -170,9 +187,23 @@ def _numbers(
             yield (*prefix, key), float(value)
 
 
+def _remote_table(store: RemoteStore, name: str) -> dict[str, Any]:
+    """A JSON object behind a URL; empty where there is none."""
+    try:
+        table = _json(store.manifest(name).decode(errors="replace"))
+    except MegatfmError:
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
 def _corpus(name: str, folder: str) -> Corpus:
     try:
-        shards = Manifest.load(Path(folder)).shards
+        store = open_store(folder, Cache())
+        if isinstance(store, RemoteStore):
+            manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
+        else:
+            manifest = Manifest.load(store.folder)
+        shards = manifest.shards
     except MegatfmError as error:
         return Corpus(name, folder, problem=str(error))
     return Corpus(

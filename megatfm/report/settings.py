@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm.config import Config
-from megatfm.report.chart import number
 
 Settings = list[tuple[str, list[tuple[str, str]]]]
 
@@ -41,16 +40,24 @@ def _put_names_back(kept: dict[str, Any], whole: Mapping[str, Any]) -> None:
                 kept[key] = {"name": whole[key]["name"], **value}
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Dotted keys and readable values of nested tables."""
+    return ((key, text(value)) for key, value in leaves(table))
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        elif isinstance(value, bool | str):
-            yield prefix + key, str(value).lower() if isinstance(value, bool) else value
-        elif isinstance(value, int):
-            yield prefix + key, f"{value:,}"
-        elif isinstance(value, float):
-            yield prefix + key, number(value)
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, json.dumps(value, ensure_ascii=False, default=str)
+            yield prefix + key, value
+
+
+def text(value: Any) -> str:
+    """A setting as people read it; of numbers every digit, so that unlike ones look unlike."""
+    if isinstance(value, bool | str):
+        return str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)

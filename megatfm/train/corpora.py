@@ -121,6 +121,12 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     validation: dict[str, CorpusRows] = {
         name: opened.rows(path, shuffle=False) for name, path in data.validation.items()
     }
+    for name, rows in validation.items():
+        if not len(rows):
+            raise UsageError(
+                f"data.validation.{name} = {data.validation[name]}: holds no row to evaluate: leave it out, or name "
+                "another corpus"
+            )
     return Corpora(tokenizer, objective, opened.train(), batch_schedule(config), validation)
 
 

@@ -62,12 +62,12 @@ def load_weights(engine: Engine, path: str | Path, only: Sequence[str] = ()) -> 
     """Fill the engine's weights, and nothing else, from a run or checkpoint of any layout and precision.
 
     only: patterns over names, such as "decoder.*", of the weights that are taken over; the others stay as they are.
-    Raises UsageError if one that is wanted is not there, or has another shape.
+    Raises UsageError if one that is wanted is not there, or has another shape. A collective.
     """
-    source = checkpoint.find_checkpoint(path)
+    source = run_on_rank_0(lambda: checkpoint.find_checkpoint(path))  # the run there may save meanwhile
     stored = {
         name.removeprefix("model."): tuple(shape)
-        for name, (_, shape) in checkpoint.names(source).items()
+        for name, (_, shape) in run_on_rank_0(lambda: checkpoint.names(source)).items()
         if name.startswith("model.")
     }
     wanted = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}

@@ -2,11 +2,13 @@
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from megatfm import checkpoint
+from megatfm.checkpoint.flow import progress
 from megatfm.checkpoint.nodes import Nodes
 from megatfm.config import Config
 from megatfm.data import Loader, check_batch
@@ -19,14 +21,14 @@ from megatfm.train import resume
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
-from megatfm.train.guards.elastic import elastic_config
+from megatfm.train.guards.elastic import elastic_config, layout_changes
 from megatfm.train.guards.integrity import compare_replicas, forward_backward
 from megatfm.train.guards.preflight import preflight
 from megatfm.train.guards.progress import check_progress
 from megatfm.train.init_from import load_weights, origin_of
 from megatfm.train.record.console import RunLog
 from megatfm.train.record.machine import started
-from megatfm.train.record.metrics import MetricsLog, RunFacts
+from megatfm.train.record.metrics import MetricsLog, RunFacts, check_sinks
 from megatfm.train.record.run_directory import RunDirectory, run_folder
 from megatfm.train.record.utilization import FlopsPerToken, Utilization, peak
 from megatfm.train.run_state import RunState
@@ -52,6 +54,7 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
     flops_per_token: tells what a token costs, so that the utilization of the devices is in the record.
     """
     import_plugins(config.plugins)
+    check_sinks(config.log.sinks)  # before there is anything on the disk
     config, tokenizer = open_tokenizer(config)
     start_flight_recorder(run_folder(config), config.train.device)
     hang = config.train.hang_seconds
@@ -60,9 +63,10 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
         Watch(rank, hang) as watch,
         StopSignals(rank.device) as signals,
     ):
+        watch.progress = progress
         if rank.device.type == "cpu":
             keep_freed_memory()
-        config = elastic_config(config, rank.world_size)
+        given, config = config, elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         for batch in batch_schedule(config).batches:
             check_batch(batch, config.train.micro_batch, mesh.data_ranks)
@@ -86,12 +90,13 @@ def train(config: Config, flops_per_token: FlopsPerToken | None = None) -> int:
             with explained(run.folder, rank.rank):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, screen, watch, nodes)
+            trainer.given, trainer.launcher = given, rank.launcher
             if flops_per_token and run.is_main:
                 possible = peak(rank.device, PRECISIONS[precision].computed)
                 trainer.utilization = Utilization(*flops_per_token(config), possible, rank.world_size)
             watch.tick(0, "start")
-            trainer.restore(found, branch)
             with explained(run.folder, rank.rank):
+                trainer.restore(found, branch)
                 return trainer.run_steps(signals)
 
 
@@ -111,7 +116,10 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.engine, self.corpora = config, run, engine, corpora
         self.screen, self.watch = screen, watch
+        self.given = config
+        """The config before its layout was fitted to the processes that are there: a later start may have all again."""
         self.utilization: Utilization | None = None
+        self.launcher = "none"
         self.branched = False
         self.state = RunState(config, run, engine, corpora, precision, nodes)
         watch.stands_in = lambda: self.state.saver.thread
@@ -127,7 +135,9 @@ class Trainer:
                 self._event("slow", line)
         if found:
             said = self.state.pick_up(found)
-            self._event("resumed", "; ".join([f"from {found.path.name}", *said]))
+            self._event(
+                "resumed", "; ".join([f"from {found.path.name}", *said, *layout_changes(self.given, config)])
+            )
         else:
             self.run.decisions.forget()
             self.state.forget_after(-1)
@@ -144,11 +154,11 @@ class Trainer:
                 begins = f"with {takeover}"
                 for line in takeover.lines() if takeover.is_partial else ():
                     log.info("%s", line)
-            self._event("started", begins)
-        used = started()
+            self._event("started", "; ".join([begins, *layout_changes(self.given, config)]))
+        facts = started(self.launcher)
         if self.run.is_main:
-            used |= {"peak": str(self.utilization.peak)} if self.utilization else {}
-            self.run.describe(config, self.engine.layout.table, used)
+            facts |= {"peak": str(self.utilization.peak)} if self.utilization else {}
+            self.run.describe(self.given, self.engine.layout.table, facts)
             checkpoint.clean(self.run.checkpoints)
         log.info(
             "%s: %s parameters, %s, %s, step %d of %d",
@@ -180,8 +190,8 @@ class Trainer:
 
     def _stretch(self, signals: StopSignals, profile: StepProfile) -> str | None:
         """Steps on data without a gap: to the end, to a signal (returned), or to a rollback or what one skips."""
-        config, at, stop, metrics = self.config, self.state, None, self._metrics()
-        with self.state.loader() as loader:
+        config, at, stop = self.config, self.state, None
+        with self.state.loader() as loader, self._metrics() or nullcontext() as metrics:
             while at.step < config.train.steps and not stop:
                 profile.before(at.step + 1)
                 record = self._one_step(loader)
@@ -204,8 +214,6 @@ class Trainer:
                     at.save(loader, on_nodes=not shared)
                 if at.skips_data():
                     break
-        if metrics:
-            metrics.close()
         return stop
 
     def _one_step(self, loader: Loader) -> dict[str, Any]:

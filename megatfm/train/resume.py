@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from megatfm import checkpoint
-from megatfm.checkpoint.folder import committed, damage
+from megatfm.checkpoint.folder import committed, damage_together
 from megatfm.checkpoint.nodes import NodeCheckpoint, Nodes, newest_on_nodes
 from megatfm.config import Config
+from megatfm.config.key_migrations import migrate
 from megatfm.config.moved import tell_where_keys_went
+from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.ranks import run_on_rank_0
 from megatfm.train.record.machine import Machines, differences
@@ -38,7 +40,10 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves."""
+    """The checkpoint that a run continues from; `held`, if the nodes have it among themselves.
+
+    The state's config is as this version would have saved it, whatever version did (`current_config`).
+    """
 
     path: Path
     state: Mapping[str, Any]
@@ -59,11 +64,26 @@ class ResumePoint:
                 )
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
+        if "config" in self.state:
+            state = {**self.state, "config": current_config(self.state["config"])}
+            object.__setattr__(self, "state", state)
 
     @property
     def step(self) -> int:
         """Steps done when it was saved, at least 0: training goes on with the next."""
         return int(self.state["step"])
+
+
+def current_config(stored: Any) -> Any:
+    """A stored config with today's keys, and the defaults of those that its version didn't have.
+
+    What this version can't read stays as it was stored, so that the differences can be listed.
+    """
+    migrated = migrate(stored)
+    try:
+        return Config.model_validate(migrated).model_dump(mode="json")
+    except ValidationError:
+        return migrated
 
 
 def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
@@ -82,9 +102,9 @@ def find(folder: Path, nodes: Nodes | None = None) -> ResumePoint | None:
 
 
 def branch_point(words: str) -> ResumePoint:
-    """The checkpoint that `RUN@STEP` means: rank 0 looks, and checks its files. A collective. Raises as `find` does."""
+    """The checkpoint that `RUN@STEP` means: rank 0 looks, all check its files. A collective. Raises as `find` does."""
 
-    def look() -> ResumePoint:
+    def look() -> Path:
         run, _, step = words.rpartition("@")
         kept = committed(Path(run) / "checkpoints")
         path = next(
@@ -96,11 +116,12 @@ def branch_point(words: str) -> ResumePoint:
                 f"train.branch_from = {words!r}: give RUN@STEP, with a step of which the run has a checkpoint; there "
                 f"are: {there}"
             )
-        if (reason := damage(path, hashes=True)) is not None:
-            raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
-        return ResumePoint(path, checkpoint.read_state(path))
+        return path
 
-    return run_on_rank_0(look)
+    path = run_on_rank_0(look)
+    if (reason := damage_together(path)) is not None:
+        raise MegatfmError(f"train.branch_from = {words!r}: {path.name} can't be used: {reason}")
+    return run_on_rank_0(lambda: ResumePoint(path, checkpoint.read_state(path)))
 
 
 def meet_nodes(config: Config, run: RunDirectory) -> Nodes | None:
@@ -159,18 +180,22 @@ def run_state(
     }
 
 
-def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: str = "") -> list[str]:
+def check(
+    found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: str = "", *, own: bool = True
+) -> list[str]:
     """Compare a checkpoint's state with the run that resumes from it; returns the differences that are allowed.
 
     Raises UsageError with the diff when something differs whose group is not in `resume.allow`, and for another
-    optimizer, or weights that don't fit (`unfit` says which), in any case: no allowance makes them go on.
+    optimizer, precision of what is stored, or weights that don't fit (`unfit` says which), in any case: no allowance
+    makes them go on. own: whether it is the run's own checkpoint, and not that of a run which it branches from.
     """
+    instead = "give the run another name" if own else "leave train.branch_from out"
     try:
         tell_where_keys_went(found.state["config"]["model"])
     except ValueError as error:
         raise UsageError(
             f"{found.path}: was saved by a version whose [model] was one section ({error}): go on with that version, "
-            f"or give the run another name, and start from these weights with train.init_from={found.path}"
+            f"or {instead}, and start from these weights with train.init_from={found.path}"
         ) from None
     before, after = _flat(found.state), _flat(now)
     for facts in (before, after):
@@ -179,9 +204,10 @@ def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: s
     was, now_is = (facts.get("config.optimizer.name") for facts in (before, after))
     if was != now_is:
         raise UsageError(
-            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: give the "
-            f"run another name, and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
+            f"{found.path}: holds the state of optimizer.name = {was!r}, with which {now_is!r} can't go on: {instead}, "
+            f"and start from these weights with {shlex.quote(f'train.init_from={found.path}')}"
         )
+    precision = _precision_change(found, now, instead)
     unknown = {
         name
         for name, prefixes in GROUPS.items()
@@ -203,15 +229,36 @@ def check(found: ResumePoint, now: Mapping[str, Any], allow: list[str], unfit: s
         changes = "; ".join([*(line for lines in refused.values() for line in lines), *allowed])
         raise UsageError(
             f"{found.path}: was saved by a run that differs: {changes}, so that its weights don't fit ({unfit}), and "
-            "no resume.allow makes them: give the run another name"
+            f"no resume.allow makes them: {instead}"
         )
     if refused:
         changes = "; ".join(line for lines in refused.values() for line in lines)
         raise UsageError(
-            f"{found.path}: was saved by a run that differs: {changes}. Give the run another name, or accept the "
-            f"change with resume.allow={','.join(sorted([*allow, *refused]))}"
+            f"{found.path}: was saved by a run that differs: {changes}. "
+            f"{'Give the run another name, or accept' if own else 'Accept'} the change with "
+            f"resume.allow={','.join(sorted([*allow, *refused]))}"
         )
-    return allowed
+    return [*allowed, *precision]
+
+
+def _precision_change(found: ResumePoint, now: Mapping[str, Any], instead: str) -> list[str]:
+    """What is to be said of another precision. Raises UsageError where its weights and state have another type."""
+    was, now_is = found.state["precision"], now["precision"]
+    if was == now_is:
+        return []
+    if was in PRECISIONS and PRECISIONS[was].stored != PRECISIONS[now_is].stored:
+        kept, wanted = (str(PRECISIONS[each].stored).removeprefix("torch.") for each in (was, now_is))
+        raise UsageError(
+            f"{found.path}: was saved with train.precision = {was!r}, whose weights and optimizer state are {kept}; "
+            f"those of {now_is!r} are {wanted}: go on with train.precision={was}, or {instead}, and start from these "
+            f"weights with {shlex.quote(f'train.init_from={found.path}')}"
+        )
+    return [f"precision: {was} → {now_is}"]
+
+
+def settings_of_skips_changed(allowed: Sequence[str]) -> list[str]:
+    """Of the changes that `check` allowed, those that may mend a step which was skipped as not finite."""
+    return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
 
 def does_not_fit(stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:

@@ -69,9 +69,13 @@ class RunState:
         with self.loader() as loader:
             facts = self._facts(loader)
         unfit = "" if facts["config"]["model"] == found.state["config"]["model"] else self._unfit(found)
-        allowed = resume.check(found, facts, list(self.config.resume.allow), unfit)
+        allowed = resume.check(found, facts, list(self.config.resume.allow), unfit, own=own)
         if own:
             self.run.decisions.read()
+            if resume.settings_of_skips_changed(allowed) and (
+                steps := self.run.decisions.retry_after(found.step)
+            ):
+                allowed.append(f"steps that were skipped are tried again: {', '.join(map(str, steps))}")
         self.go_to(found)
         if not own:
             self.saver.verified = None

@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: all ranks agree at a step boundary, save, and leave."""
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+log = logging.getLogger("megatfm")
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 128 + signal.SIGINT
@@ -36,6 +39,11 @@ class StopSignals:
         self._wakes.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="megatfm-signals", daemon=True)
         self._thread.start()
+        if threading.current_thread() is not threading.main_thread():
+            log.warning(
+                "not in the main thread, which alone can take signals: none of them stops this run in good order"
+            )
+            return self
         self._before = {name: signal.signal(name, self._remember) for name in ASK_TO_STOP}
         self._wakeup_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(
@@ -46,7 +54,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._wakeup_before)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
         for name, handler in self._before.items():
             signal.signal(name, handler)
         self._left.set()

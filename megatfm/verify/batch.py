@@ -1,7 +1,7 @@
 """A global batch of random documents, made and packed as training does it."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,13 @@ from megatfm.data.packing import Packing, Piece, one_a_row
 from megatfm.objectives import Objective, SpecialTokens, make, reads_text
 
 Arrays = dict[str, NDArray[Any]]
+
+Documents = Literal["mixed", "short", "long", "one", "sparse"]
+"""Documents of a row. "short": many; "long": two, the second cut off; "one": one as long as the row; "sparse": a short
+one, then padding; "mixed": rows of these kinds by turns."""
+
+BY_TURNS: tuple[Documents, ...] = ("short", "one", "sparse", "long")
+KINDS_OF_DOCUMENTS: tuple[Documents, ...] = get_args(Documents)
 
 
 def objective_of(config: Config) -> Objective:
@@ -40,33 +47,40 @@ def row_lengths(config: Config) -> tuple[int, ...]:
     return tuple(n for n in (config.data.sequence_length, config.data.target_length) if n is not None)
 
 
-def random_batch(config: Config) -> Arrays:
-    """The fields of a global batch, and "keys" [global_batch]: several documents a row where the objective packs them,
-    one cut off or padding at its end."""
+def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
+    """The fields of a global batch, and "keys" [global_batch]: documents of such kinds where the objective packs them,
+    one cut off or padding at a row's end."""
     objective, lengths = objective_of(config), row_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
     how = Packing(objective, lengths[: len(objective.sides)], seed, as_one_document=across)
     rows = []
     for number in range(config.train.global_batch):
-        pieces = list(
-            random_pieces(config, objective, np.random.Generator(keyed.bits(seed, "verify", number)))
-        )
+        random = np.random.Generator(keyed.bits(seed, "verify", number))
+        kind = BY_TURNS[number % len(BY_TURNS)] if documents == "mixed" else documents
+        pieces = list(random_pieces(config, objective, random, kind))
         members = [piece.members for piece in pieces] if objective.needs_members else None
         rows.append(pack([piece.tokens for piece in pieces], how, members=members).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": keyed.row_keys(seed, np.arange(len(rows)))}
 
 
-def random_pieces(config: Config, objective: Objective, random: np.random.Generator) -> Iterator[Piece]:
-    """Documents that fill a row, or about half of it."""
+def random_pieces(
+    config: Config, objective: Objective, random: np.random.Generator, kind: Documents = "short"
+) -> Iterator[Piece]:
+    """Documents that fill a row, or a part of it. kind: any but "mixed"."""
     length, filled = min(row_lengths(config)), 0
-    wanted = int(random.integers(length // 2, length * 3 // 2))
+    # Tokens of a document, at least and below, and of all documents. One token is too short for some objectives.
+    least, most, wanted = {
+        "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),
+        "long": (max(2, length // 2), max(3, length * 3 // 4), length * 3 // 2),
+        "one": (2 * length, 2 * length + 1, 1),
+        "sparse": (2, max(3, length // 6), 1),
+    }[kind]
     while filled < wanted:
         if objective.needs_members or not objective.reads_text:
             piece = objective.example(random)
         else:
-            n_tokens = random.integers(2, max(3, length // 3))  # one token is too short for some objectives
-            piece = Piece(random.integers(0, config.model.vocab_size or 1, n_tokens))
+            piece = Piece(random.integers(0, config.model.vocab_size or 1, random.integers(least, most)))
         yield piece
         filled += wanted if one_a_row(objective) else len(piece.tokens) + 1

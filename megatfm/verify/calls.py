@@ -1,6 +1,6 @@
 """What the plain model's modules see in a forward pass: the shapes from which traffic is computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
-from megatfm.layers.extra import summed
-from megatfm.layers.moe import Experts
-from megatfm.parallel.blocks import blocks
-from megatfm.parallel.pipeline_cut import Pipeline, StageOutput
 from megatfm.verify.batch import Arrays, objective_of
+from megatfm.verify.expected_pipeline import Stages
+from megatfm.verify.modules import block_paths, is_a
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Watcher:
         self._calls: list[tuple[Call, int]] = []
         self._kept = 0
         self._inside: int | None = None
-        in_blocks = set(blocks(model))
+        in_blocks = {model.get_submodule(path) for path in block_paths(model)}
         for path, module in model.named_modules():
             if module in in_blocks:
                 module.register_forward_pre_hook(lambda *_: self._enter())
@@ -73,7 +71,7 @@ class Watcher:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept += 1
-        return tensor
+        return tensor.detach()  # a tensor kept by its own node would form a cycle that nobody frees
 
     def _enter(self) -> None:
         self._inside = len(self._calls)
@@ -93,10 +91,10 @@ class Watcher:
         shapes = first.numel(), made.numel(), rows, made.dim() == 0, made.requires_grad
         given = tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in inputs)
         call = Call(path, self.stage, *shapes, given_has_gradient=first.requires_grad, inputs=given)
-        if isinstance(module, Experts):
-            taken_BTK = inputs[2].where(output[1], module.n_experts)
-            tokens = first.shape[:-1].numel()
-            call = replace(call, taken=taken_BTK, n_experts=module.n_experts, tokens=tokens)
+        if is_a(module, "Experts"):
+            n_experts: int = module.n_experts  # type: ignore[assignment]
+            taken_BTK = inputs[2].where(output[1], n_experts)
+            call = replace(call, taken=taken_BTK, n_experts=n_experts, tokens=first.shape[:-1].numel())
         self._calls.append((call, self._kept))
 
 
@@ -114,19 +112,28 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Pipeline | None) -> list[list[Call]]:
+@dataclass(frozen=True)
+class _StageOutput:
+    """What an objective reads of a model's output."""
+
+    losses: Mapping[str, Tensor]
+
+
+def observe(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None) -> list[list[Call]]:
     """The calls of each micro-batch of the global batch, in its order."""
     watcher, objective, rows = Watcher(model), objective_of(config), config.train.micro_batch
 
-    def through_stages(**inputs: Tensor) -> StageOutput:
+    def through_stages(**inputs: Tensor) -> _StageOutput:
         assert pipeline is not None
         carry: dict[str, Tensor] = {}
         losses: dict[str, Tensor] = {}
         for stage in pipeline.stages:
             watcher.stage = stage.index
             done = stage.steps.start(inputs, carry)
-            carry, losses = done.carry, summed(losses, done.losses)
-        return StageOutput(losses)
+            carry = done.carry
+            for term, loss in done.losses.items():
+                losses[term] = losses[term] + loss if term in losses else loss
+        return _StageOutput(losses)
 
     def found() -> Iterator[list[Call]]:
         for start in range(0, config.train.global_batch, rows):

@@ -1,35 +1,65 @@
-"""What attention should send where rows are cut: keys and values, and their gradients (Liu et al. 2023).
+"""Traffic of context parallelism: what attention, mixtures and heads over spans send where rows are cut.
 
-Of a ring of n ranks whose parts of a row are equally long, for x bytes of keys and values on each: (n − 1)·x forward,
-and twice that backward. Where a pattern says what its queries may look at, what they may look at elsewhere, once each
-way. Experts' choices go to all other ranks where a capacity limits them, and where each row is balanced its counts are
+Of a ring of c ranks whose parts of a row are equally long, for x bytes of keys and values on each: (c − 1)·x forward,
+and twice that backward (Liu et al. 2023). Where queries see runs of keys alone, or documents leave no rank half of
+what the others have: the keys of other ranks that they need, once forward, and their gradients once backward.
+Experts' choices go to all other ranks where a capacity limits them, and where each row is balanced its counts are
 summed. Slots of soft mixtures are summed, each rank keeping its share, and what is made of them is gathered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatfm.config import Config
+from megatfm.config.base import Section
 from megatfm.engines.interface import PRECISIONS
-from megatfm.layers.attention.patterns import reached
-from megatfm.layers.moe import Experts, SoftMoE
-from megatfm.layers.moe.expert_choice import ExpertChoiceRouter
-from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context import SIDES, is_folded
-from megatfm.parallel.context_exchange import places
-from megatfm.parallel.context_slots import share
-from megatfm.parallel.context_tokens import around_spans
-from megatfm.parallel.mesh import CONTEXT
+from megatfm.verify.axes import CONTEXT
 from megatfm.verify.batch import Arrays
 from megatfm.verify.calls import Call
+from megatfm.verify.expected_keys import (
+    Rows,
+    block_of,
+    count_wide,
+    is_causal,
+    needed,
+    pattern_of,
+    sees_more_later,
+    sees_runs_alone,
+)
 from megatfm.verify.ledger import Ledger
+from megatfm.verify.modules import is_a
 
 Shape = tuple[int, ...]
+Places = NDArray[Any]
+
+SIDES = ("", "encoder_")
+"""Prefixes of the fields of a row."""
+
+ALL_KEYS = ("DisentangledCore", "ShawCore")
+"""Attention whose biases need all keys at once, so that a rank fetches them all."""
+
+
+def deal(length: int, ranks: int, unit: int, *, folded: bool) -> list[Places]:
+    """Places of each rank, ascending: token by token, by the run in which its unit lies.
+
+    Rows are cut into as many runs as there are ranks, or twice as many, of which rank r has number r and the one as far
+    from the end, so that causal attention is equally much work on all.
+    """
+    runs, units = ranks * (2 if folded else 1), length // unit
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for token in range(length):
+        at = min(token // unit, units - 1)
+        run = max(i for i in range(runs) if i * units // runs <= at)
+        found[min(run, runs - 1 - run) if folded else run].append(token)
+    return [np.array(places) for places in found]
 
 
 class RowsCut:
@@ -40,239 +70,318 @@ class RowsCut:
         self._config, self._model, self._whole = config, model, batch
         unit = parallel.tp if parallel.sequence_parallel else 1
         self._dealt = {
-            side: places(batch[f"{side}positions"].shape[1], parallel.cp, is_folded(model), unit)
+            side: deal(length, parallel.cp, unit, folded=self._is_folded(length))
             for side in SIDES
             if f"{side}positions" in batch
+            for length in batch[f"{side}positions"].shape[1:]
         }
         self.batches: list[Arrays] = [self._part(batch, rank) for rank in range(parallel.cp)]
+        self._needs: dict[tuple[Section, str, int, bool], list[Places]] = {}
+
+    def _is_folded(self, length: int) -> bool:
+        """Whether later tokens of rows of a length have more to see than earlier ones."""
+        return any(
+            sees_more_later(pattern_of(self._config, path), length, causal=is_causal(self._config, path))
+            for path, module in self._model.named_modules()
+            if hasattr(module, "pattern") and not _is_of_memory(path)
+        )
 
     def _part(self, batch: Arrays, rank: int) -> Arrays:
-        def at(name: str) -> Tensor:
+        def at(name: str) -> Places:
             return self._dealt["encoder_" if name.startswith("encoder_") else ""][rank]
 
-        return {
-            name: field[:, at(name).numpy()] if field.ndim > 1 else field for name, field in batch.items()
-        }
-
-    def here(self, path: str, rank: int) -> Tensor:
-        """The places in rows of the tokens that a module of a rank sees."""
-        is_encoder = path.startswith("encoder.") and "encoder_" in self._dealt
-        return self._dealt["encoder_" if is_encoder else ""][rank]
+        part = {name: field[:, at(name)] if field.ndim > 1 else field for name, field in batch.items()}
+        if "span_left" in part:  # only shapes count here, and the plain model has no tokens outside the part
+            tokens = part["span_left"].shape[1]
+            part["span_left"] = np.minimum(part["span_left"], tokens)
+            part["span_right"] = np.minimum(part["span_right"], np.arange(tokens)[::-1])
+        return part
 
     def of_rank(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
         """Choices of whole rows → those that a rank has: of its tokens, or of its share of the slots."""
         owner = self._model.get_submodule(path.rpartition(".")[0])
-        if not isinstance(owner, SoftMoE):
-            return chosen_BTK[:, self.here(path, rank)]
+        if not is_a(owner, "SoftMoE"):
+            is_encoder = path.startswith("encoder.") and "encoder_" in self._dealt
+            return chosen_BTK[:, torch.from_numpy(self._dealt["encoder_" if is_encoder else ""][rank])]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
-        each = share(slots, ranks)
-        padded = F.pad(chosen_BTK, (0, 0, 0, each * ranks - slots), value=owner.experts.n_experts)
+        each = -(-slots // ranks)
+        none: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
+        padded = F.pad(chosen_BTK, (0, 0, 0, each * ranks - slots), value=none)
         return padded[:, rank * each :][:, :each]
 
     def keys_and_values(self, ledger: Ledger, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
         """Add what a rank sends for one micro-batch."""
         for call in calls:
             module = self._model.get_submodule(call.path)
-            context = getattr(module, "context", None)
-            if context in ("core", "latents"):
-                self._core(ledger, microbatch, rank, call, module, latents=context == "latents")
-            elif context == "wide":
-                self._wide(ledger, microbatch, call, module, call.inputs[1:4])
-            elif context == "sums":
-                self._sums(ledger, microbatch, call, module)
-            elif context == "slots":
-                self._slots(ledger, microbatch, call, module)
-            elif context == "keys":
-                dealt = self._dealt[""]
-                everywhere = [torch.cat(dealt) for _ in dealt]
-                self._fetched(
-                    ledger, rank, call, dealt, everywhere, self._numbers_of_a_token(call.inputs[:2])
-                )
-            elif context == "around":
-                self._around(ledger, microbatch, rank, call)
-            elif isinstance(module, Experts) and module.is_limited:
-                for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
-                    ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
-            elif isinstance(module, ExpertChoiceRouter):
-                tokens = prod((call.inputs[0] or ())[:-1])
-                for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
-                    ledger.send(CONTEXT, tokens * module.n_experts * self._at_least_float32)
-            elif call.path.endswith(".counted"):
+            for name, add in self._WAYS.items():
+                if is_a(module, name):
+                    add(self, ledger, microbatch, rank, call, module)
+                    break
+            if call.path.endswith(".counted"):
                 again = self._config.train.recompute == "full" and call.in_block and call.keeps_more
                 ledger.all_reduce(CONTEXT, call.made * self._at_least_float32, times=1 + again)
 
-    @property
-    def _at_least_float32(self) -> int:
-        """Bytes of what routers compute with."""
-        return max(4, PRECISIONS[self._config.train.precision].computed.itemsize)
-
-    def _sums(self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module) -> None:
-        """Keys and values that are made of several tokens, of all heads, forward and backward."""
-        computed = PRECISIONS[self._config.train.precision].computed.itemsize
-        of_head = module.sums_of(self._row(microbatch, self._side(call, module)))  # type: ignore[operator]
-        forwards = 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
-        elements = of_head * self._config.model.attention.n_heads // self._config.parallel.tp
-        ledger.all_reduce(CONTEXT, elements * computed, times=forwards + call.has_gradient)
-
-    def _slots(self, ledger: Ledger, microbatch: int, call: Call, module: Any) -> None:
-        """Logarithms of sums are gathered; means are summed and cut; what is made of these is gathered; and back."""
-        computed = PRECISIONS[self._config.train.precision].computed.itemsize
-        forwards, ranks = self._forwards(call), self._config.parallel.cp
-        (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), module.weight.shape
-        slots *= self._row(microbatch, self._side(call, module)).most_documents
-        of_rank = rows * share(slots, ranks) * d * computed
-        for gathered in (rows * slots * self._at_least_float32, of_rank):
-            ledger.all_gather(CONTEXT, gathered, times=forwards)
-            ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
-        sums = 1 if self._config.train.recompute == "selective" else forwards  # which it keeps
-        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=sums)
-        ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
-
-    def _core(
-        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module, *, latents: bool
-    ) -> None:
-        computed = PRECISIONS[self._config.train.precision].computed.itemsize
-        forwards, side = self._forwards(call), self._side(call, module)
-        dealt, ranks = self._dealt[side], range(self._config.parallel.cp)
-        q, k, v = self._made(call) if latents else call.inputs[:3]
-        sent = call.inputs[1:2] if latents else (k, v)
-        a_token = self._numbers_of_a_token(sent) * computed
-        everywhere = [torch.cat(dealt) for _ in ranks]
-        if not hasattr(module, "reached") or module.pattern.of_memory:  # type: ignore[union-attr]
-            needs: list[Tensor] | None = everywhere
+    def _core(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        """Keys and values, or the latents that they are made of."""
+        latents = is_a(module, "LatentCore")
+        qkv = _made_of_latents(call) if latents else _known(call.inputs[:3])
+        sent = _known(call.inputs[1:2]) if latents else qkv[1:]
+        side, a_token = self._side(call), self._numbers_of_a_token(sent)
+        dealt = self._dealt[side]
+        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
+        if _is_of_memory(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
+            self._fetched(ledger, rank, call, dealt, [np.sort(np.concatenate(dealt))] * len(dealt), a_token)
+            return
+        needs = self._needs_of(microbatch, call, module)
+        if sees_runs_alone(pattern, sum(map(len, dealt)), causal=causal):
+            if not is_a(module, "NearCore"):  # what sees all is computed apart there
+                self._wide_queries(ledger, microbatch, call, qkv)
+            self._fetched(ledger, rank, call, dealt, needs, a_token)
+            return
+        share = self._fetched_share(dealt, needs)
+        is_ring = 2 * share >= 1
+        if self._by_heads(qkv, a_token, None if is_ring else share):
+            self._exchange(ledger, rank, call, qkv, dealt)
+        elif is_ring:
+            self._ring(ledger, rank, call, [len(places) for places in dealt], a_token)
         else:
-            needs = self._needs(microbatch, module, side)
-            if needs is not None:
-                self._wide(ledger, microbatch, call, module, (q, k, v))
-        if needs is None and self._by_heads(q, k, v, sent):  # type: ignore[arg-type]
-            self._exchange(ledger, rank, call, (q, k, v), dealt, computed, forwards)  # type: ignore[arg-type]
-            return
-        if needs is None:  # a ring: what rank − s had at first goes on after step s
-            for step in ranks[:-1]:
-                for _ in range(forwards + call.has_gradient):
-                    ledger.send(CONTEXT, len(dealt[rank - step]) * a_token)
-                if call.has_gradient:  # in float32 or better, one step behind
-                    ledger.send(CONTEXT, len(dealt[rank - step - 1]) * a_token * max(4, computed) // computed)
-            return
-        self._fetched(ledger, rank, call, dealt, needs, a_token // computed)
-
-    def _fetched(
-        self,
-        ledger: Ledger,
-        rank: int,
-        call: Call,
-        dealt: list[Tensor],
-        needs: Sequence[Tensor],
-        a_token: int,
-    ) -> None:
-        """What ranks need of others, and its gradients. a_token: numbers of a token in all rows."""
-        size = PRECISIONS[self._config.train.precision].computed.itemsize
-        for other in range(len(dealt)):
-            given, taken = _common(dealt[rank], needs[other]), _common(dealt[other], needs[rank])
-            for _ in range(self._forwards(call) if given and other != rank else 0):
-                ledger.send(CONTEXT, given * a_token * size)
-            if taken and other != rank and call.has_gradient:
-                ledger.send(CONTEXT, taken * a_token * size)
-
-    def _around(self, ledger: Ledger, microbatch: int, rank: int, call: Call) -> None:
-        """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
-        rank."""
-        rows, dealt = self._config.train.micro_batch, self._dealt[""]
-        left, right = (
-            torch.from_numpy(self._whole[name][microbatch * rows :][:rows])
-            for name in ("span_left", "span_right")
-        )
-        assert call.inputs[0] is not None
-        needs = [around_spans(left, right, here) for here in dealt]
-        self._fetched(ledger, rank, call, dealt, needs, call.inputs[0][0] * call.inputs[0][2])
-
-    def _forwards(self, call: Call) -> int:
-        return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
-
-    def _side(self, call: Call, module: nn.Module) -> str:
-        """Whose keys are looked at, as the prefix of its fields."""
-        of_encoder = getattr(getattr(module, "pattern", None), "of_memory", False)
-        of_encoder = of_encoder or call.path.startswith("encoder.")
-        return "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+            self._fetched(ledger, rank, call, dealt, needs, a_token)
 
     @staticmethod
-    def _made(call: Call) -> Sequence[Shape]:
-        """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
-        q, _, _, of_values, *_ = call.inputs
-        assert q is not None
-        assert of_values is not None
-        return q, q, (*q[:3], of_values[0] // q[1])
+    def _fetched_share(dealt: Sequence[Places], needs: Sequence[Places]) -> Fraction:
+        """Most keys that a rank needs of others, as a share of what a ring brings it."""
+        c, length = len(dealt), sum(map(len, dealt))
+        most = max(len(np.setdiff1d(need, here)) for need, here in zip(needs, dealt, strict=True))
+        return Fraction(most * c, (c - 1) * length)
 
-    def _wide(
-        self, ledger: Ledger, microbatch: int, call: Call, module: nn.Module, qkv: Sequence[Shape | None]
-    ) -> None:
-        """Queries that see all are summed with zeros from other ranks, what is made of them is gathered with the
-        logarithms of the sums, in float32 or better, and back go gradients of both."""
-        (rows, n, _, h), (*_, v) = qkv[0], qkv[2]  # type: ignore[misc]
-        side, forwards = self._side(call, module), self._forwards(call)
-        count = len(module.wide(self._row(microbatch, side), self._dealt[side]))  # type: ignore[operator]
-        size = PRECISIONS[self._config.train.precision].computed.itemsize
-        queries = rows * n // self._config.parallel.tp * count
-        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * (forwards + call.has_gradient))
-        ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
-        ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * forwards)
+    def _ring(self, ledger: Ledger, rank: int, call: Call, tokens: Sequence[int], a_token: int) -> None:
+        """Parts of a row go round: after step s a rank hands on what rank − s had at first. Gradients are in float32 or
+        wider, and one step behind. a_token: numbers of a token in all rows."""
+        size, c = self._computed, len(tokens)
+        for step in range(c - 1):
+            for _ in range(self._forwards(call) + call.has_gradient):
+                ledger.send(CONTEXT, tokens[(rank - step) % c] * a_token * size)
+            if call.has_gradient:
+                ledger.send(CONTEXT, tokens[(rank - step - 1) % c] * a_token * max(4, size))
 
-    def _by_heads(self, q: Shape, k: Shape, v: Shape, sent: Sequence[Shape | None]) -> bool:
+    def _fetched(
+        self, ledger: Ledger, rank: int, call: Call, dealt: list[Places], needs: Sequence[Places], a_token: int
+    ) -> None:  # fmt: skip
+        """One message to each rank that needs tokens held here, and one back with gradients of what was needed here."""
+        for other, held in enumerate(dealt):
+            if other == rank:
+                continue
+            given, taken = (
+                len(np.intersect1d(*both)) for both in ((dealt[rank], needs[other]), (held, needs[rank]))
+            )
+            for _ in range(self._forwards(call) if given else 0):
+                ledger.send(CONTEXT, given * a_token * self._computed)
+            if taken and call.has_gradient:
+                ledger.send(CONTEXT, taken * a_token * self._computed)
+
+    def _needs_of(self, microbatch: int, call: Call, module: nn.Module) -> list[Places]:
+        """Places that each rank's queries need. Layers of one pattern and dense mask share them."""
+        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        side = self._side(call)
+        rows, key = self._rows(microbatch, side), (pattern, side, microbatch, causal)
+        if getattr(module.pattern, "differs_by_head", False) or key not in self._needs:
+            self._needs[key] = [
+                np.flatnonzero(needed(pattern, module, rows, here, causal=causal))
+                for here in self._dealt[side]
+            ]
+        return self._needs[key]
+
+    def _exchange(
+        self, ledger: Ledger, rank: int, call: Call, qkv: Sequence[Shape], dealt: list[Places]
+    ) -> None:  # fmt: skip
+        """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
+        c, (n, k) = len(dealt), self._heads(*qkv[:2])
+        (rows, *_, h), (*_, v) = qkv[0], qkv[2]
+        here = rows * len(dealt[rank]) * (c - 1)
+        others = rows * sum(len(places) for i, places in enumerate(dealt) if i != rank)
+        for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
+            for _ in range(self._forwards(call)):
+                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * self._computed)
+            if call.has_gradient:
+                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * self._computed)
+
+    def _by_heads(self, qkv: Sequence[Shape], a_token: int, share: Fraction | None) -> bool:
         """Whether tokens are exchanged for heads: where it is asked for, or can be and sends less (of a ring three
-        times what goes round, by heads twice queries, keys, values and what is made, 1/c of it)."""
-        parallel = self._config.parallel
+        times what goes round, of a fetch twice a share of that, by heads twice queries, keys, values and what is made,
+        1/c of it). share: of a fetch; None: a ring."""
+        parallel, (q, k, v) = self._config.parallel, qkv
         if parallel.context != "auto":
             return parallel.context == "heads"
         (heads, keys), c = self._heads(q, k), parallel.cp
         can = heads % c == 0 and (keys % c == 0 or c % keys == 0)
-        by_heads = 2 * (heads + max(keys, c)) * (q[3] + v[3])
-        return can and by_heads * q[0] < 3 * c * self._numbers_of_a_token(sent)
+        times = 3 if share is None else 2 * share
+        return can and 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0] < times * c * a_token
+
+    def _wide(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        self._wide_queries(ledger, microbatch, call, _known(call.inputs[1:4]))
+
+    def _wide_queries(self, ledger: Ledger, microbatch: int, call: Call, qkv: Sequence[Shape]) -> None:
+        """Queries that see all are summed with zeros from other ranks, what is made of them is gathered with the
+        logarithms of the sums, in float32 or better, and back go gradients of both."""
+        (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
+        side, size = self._side(call), self._computed
+        dealt = self._dealt[side]
+        rank_of = np.zeros(sum(map(len, dealt)), np.int64)
+        for rank, places in enumerate(dealt):
+            rank_of[places] = rank
+        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        count = count_wide(pattern, self._rows(microbatch, side), rank_of, causal=causal)
+        queries = rows * n // self._config.parallel.tp * count
+        sums = self._sums_forward(call) + call.has_gradient
+        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * sums)
+        ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
+        ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * self._forwards(call))
+
+    def _of_linformer(
+        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """`rank` keys and values of each document, over its tokens on all ranks."""
+        options: Any = block_of(self._config, call.path).attention
+        documents = sum(1 for _ in self._rows(microbatch, self._side(call)).bounds())
+        self._summed(ledger, call, documents * 2 * options.rank)
+
+    def _of_compressed(
+        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """A key and a value of each stretch of `factor` tokens, and of a document's first token; rows of fewer
+        stretches are filled up to the most."""
+        options: Any = block_of(self._config, call.path).attention
+        rows = self._rows(microbatch, self._side(call))
+        stretches = [0] * rows.count
+        for row, begin, end in rows.bounds():
+            stretches[row] += -(-(end - begin) // options.factor)
+        self._summed(ledger, call, rows.count * max(stretches) * 2)
+
+    def _summed(self, ledger: Ledger, call: Call, of_head: int) -> None:
+        """Keys and values that are made of several tokens, of all heads, forward and backward. of_head: how many."""
+        model = self._config.model
+        elements = of_head * model.head_width * model.attention.n_heads // self._config.parallel.tp
+        times = self._sums_forward(call) + call.has_gradient
+        ledger.all_reduce(CONTEXT, elements * self._computed, times=times)
+
+    def _slots(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        """Logarithms of sums are gathered; means are summed and cut; what is made of these is gathered; and back."""
+        ranks, mixture = self._config.parallel.cp, self._model.get_submodule(call.path)
+        (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), mixture.weight.shape  # type: ignore[misc]
+        documents = self._rows(microbatch, self._side(call)).documents
+        slots *= 1 if documents is None else int(documents.max()) + 1
+        of_rank = rows * -(-slots // ranks) * d * self._computed
+        for gathered in (rows * slots * self._at_least_float32, of_rank):
+            ledger.all_gather(CONTEXT, gathered, times=self._forwards(call))
+            ledger.reduce_scatter(CONTEXT, gathered * ranks, times=call.has_gradient)
+        ledger.reduce_scatter(CONTEXT, of_rank * ranks, times=self._sums_forward(call))
+        ledger.all_gather(CONTEXT, of_rank, times=call.has_gradient)
+
+    def _keys(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        """All keys and values of whole rows, for attention of two streams."""
+        dealt = self._dealt[""]
+        everywhere = [np.sort(np.concatenate(dealt))] * len(dealt)
+        self._fetched(
+            ledger, rank, call, dealt, everywhere, self._numbers_of_a_token(_known(call.inputs[:2]))
+        )
+
+    def _around(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        """Hidden states of the tokens around spans of which another rank has masked tokens; on each tensor-parallel
+        rank."""
+        count, dealt = self._config.train.micro_batch, self._dealt[""]
+        first = microbatch * count
+        left, right = (self._whole[name][first : first + count] for name in ("span_left", "span_right"))
+        needs = []
+        for here in dealt:
+            wanted: set[int] = set()
+            for row in range(len(left)):
+                for place in here.tolist():
+                    if left[row, place] > 0:
+                        wanted |= {place - int(left[row, place]), place + int(right[row, place])}
+            needs.append(np.array(sorted(wanted), np.int64))
+        (hidden,) = _known(call.inputs[:1])
+        self._fetched(ledger, rank, call, dealt, needs, hidden[0] * hidden[2])
+
+    def _experts(self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module) -> None:
+        """Choices of a rank's tokens go to all others, where experts take so many tokens of a row."""
+        if module.capacity is not None or module.places is not None:
+            for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
+                ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
+
+    def _expert_choice(
+        self, ledger: Ledger, microbatch: int, rank: int, call: Call, module: nn.Module
+    ) -> None:
+        """Scores of a rank's tokens go to all others: experts choose among the tokens of whole rows."""
+        tokens, n_experts = prod((call.inputs[0] or ())[:-1]), int(module.n_experts)  # type: ignore[arg-type]
+        for _ in range(self._forwards(call) * (self._config.parallel.cp - 1)):
+            ledger.send(CONTEXT, tokens * n_experts * self._at_least_float32)
+
+    @property
+    def _computed(self) -> int:
+        """Bytes of a number that models compute with."""
+        return PRECISIONS[self._config.train.precision].computed.itemsize
+
+    @property
+    def _at_least_float32(self) -> int:
+        """Bytes of a number that routers compute with."""
+        return max(4, self._computed)
+
+    def _forwards(self, call: Call) -> int:
+        return 1 + (call.in_block and self._config.train.recompute in ("full", "selective"))
+
+    def _sums_forward(self, call: Call) -> int:
+        """Number of forward sums over ranks: "selective" recomputation keeps them."""
+        return 1 if self._config.train.recompute == "selective" else self._forwards(call)
+
+    def _side(self, call: Call) -> str:
+        """Prefix of the fields of the rows whose keys are looked at."""
+        of_encoder = call.path.startswith("encoder.") or _is_of_memory(call.path)
+        return "encoder_" if of_encoder and "encoder_" in self._dealt else ""
+
+    def _rows(self, microbatch: int, side: str) -> Rows:
+        count = self._config.train.micro_batch
+        return Rows.of(self._whole, side, microbatch * count, count)
 
     def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
         """Query and key heads of a tensor-parallel rank."""
         tp = self._config.parallel.tp
         return q[1] // tp, max(1, k[1] // tp)
 
-    def _exchange(
-        self, ledger: Ledger, rank: int, call: Call, qkv: tuple[Shape, Shape, Shape], dealt: list[Tensor],
-        computed: int, forwards: int,
-    ) -> None:  # fmt: skip
-        """Queries, keys with values, and what was made: to heads (c − 1)/c of tokens here, back 1/c of the others."""
-        c, (n, k) = len(dealt), self._heads(*qkv[:2])
-        (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        here = rows * len(dealt[rank]) * (c - 1)
-        others = rows * sum(len(each) for i, each in enumerate(dealt) if i != rank)
-        for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
-            for _ in range(forwards):
-                ledger.all_to_all(CONTEXT, (here if to_heads else others) * width * computed)
-            if call.has_gradient:
-                ledger.all_to_all(CONTEXT, (others if to_heads else here) * width * computed)
+    def _numbers_of_a_token(self, sent: Sequence[Shape]) -> int:
+        """Numbers that are sent for a token, in all rows, on one tensor-parallel rank; a single head is on all."""
+        tp = self._config.parallel.tp
+        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent)
 
-    def _needs(self, microbatch: int, module: nn.Module, side: str) -> list[Tensor] | None:
-        row = self._row(microbatch, side)
-        pattern = module.pattern.within(row.length)  # type: ignore[operator, union-attr]
-        found = [reached(pattern, row, here) for here in self._dealt[side]]
-        return None if found[0] is None else [each for each in found if each is not None]
-
-    def _row(self, microbatch: int, side: str) -> SequenceMetadata:
-        """The whole rows of a micro-batch."""
-        rows = self._config.train.micro_batch
-        mine = {
-            name: torch.from_numpy(self._whole[side + name][microbatch * rows :][:rows])
-            for name in ("positions", "documents", "prefix")
-            if side + name in self._whole
-        }
-        return SequenceMetadata(mine["positions"], mine.get("documents"), prefix=mine.get("prefix"))
-
-    def _numbers_of_a_token(self, sent: Sequence[Shape | None]) -> int:
-        """Of what is sent of it, in all rows, on one of the tensor-parallel ranks; one head is on all of these."""
-        width = 0
-        for shape in sent:
-            assert shape is not None
-            rows, heads, _, channels = shape
-            width += rows * max(1, heads // self._config.parallel.tp) * channels
-        return width
+    _WAYS: dict[str, Callable[["RowsCut", Ledger, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
+        "WideCore": _wide,
+        "StretchCore": lambda *_: None,  # its keys are on all ranks
+        "Core": _core,
+        "DisentangledCore": _core,
+        "ShawCore": _core,
+        "WholeRows": _keys,
+        "Around": _around,
+        "LinformerAttention": _of_linformer,
+        "CompressedAttention": _of_compressed,
+        "SoftMoE": _slots,
+        "Experts": _experts,
+        "ExpertChoiceRouter": _expert_choice,
+    }
+    """Class → what its calls send; a derived class before the one that it is derived from."""
 
 
-def _common(places: Tensor, wanted: Tensor) -> int:
-    return int(torch.isin(places, wanted).sum())
+def _is_of_memory(path: str) -> bool:
+    """Whether keys are an encoder's output."""
+    return ".cross." in path
+
+
+def _known(shapes: Sequence[Shape | None]) -> list[Shape]:
+    found = [shape for shape in shapes if shape is not None]
+    assert len(found) == len(shapes)
+    return found
+
+
+def _made_of_latents(call: Call) -> list[Shape]:
+    """Shapes of queries, and of keys and values that are made of latents by matrices of all heads."""
+    q, of_values = _known([call.inputs[0], call.inputs[3]])
+    return [q, q, (*q[:3], of_values[0] // q[1])]

@@ -8,19 +8,23 @@ from math import prod
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS, Stateful
-from megatfm.parallel.blocks import blocks
-from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
-from megatfm.parallel.pipeline_schedule import orders
 from megatfm.train.optimizers import optimizer_groups
+from megatfm.verify.axes import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_SHARD,
+    PIPELINE,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    joined,
+)
 from megatfm.verify.batch import objective_of
 from megatfm.verify.calls import Call
+from megatfm.verify.expected_pipeline import Stage
 from megatfm.verify.ledger import Ledger
+from megatfm.verify.modules import block_paths
 from megatfm.verify.rank_parameters import RankParameters
-
-
-def joined(ledger: Ledger, *axes: str) -> str:
-    """The name of the group of several axes: of those that have more than one rank."""
-    return " × ".join(axis for axis in axes if ledger.sizes[axis] > 1) or axes[0]
 
 
 def weights_and_gradients(
@@ -46,7 +50,7 @@ def weights_and_gradients(
 def _replicated(ledger: Ledger, config: Config, held: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].stored.itemsize
     for shard, names in _by_shard_axis(held, held.trained).items():
-        axis = joined(ledger, REPLICATE, shard, *_copies(shard)[1:])
+        axis = joined(ledger.sizes, REPLICATE, shard, *_copies(shard)[1:])
         ledger.all_reduce(axis, sum(prod(held.shapes[name]) for name in names) * size)
 
 
@@ -86,9 +90,7 @@ def _fully_sharded(
         elif path:
             gathers = sum(_block_gathers(path, calls) for calls in microbatches)
         else:
-            gathers = (
-                len(microbatches) if parallel.pp == 1 else _root_gathers(config, held, len(microbatches))
-            )
+            gathers = len(microbatches) if parallel.pp == 1 else _root_gathers(held, len(microbatches))
         reductions = len(microbatches) if parallel.accumulate == "shards" else 1
         if parallel.pp == 1 and uses > 1 and len(microbatches) > reductions:
             reductions += 1  # what was accumulated of its gradients is reduced after the first use
@@ -97,7 +99,7 @@ def _fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.stored.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.stored.itemsize
-        ledger.all_reduce(joined(ledger, *_copies(axis)), shard, times=reductions)
+        ledger.all_reduce(joined(ledger.sizes, *_copies(axis)), shard, times=reductions)
 
 
 def _block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -115,8 +117,7 @@ def _block_gathers(path: str, calls: Sequence[Call]) -> int:
 def _groups(held: RankParameters) -> dict[str, list[str]]:
     """What gathers a parameter → its parameters: a block, or in it experts; "" is the whole model, for all that lies in
     no block."""
-    inside = set(blocks(held.model))
-    paths = [path for path, module in held.model.named_modules() if module in inside]
+    paths = block_paths(held.model)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in held.shapes:
         block = next((path for path in paths if name.startswith(f"{path}.")), "")
@@ -124,27 +125,18 @@ def _groups(held: RankParameters) -> dict[str, list[str]]:
     return groups
 
 
-def _root_gathers(config: Config, held: RankParameters, microbatches: int) -> int:
-    """How often what lies in no block is gathered: for the first pass and after each backward pass, which gives it
-    back."""
-    parallel, gathers, is_whole = config.parallel, 0, False
+def _root_gathers(held: RankParameters, microbatches: int) -> int:
+    """How often what lies in no block is gathered: for the first pass, and again after each backward pass, which gives
+    it back, but after the last of all: that is the backward pass of the rank's first stage."""
     assert held.pipeline is not None
-    goes_back = {
-        stage.index
-        for stage in held.pipeline.stages
-        if stage.returns
-        or any(
-            parameter.requires_grad
-            for step in stage.steps
-            for path in step.uses
-            for parameter in held.model.get_submodule(path).parameters()
-        )
-    }
-    order_of = orders(parallel.schedule, parallel.pp, parallel.stages_per_rank, microbatches)
-    for action in order_of[held.place.pp]:
-        gathers += not is_whole
-        is_whole = action.kind != "B" or action.stage not in goes_back
-    return gathers
+    stages = held.pipeline.of_rank(held.place.pp)
+    go_back = [bool(stage.returns) or _trains(held, stage) for stage in stages]
+    return 1 + microbatches * sum(go_back) - go_back[0]
+
+
+def _trains(held: RankParameters, stage: Stage) -> bool:
+    modules = (held.model.get_submodule(path) for step in stage.steps for path in step.uses)
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def _ties(held: RankParameters) -> dict[tuple[int, ...], list[str]]:
@@ -169,7 +161,7 @@ def _whole_tensors(ledger: Ledger, config: Config, held: RankParameters) -> None
         for cp in (range(parallel.cp) if parallel.ep > 1 else (held.place.cp,))
         for tp in range(parallel.tp)
     ]
-    axis = joined(ledger, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
+    axis = joined(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
     me = ranks.index(held.place)
     for group in optimizer_groups(config.optimizer, held.model):
         names = [name for name in group.names if name in held.shapes]
@@ -215,7 +207,7 @@ def _module_state(ledger: Ledger, held: RankParameters) -> None:
     for path, module in held.model.named_modules():
         ranks = held.pipeline.module_holders.get(path, ()) if held.pipeline else (held.place.pp,)
         if isinstance(module, Stateful) and held.place.pp in ranks:
-            key = held.sums(held.fitted[path]), ranks
+            key = held.sums(held.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
         for axis in (SHARD, REPLICATE, CONTEXT, *([TENSOR] if is_partial else [])):

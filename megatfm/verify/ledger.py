@@ -14,12 +14,10 @@ Flows = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass
 class Ledger:
-    """sizes: of the axes; an axis of one rank sends nothing. called: other names of axes, by which they are entered;
-    exchanged: the same for exchanges alone."""
+    """sizes: ranks by axis; an axis of one rank sends nothing. called: axis → the name by which it is entered."""
 
     sizes: Mapping[str, int]
     called: Mapping[str, str] = field(default_factory=dict)
-    exchanged: Mapping[str, str] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -38,7 +36,6 @@ class Ledger:
 
     def all_to_all(self, axis: str, others_bytes: int, times: int = 1) -> None:
         """others_bytes: what is sent to other ranks."""
-        axis = self.exchanged.get(axis, axis)
         self._add(axis, "all_to_all", others_bytes, times)
 
     def send(self, axis: str, sent_bytes: int) -> None:

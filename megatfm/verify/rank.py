@@ -1,10 +1,11 @@
-"""What one process of the layout does: build the engine as training does, take one step, answer."""
+"""A process of the layout: builds the engine as training does, takes one step, answers."""
 
+import gc
 import os
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import debug
+from torch.utils import deterministic
 
 from megatfm.checkpoint import Box
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import UsageError
+from megatfm.ops.attention import blocks
 from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -25,6 +29,9 @@ from megatfm.train.build import build_engine
 from megatfm.verify.batch import Arrays, objective_of
 from megatfm.verify.reference import perturbation
 from megatfm.verify.traffic import Flow, Traffic
+
+Blocks = Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
+"""Parameter name → its blocks on a rank, and where they are in the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,24 @@ class RankSetup:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A step that a rank process is asked to take."""
+
+    place: RankSetup
+    config: Config
+    batch: Arrays
+
+
+@dataclass(frozen=True)
 class Answer:
-    """One rank's share of the step: its blocks of every gradient (zeros where there is none)."""
+    """One rank's share of the step: its blocks of every gradient (zeros where there is none), and of the weights after
+    it."""
 
     loss: float
     grad_norm: float
-    blocks: Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
+    blocks: Blocks
     flows: list[Flow]
+    weights: Blocks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,15 +76,37 @@ class Failure:
 
 READY = "ready"
 
+BLOCK = 8
+"""Tokens of an attention kernel's block: rows are short, and a rank's part must be several blocks."""
 
-def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Arrays) -> None:
-    """The process's main function: sends READY, waits for a word, sends Answer or Failure, waits for the end."""
+
+def run_rank(connection: Connection) -> None:
+    """Main function of a rank process: sends READY, then for each Job an Answer or a Failure, until None comes.
+
+    After an answer it waits for a word before it leaves the group: to leave earlier would close sockets that other
+    ranks still read.
+    """
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the machine calls itself need not resolve
     torch.set_num_threads(1)
+    # Memory that nobody has written is NaN, so that a kernel which reads it is found.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    blocks.SIZE = BLOCK
+    gc.freeze()  # the modules imported so far need not be searched after each step
     try:
         connection.send(READY)
-        connection.recv()
+        while (job := connection.recv()) is not None:
+            connection.send(_answer(job))
+            connection.recv()
+            _leave_group()
+    except EOFError:  # the process that asked is gone
+        return
+
+
+def _answer(job: Job) -> Answer | Failure:
+    place = job.place
+    try:
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(place.store, place.world_size),
@@ -74,22 +114,27 @@ def run_rank(connection: Connection, place: RankSetup, config: Config, batch: Ar
             world_size=place.world_size,
             timeout=timedelta(seconds=place.timeout),
         )
-        import_plugins(config.plugins)
-        connection.send(_step(config, batch, place.world_size))
-        connection.recv()  # to leave earlier would close sockets that others still read
-    except EOFError:  # the process that asked is gone
-        return
+        import_plugins(job.config.plugins)
+        return _step(job.config, job.batch, place.world_size)
     except UsageError as error:
-        connection.send(Failure(str(error), traceback.format_exc(), is_usage=True))
+        return Failure(str(error), traceback.format_exc(), is_usage=True)
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")
-        connection.send(Failure(f"{type(error).__name__}: {line}", traceback.format_exc()))
+        return Failure(f"{type(error).__name__}: {line}", traceback.format_exc())
+
+
+def _leave_group() -> None:
+    """Close the group, and what keeps its threads and sockets: an engine is in cycles, DTensor caches its meshes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
-    weights = {name: box for name, box in engine.weights().items() if name in engine.layout}
+    weights = _weights(engine)
     for name, box in weights.items():
         for part in box.parts:
             sizes = tuple(part.tensor.shape)
@@ -99,12 +144,18 @@ def _step(config: Config, batch: Arrays, world_size: int) -> Answer:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_of(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.clip)
-    return Answer(stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows())
+    updated = {name: box.tensor.detach().clone() for name, box in _weights(engine).items()}
+    return Answer(
+        stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
+    )
 
 
-def _blocks(
-    weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]
-) -> dict[str, list[tuple[Region, NDArray[np.floating[Any]]]]]:
+def _weights(engine: Engine) -> dict[str, Box]:
+    """Blocks of the parameters, without what modules keep beside them."""
+    return {name: box for name, box in engine.weights().items() if name in engine.layout}
+
+
+def _blocks(weights: Mapping[str, Box], gradients: Mapping[str, torch.Tensor]) -> Blocks:
     return {
         name: [
             ((part.offsets, tuple(part.tensor.shape)), part.tensor.numpy())

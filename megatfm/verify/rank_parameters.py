@@ -1,68 +1,27 @@
 """What a rank holds of a model's parameters under a layout, worked out without a process group."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from torch import nn
 
 from megatfm.config import ParallelConfig
-from megatfm.parallel.mesh import EXPERT_SHARD, SHARD
-from megatfm.parallel.pipeline_cut import Pipeline
-from megatfm.parallel.style import Style
+from megatfm.verify.axes import EXPERT_SHARD, SHARD, MeshPosition
+from megatfm.verify.expected_pipeline import Stages
+from megatfm.verify.module_cuts import ModuleCut
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class MeshPosition:
-    """A rank's place on the axes by which ranks differ in what they hold."""
-
-    pp: int
-    shard: int
-    cp: int
-    tp: int
-    parallel: ParallelConfig
-
-    @property
-    def ep(self) -> int:
-        """Which of the ranks that divide experts among them."""
-        return self._folded % self.parallel.ep
-
-    @property
-    def edp(self) -> int:
-        """Which of those that hold the same experts."""
-        return self._folded // self.parallel.ep
-
-    @property
-    def peers(self) -> list["MeshPosition"]:
-        """The ranks that divide experts among them."""
-        first, parallel = self._folded - self.ep, self.parallel
-        found = []
-        for place in range(first, first + parallel.ep):
-            rest, tp = divmod(place, parallel.tp) if self._folds_tp else (place, self.tp)
-            shard, cp = divmod(rest, parallel.cp)
-            found.append(replace(self, shard=shard, cp=cp, tp=tp))
-        return found
-
-    @property
-    def _folded(self) -> int:
-        place = self.shard * self.parallel.cp + self.cp
-        return place * self.parallel.tp + self.tp if self._folds_tp else place
-
-    @property
-    def _folds_tp(self) -> bool:
-        return self.parallel.expert_tp == "folded"
-
-
-@dataclass(frozen=True)
 class RankParameters:
-    """What a rank holds of the plain model's parameters. fitted: module → style."""
+    """What a rank holds of the plain model's parameters. cuts: module path → how it is cut."""
 
     model: nn.Module
-    fitted: Mapping[str, Style]
-    pipeline: Pipeline | None
+    cuts: Mapping[str, ModuleCut]
+    pipeline: Stages | None
     place: MeshPosition
     parallel: ParallelConfig
 
@@ -93,7 +52,7 @@ class RankParameters:
 
     def is_expert(self, name: str) -> bool:
         """Whether expert parallelism lays blocks of the parameter on different ranks."""
-        return self.parallel.ep > 1 and self._style(name).name == "experts"
+        return self.parallel.ep > 1 and self._cut(name).are_experts
 
     def shard_axis(self, name: str) -> str:
         """The axis over which ZeRO cuts the parameter."""
@@ -123,13 +82,13 @@ class RankParameters:
 
     def is_partial(self, name: str) -> bool:
         """Whether each tensor-parallel rank has only its share of the gradient."""
-        return self.sums(self._style(name)) and not self.is_cut(name)
+        return self.sums(self._cut(name)) and not self.is_cut(name)
 
-    def sums(self, style: Style) -> bool:
+    def sums(self, cut: ModuleCut) -> bool:
         """Whether what a tensor-parallel rank computes in a module is its share only."""
-        partial = style.gradient == "partial"
+        partial = cut.gradient == "partial"
         return self.parallel.tp > 1 and (
-            partial or (style.gradient == "sequence" and self.parallel.sequence_parallel)
+            partial or (cut.gradient == "sequence" and self.parallel.sequence_parallel)
         )
 
     def own(self, name: str, place: MeshPosition | None = None) -> int:
@@ -148,13 +107,13 @@ class RankParameters:
 
     def _data_dim(self, name: str) -> int:
         """Where the data axes cut: within experts, under ZeRO 2 and 3, where their number can't be divided."""
-        if self._style(name).name != "experts" or self.zero < 2:
+        if not self._cut(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.shape_at(name, self.place), self.shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _cut_dim(self, name: str) -> int | None:
-        return self._style(name).cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
+        return self._cut(name).cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
 
-    def _style(self, name: str) -> Style:
-        return self.fitted[name.rpartition(".")[0]]
+    def _cut(self, name: str) -> ModuleCut:
+        return self.cuts[name.rpartition(".")[0]]

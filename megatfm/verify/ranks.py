@@ -1,19 +1,20 @@
 """Starts the processes of a layout on this machine and collects their answers; a failure ends them all at once."""
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.batch import Arrays
-from megatfm.verify.rank import Answer, Failure, RankSetup, run_rank
+from megatfm.verify.forkserver import context
+from megatfm.verify.rank import Answer, Failure, Job, RankSetup, run_rank
 
 START_SECONDS = 300.0  # to import torch, while all the others do
 COLLECTIVE_SECONDS = 20.0  # to wait for another rank, in a step that takes a fraction of a second
@@ -32,41 +33,66 @@ class Member:
     connection: Connection
 
 
-def run_ranks(config: Config, batch: Arrays) -> list[Answer]:
-    """One step of `config` under its layout, a process a rank; the answers by rank.
+class RankTeam:
+    """Rank processes that stay for the next layout. A failure ends them all; the next step starts new ones."""
 
-    Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
-    be); all processes have ended by then.
-    """
-    parallel = config.parallel
-    world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    team: list[Member] = []
-    with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, config: Config, batch: Arrays) -> list[Answer]:
+        """One step of `config` under its layout, a process a rank; the answers by rank.
+
+        Raises MegatfmError that names the rank which failed, died or hangs (UsageError if it is the layout that can't
+        be); all processes have ended by then.
+        """
+        parallel = config.parallel
+        world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
         try:
-            for rank in range(world_size):
-                place = RankSetup(rank, world_size, str(Path(folder) / "store"), COLLECTIVE_SECONDS)
-                team.append(_start(place, config, batch))
-            _collect(team, START_SECONDS)
-            for member in team:  # all are there: from here on, a silent rank is a hanging one
-                member.connection.send("go")
-            answers: list[Answer] = _collect(team, STEP_SECONDS)
-            for member in team:
-                member.connection.send("leave")
-            for member in team:
-                member.process.join(LEAVE_SECONDS)
-            return answers
-        finally:
-            for member in team:
-                member.process.kill()
-                member.process.join()
-                member.connection.close()
+            with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
+                present = len(self._members)
+                for _ in range(present, world_size):
+                    self._members.append(_start())
+                _collect(self._members[present:], START_SECONDS)
+                team, store = self._members[:world_size], str(Path(folder) / "store")
+                for rank, member in enumerate(
+                    team
+                ):  # all are there: from here on, a silent rank is a hanging one
+                    place = RankSetup(rank, world_size, store, COLLECTIVE_SECONDS)
+                    member.connection.send(Job(place, config, batch))
+                answers: list[Answer] = _collect(team, STEP_SECONDS)
+                for member in team:
+                    member.connection.send("leave")
+                return answers
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Let the processes end."""
+        for member in self._members:
+            with suppress(OSError):
+                member.connection.send(None)
+        for member in self._members:
+            member.process.join(LEAVE_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        for member in self._members:
+            member.process.kill()
+            member.process.join()
+            member.connection.close()
+        self._members = []
 
 
-def _start(place: RankSetup, config: Config, batch: Arrays) -> Member:
-    context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
-    context.set_forkserver_preload([run_rank.__module__])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_rank, args=(theirs, place, config, batch), daemon=True)
+def _start() -> Member:
+    ours, theirs = context().Pipe()
+    process = context().Process(target=run_rank, args=(theirs,), daemon=True)
     process.start()
     theirs.close()  # so that the process's end is seen as the end of the line
     return Member(process, ours)

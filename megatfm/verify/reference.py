@@ -13,7 +13,7 @@ from megatfm.layers.attention.patterns import Seen
 from megatfm.layers.head import CrossEntropy
 from megatfm.layers.initialisation import initialise, initials
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import attention_reference
+from megatfm.ops.attention import Visible, attention_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
 from megatfm.ops.initial import Normal, draw
 from megatfm.parallel.forward import replace_forward
@@ -46,15 +46,17 @@ def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     model = build_model(config).double().train()
     perturbed(model, config.train.seed)
     for module in model.modules():
-        if isinstance(module, Core):
-            replace_forward(module, partial(_attention, module))
+        if isinstance(module, Core):  # each core of its own kind makes keys and values, and ends there
+            module.of_heads = partial(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
             replace_forward(module, partial(_cross_entropy, module))
     objective = objective_of(config)
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.counts(tensors)
     terms = objective(model, tensors)
-    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss = torch.stack(
+        [objective.weights[term] * terms[term] / counts[term].clamp(min=1) for term in terms]
+    ).sum()
     loss.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -73,11 +75,19 @@ def perturbed(model: nn.Module, seed: int) -> None:
 
 
 def _attention(
-    core: Core, q: Tensor, k: Tensor, v: Tensor, layout: SequenceMetadata, bias: Tensor | None = None
+    core: Core,
+    part: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceMetadata,
+    bias: Tensor | None = None,
+    seen: Visible | None = None,
 ) -> Tensor:
+    """As `Core.of_heads`, of all heads."""
     rng_keys = core.dropout.head_rng_keys(layout, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
-    seen = Seen(core.pattern, layout, 0, q.shape[1])
+    seen = seen or Seen(core.pattern, layout, 0, q.shape[1])
     return attention_reference(q, k, v, seen, bias, core.variant, rng_keys, sinks)
 
 

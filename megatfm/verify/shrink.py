@@ -3,11 +3,27 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
-from megatfm.config import Config, HeadsAttentionConfig, ModelConfig
+from megatfm.config import (
+    BigBirdPatternConfig,
+    ChunkedPatternConfig,
+    CompressedAttentionConfig,
+    Config,
+    FixedPatternConfig,
+    HeadsAttentionConfig,
+    LatentAttentionConfig,
+    LinformerAttentionConfig,
+    LongformerPatternConfig,
+    ModelConfig,
+    StridedPatternConfig,
+    WindowPatternConfig,
+    invalid,
+)
+from megatfm.config.attention import AttentionSection
 from megatfm.config.base import Section, nested
 from megatfm.errors import UsageError
 from megatfm.models import build
@@ -16,18 +32,28 @@ from megatfm.parallel.mesh import SHARD, axis_sizes
 MAX_RANKS = 16
 """Processes that one machine is asked to start."""
 
-LAYERS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 64, 24
+LAYERS, HEAD_DIM, WIDTH, RANK = 2, 8, 64, 32
+LENGTH = 64
+"""Tokens of a row, which holds several documents, windows, chunks and blocks; a rank's part cuts some of them."""
 MICRO_BATCH, MICROBATCHES = 2, 2
 VOCABULARY = 1000  # where a config leaves it to the tokenizer, which is not needed here
+
+
+class Rows(NamedTuple):
+    """Tokens of the longest row: in the config, and in the small one."""
+
+    before: int
+    length: int
 
 
 def shrink(config: Config) -> tuple[Config, list[str]]:
     """The small config, and what was changed, in words. Raises UsageError for a layout of too many processes.
 
     Kept: parts, ties, optimizer, the ratio of query to key-value heads, and the remainders of vocabulary and
-    feed-forward width modulo the ranks that share them. Axes stay as they are; dp_shard = −1 becomes 2, or 1
-    beside other axes, or what `ep` needs. There are as many layers as pipeline stages, and a block of every kind; the
-    cuts are where they are by themselves. What is inexact by design is left out.
+    feed-forward width modulo the ranks that share them. Windows, chunks and blocks of attention shrink with the rows,
+    so that these have several of them. Axes stay as they are; dp_shard = −1 becomes 2, or 1 beside other axes, or what
+    `ep` needs. There are as many layers as pipeline stages, and a block of every kind; the cuts are where they are by
+    themselves. What is inexact by design is left out.
     """
     parallel = config.parallel
     if parallel.dp_shard == -1:
@@ -42,18 +68,25 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             f"{MAX_RANKS}: give smaller axes, e.g. parallel.dp_replicate=1 parallel.dp_shard=2"
         )
     data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
+    before = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
         key: length and _fit(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
-        for key, length in config.data.model_dump(include={"sequence_length", "target_length"}).items()
+        for key, length in before.items()
     }
+    rows = Rows(*(max(filter(None, of.values())) for of in (before, lengths)))
+    try:
+        model = _model(
+            config.model,
+            heads_over=parallel.tp * parallel.cp,
+            shards=parallel.tp * parallel.dp_shard,
+            stages=parallel.pp * parallel.stages_per_rank,
+            rows=rows,
+        )
+    except ValidationError as error:
+        raise invalid("verify can't make this model small", error) from None
     small = config.model_copy(
         update={
-            "model": _model(
-                config.model,
-                parallel.tp * parallel.cp,
-                parallel.tp * parallel.dp_shard,
-                parallel.pp * parallel.stages_per_rank,
-            ),
+            "model": model,
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "full", "comm_memory": "torch", "async_tp": False}
             ),
@@ -87,16 +120,20 @@ def _matches(config: Config, pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
-def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig:
-    kv_heads = min(model.attention.kv_heads, 2 * tp)  # two a rank, so that their order shows
+def _model(model: ModelConfig, *, heads_over: int, shards: int, stages: int, rows: Rows) -> ModelConfig:
+    """heads_over: ranks that may take heads, of tensor and context parallelism. shards: ranks that cut widths."""
+    kv_heads = min(model.attention.kv_heads, 2 * heads_over)  # two a rank, so that their order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
     head_dim = min(model.head_width, HEAD_DIM)
     joined = model.d_model == model.attention.n_heads * model.head_width
+    distinct = model.distinct_layers and min(model.distinct_layers, LAYERS)
+    of_kinds = (model.blocks.index(kind) + 1 for kind in model.block)
+    layers = max(LAYERS, stages, 1 + (distinct or 0), *of_kinds)  # one block more, so that two share weights
     changes: dict[str, Any] = {
         "vocab_size": _fit(model.vocab_size or VOCABULARY, WIDTH, shards),
-        "n_layers": min(
-            model.n_layers, max(LAYERS, stages, *(model.blocks.index(kind) + 1 for kind in model.block))
-        ),
+        "n_layers": min(model.n_layers, layers),
+        "n_encoder_layers": model.n_encoder_layers and min(model.n_encoder_layers, layers),
+        "distinct_layers": distinct,
         "d_model": heads * head_dim if joined else _fit(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
         "attention.head_dim": model.attention.head_dim and head_dim,
@@ -104,23 +141,97 @@ def _model(model: ModelConfig, tp: int, shards: int, stages: int) -> ModelConfig
     }
     if isinstance(model.attention, HeadsAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
-    changes["block"] = {kind: _block(model, kind, tp, shards) for kind in model.block}
+    for key, size in _sizes(model.attention, rows.length, shards).items():
+        changes[f"attention.{key}"] = size
+    for key, size in _sizes_of_pattern(model.attention.pattern, rows).items():
+        changes[f"attention.pattern.{key}"] = size
+    if (generator := model.generator) is not None:
+        n_heads = min(generator.n_heads, 2 * heads_over)
+        each = generator.d_model // generator.n_heads
+        changes["generator"] = {
+            "d_model": n_heads * min(each, HEAD_DIM),
+            "n_heads": n_heads,
+            "d_ff": _fit(generator.d_ff, WIDTH, shards),
+            "n_layers": generator.n_layers and min(generator.n_layers, layers),
+        }
+    changes["block"] = {kind: _block(model, kind, heads_over, shards, rows) for kind in model.block}
     return model.changed(changes)
 
 
-def _block(model: ModelConfig, kind: str, tp: int, shards: int) -> dict[str, Any]:
+def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
+    """Sizes of an attention layer beside heads and pattern. length: tokens of the longest row."""
+    if isinstance(attention, LatentAttentionConfig):
+        width = attention.v_dim
+        return {
+            "kv_rank": _fit(attention.kv_rank, RANK, shards),
+            "q_rank": attention.q_rank and _fit(attention.q_rank, RANK, shards),
+            "rope_dim": _fit(attention.rope_dim, HEAD_DIM, 2),
+            # Of another width than keys have, where it was.
+            "v_dim": width and min(width, HEAD_DIM + (0 if width == attention.head_dim else 2)),
+        }
+    if isinstance(attention, LinformerAttentionConfig):
+        return {"length": min(attention.length, length), "rank": min(attention.rank, max(1, length // 8))}
+    if isinstance(attention, CompressedAttentionConfig):
+        return {"factor": min(attention.factor, max(1, length // 8))}
+    return {}
+
+
+def _sizes_of_pattern(pattern: Section, rows: Rows) -> dict[str, Any]:
+    """Options of a pattern that shrink with the row, so that it has several windows, chunks or blocks. A window as wide
+    as the row stays so; a plugin's pattern keeps its options."""
+    before, length = rows
+    fourth, eighth = max(1, length // 4), max(1, length // 8)
+    match pattern:
+        case WindowPatternConfig():
+            step = min(pattern.step, 2)
+            width = _fit(pattern.width, max(1, fourth // step), 2)
+            if pattern.width * pattern.step >= before:
+                width = pattern.width * pattern.step * length // before // step
+            return {"width": width, "step": step, "first": min(pattern.first, 2)}
+        case LongformerPatternConfig():
+            width = _fit(pattern.width, fourth, 2)
+            tokens = dict.fromkeys(min(token, length // 2) for token in pattern.tokens)
+            return {
+                "width": width if pattern.width < before else pattern.width * length // before,
+                "tokens": tuple(tokens),
+            }
+        case ChunkedPatternConfig():
+            size = min(pattern.size, max(1, length // 3))  # thirds end nowhere near a rank's part
+            return {"size": size if pattern.size < before else pattern.size * length // before}
+        case StridedPatternConfig():
+            return {"stride": min(pattern.stride, eighth)}
+        case FixedPatternConfig():
+            stride = min(pattern.stride, eighth)
+            return {"stride": stride, "summary": max(1, min(pattern.summary, stride // 3))}
+        case BigBirdPatternConfig():
+            # Documents of at most `few` blocks are seen whole: a row keeps more blocks than that if it had more.
+            random, extra = min(pattern.random, 2), min(pattern.extra, eighth)
+            few = 5 + 2 * random
+            if (5 + 2 * pattern.random) * pattern.block >= before:
+                return {"block": -(-length // few), "random": random, "extra": extra}
+            block = min(pattern.block, max(1, length // (few + 4)))
+            return {"block": block, "random": random, "extra": extra}
+    return {}
+
+
+def _block(model: ModelConfig, kind: str, heads_over: int, shards: int, rows: Rows) -> dict[str, Any]:
     """What the blocks of a kind have otherwise, with its sizes made small as the model's are."""
     keys, own = nested(model.block[kind]), model.of_kind(kind)
     if "d_ff" in keys.get("ffn", {}):
         keys["ffn"] = {**keys["ffn"], "d_ff": _fit(own.ffn.d_ff, WIDTH, shards)}
-    if {"n_heads", "n_kv_heads", "head_dim"} & keys.get("attention", {}).keys():
-        kv_heads = min(own.attention.kv_heads, 2 * tp)
+    attention = dict(keys.get("attention", {}))
+    if {"n_heads", "n_kv_heads", "head_dim"} & attention.keys():
+        kv_heads = min(own.attention.kv_heads, 2 * heads_over)
         heads = kv_heads * (own.attention.n_heads // own.attention.kv_heads)
-        sizes = {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
+        attention |= {"n_heads": heads, "head_dim": min(own.head_width, HEAD_DIM)}
         if isinstance(own.attention, HeadsAttentionConfig):
-            sizes["n_kv_heads"] = kv_heads
-        keys["attention"] = {**keys["attention"], **sizes}
-    return keys
+            attention["n_kv_heads"] = kv_heads
+    sizes = _sizes(own.attention, rows.length, shards)
+    attention |= {key: sizes[key] for key in attention.keys() & sizes.keys()}
+    if "pattern" in attention:
+        pattern = own.attention.pattern
+        attention["pattern"] = {**pattern.model_dump(), **_sizes_of_pattern(pattern, rows)}
+    return {**keys, **({"attention": attention} if attention else {})}
 
 
 def _fit(size: int, least: int, modulus: int) -> int:
@@ -138,8 +249,16 @@ def _changes(before: Config, after: Config) -> list[str]:
 
 def _differences(place: str, old: Section, new: Section) -> Iterator[str]:
     for key in type(old).model_fields:
-        one, other = getattr(old, key), getattr(new, key)
-        if isinstance(one, Section) and isinstance(other, Section):
-            yield from _differences(f"{place}.{key}", one, other)
-        elif one != other:
-            yield f"{place}.{key} {'(not set)' if one is None else one} → {other}"
+        yield from _difference(f"{place}.{key}", getattr(old, key), getattr(new, key))
+
+
+def _difference(place: str, old: object, new: object) -> Iterator[str]:
+    if isinstance(old, Section) and isinstance(new, Section):
+        yield from _differences(place, old, new)
+    elif isinstance(old, dict) and isinstance(new, dict):  # of kinds of blocks
+        for key, one in nested(old).items():
+            yield from _difference(f"{place}.{key}", one, nested(new).get(key, one))
+    elif isinstance(old, str) and isinstance(new, dict):  # a pattern's name alone
+        return
+    elif old != new:
+        yield f"{place} {'(not set)' if old is None else old} → {new}"

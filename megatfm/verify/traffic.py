@@ -64,6 +64,7 @@ class Traffic(TorchDispatchMode):
 def _ring(name: str, given: int, size: int, rank: int, arguments: Mapping[str, Any]) -> tuple[str, int]:
     """The collective's plain name, and the bytes that a ring of `size` ranks makes each of them send."""
     plain = name.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
+    plain = plain.removesuffix("_coalesced")
     plain = plain.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
     plain = plain.replace("alltoall", "all_to_all").removesuffix("_single")
     if plain == "all_gather":

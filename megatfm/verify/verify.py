@@ -1,22 +1,31 @@
-"""The comparison: loss, gradient norm and every gradient, a layout's against one process's."""
+"""The comparison: loss, gradient norm, every gradient and every update, a layout's against one process's."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import Config
+from megatfm.engines.interface import PRECISIONS
 from megatfm.parallel.layout import Region
 from megatfm.registry import import_plugins
-from megatfm.verify.batch import random_batch
+from megatfm.train.build import build_model
+from megatfm.verify.batch import Documents, random_batch
 from megatfm.verify.expected import expected_flows, unpredicted
 from megatfm.verify.ledger import Flows
 from megatfm.verify.rank import Answer
-from megatfm.verify.ranks import run_ranks
+from megatfm.verify.ranks import RankTeam
 from megatfm.verify.reference import ReferenceStep, reference_step
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow
+from megatfm.verify.update import plain_step, plain_weights
+
+BlocksOfOne = Sequence[tuple[Region, NDArray[np.floating[Any]]]]
+"""A rank's blocks of one parameter."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Comparison:
     config: Config
     shrunk: list[str]
     gradients: list[Difference]
+    updates: list[Difference]
+    """Of what the optimizer adds to each weight, given the layout's own gradients."""
     loss: Difference
     grad_norm: Difference
     flows: list[Flow]
@@ -72,21 +83,26 @@ class Comparison:
 
     @property
     def wrong(self) -> list[Difference]:
-        """Numbers that differ by more than rounding: of loss, gradient norm and gradients; no flows."""
-        return [one for one in (self.loss, self.grad_norm, *self.gradients) if one.is_wrong]
+        """Numbers that differ by more than rounding: of loss, gradient norm, gradients and updates; no flows."""
+        return [one for one in (self.loss, self.grad_norm, *self.gradients, *self.updates) if one.is_wrong]
 
 
-def verify(config: Config) -> Comparison:
+def verify(config: Config, documents: Documents = "mixed", team: RankTeam | None = None) -> Comparison:
     """Take one step of a shrunk config on one process, in float64, and under its layout, on the CPU; there in float32
-    if its engine has no float64.
+    if its engine has no float64. documents: the kind of documents in each row. team: rank processes to use; left out,
+    they start and end here.
 
     Raises UsageError for a layout that can't be, MegatfmError naming the rank when one fails or hangs.
     """
     import_plugins(config.plugins)
     small, shrunk = shrink(config)
-    batch = random_batch(small)
+    batch = random_batch(small, documents)
     step = reference_step(small, batch)
-    answers = run_ranks(small, batch)
+    if team:
+        answers = team.step(small, batch)
+    else:
+        with RankTeam() as team:
+            answers = team.step(small, batch)
     limits = LIMITS[small.train.precision]
     without = unpredicted(small)
     by_rank = [
@@ -97,6 +113,7 @@ def verify(config: Config) -> Comparison:
         config=small,
         shrunk=shrunk,
         gradients=gradient_differences(step.gradients, answers, limits),
+        updates=update_differences(small, answers, limits),
         loss=_worst("loss", [answer.loss for answer in answers], step.loss, limits),
         grad_norm=_worst("gradient norm", [answer.grad_norm for answer in answers], step.grad_norm, limits),
         flows=_busiest(answers),
@@ -141,24 +158,73 @@ def gradient_differences(
     everything = ReferenceStep(0.0, expected).grad_norm
     found = []
     for name, gradient in expected.items():
-        squares: dict[Region, float] = {}
-        for answer in answers:
-            for box, block in answer.blocks.get(name, ()):  # or it is of another pipeline stage
-                difference = torch.from_numpy(block) - gradient[_slices(box)]
-                squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
-        held = sum(torch.Size(sizes).numel() for _, sizes in squares)
-        total = sum(squares.values()) if held == gradient.numel() else float("nan")
         norm = float(gradient.norm())
-        error = total**0.5 / max(norm, limits.floor * everything)
+        distance = _distance(gradient, [answer.blocks.get(name, []) for answer in answers])
+        error = _relative(distance, max(norm, limits.floor * everything))
         found.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
-    return sorted(found, key=lambda one: (one.error == one.error, -one.error))
+    return _worst_first(found)
+
+
+def update_differences(config: Config, answers: Sequence[Answer], limits: Limits) -> list[Difference]:
+    """‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight after the step, the worst first, where r is the weight
+    that the plain optimizer makes of the layout's gradients, and u = r less the weight before.
+
+    What a weight of the layout's precision can't hold of a smaller update is no error: four units in its last place.
+    """
+    before = plain_weights(config)
+    gradients = {
+        name: _assembled(weight, [answer.blocks.get(name, []) for answer in answers])
+        for name, weight in before.items()
+    }
+    after = plain_step(config, build_model(config), before, gradients)
+    updates = {name: after[name] - weight for name, weight in before.items()}
+    everything = ReferenceStep(0.0, updates).grad_norm
+    last_place = torch.finfo(PRECISIONS[config.train.precision].stored).eps / limits.bound
+    found = []
+    for name, update in updates.items():
+        norm = float(update.norm())
+        distance = _distance(after[name], [answer.weights.get(name, []) for answer in answers])
+        size = max(norm, limits.floor * everything, 4 * last_place * float(after[name].norm()))
+        found.append(
+            Difference(
+                f"update of {name}", _relative(distance, size), norm, tuple(update.shape), limits.bound
+            )
+        )
+    return _worst_first(found)
+
+
+def _assembled(like: Tensor, by_rank: Iterable[BlocksOfOne]) -> Tensor:
+    """A whole tensor from the blocks that ranks hold of it; NaN where none has any."""
+    whole = torch.full_like(like, float("nan"))
+    for box, block in (one for blocks in by_rank for one in blocks):
+        whole[_slices(box)] = torch.from_numpy(block).to(whole)
+    return whole
+
+
+def _distance(expected: Tensor, by_rank: Iterable[BlocksOfOne]) -> float:
+    """‖all blocks − expected‖, the worst of those that several ranks hold; NaN if some element is on no rank."""
+    squares: dict[Region, float] = {}
+    for box, block in (one for blocks in by_rank for one in blocks):
+        difference = torch.from_numpy(block) - expected[_slices(box)]
+        squares[box] = _larger(squares.get(box, 0.0), float(difference.square().sum()))
+    held = sum(torch.Size(sizes).numel() for _, sizes in squares)
+    return sum(squares.values()) ** 0.5 if held == expected.numel() else float("nan")
+
+
+def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
+    return sorted(differences, key=lambda one: (one.error == one.error, -one.error))
 
 
 def _worst(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
     error = 0.0
     for value in values:
-        error = _larger(error, abs(value - expected) / abs(expected))
+        error = _larger(error, _relative(abs(value - expected), abs(expected)))
     return Difference(name, error, expected, (), limits.bound)
+
+
+def _relative(error: float, size: float) -> float:
+    """error / size. Where a batch predicts nothing and size is zero: 0 without an error, else infinity."""
+    return error / size if size else error and float("inf")
 
 
 def _larger(one: float, other: float) -> float:

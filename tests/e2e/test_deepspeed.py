@@ -166,11 +166,11 @@ def test_a_killed_run_that_keeps_its_state_in_files_goes_on_to_the_bit_and_under
     assert start(*words, run="whole").wait(200) == [DONE] * 2
     killed = start(*words, fault=Fault(-1, "second save", "is_killed"))
     assert killed.wait(200) == [-signal.SIGKILL] * 2
-    left = set(disk.glob("megatfm-*/"))
+    left = set(disk.glob(".megatfm-offload-*/*-*/"))
     assert left, "they had no time to tidy up"
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
     assert start(*words).wait(200) == [DONE] * 2
-    assert left.isdisjoint(disk.glob("megatfm-*/")), "what the killed left"
+    assert left.isdisjoint(disk.glob(".megatfm-offload-*/*-*/")), "what the killed left"
     assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
     forget_the_end(tmp_path / "run")
     native = [word for word in words if not word.startswith(("parallel.engine", "deepspeed."))]

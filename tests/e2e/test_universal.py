@@ -4,7 +4,6 @@ import argparse
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from megatfm import checkpoint
 from megatfm.cli import main
 from megatfm.config import Config, load
 from megatfm.convert.convert import convert
-from megatfm.convert.pickled import Nothing, read
 from megatfm.convert.table import to_theirs
 from megatfm.convert.universal import UniversalFolder, from_universal
 from megatfm.errors import DONE, UsageError
@@ -135,22 +133,3 @@ def test_every_bit_of_weights_and_of_adam_s_state_goes_over_and_a_run_goes_on(
 def test_what_is_no_universal_checkpoint_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ds_to_universal --input_folder \S+/global_stepN"):
         from_universal(tmp_path, tmp_path / "new", tmp_path)
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-def test_a_pickle_that_calls_something_is_read_without_calling_it(tmp_path: Path) -> None:
-    victim = tmp_path / "made"
-    torch.save({"param": torch.ones(2), "evil": Evil(victim)}, tmp_path / "x.pt")
-    found = read(tmp_path / "x.pt")
-    assert torch.equal(found["param"], torch.ones(2))
-    assert isinstance(found["evil"], Nothing)
-    assert not victim.exists()

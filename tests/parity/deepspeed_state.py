@@ -50,7 +50,8 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
     """What is wrong with where an engine keeps things."""
     own, wrong = engine.engine.optimizer, []
     kept = {
-        path.parent.parent.name for path in (folder / "nvme").glob("megatfm-*/zero_stage_3/*/rank*/*.swp")
+        path.parent.parent.name
+        for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
     }
     dtype = str(engine.precision.computed).removeprefix("torch.")
     wanted = {
@@ -131,7 +132,7 @@ def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
             del engine
             gc.collect()
             dist.barrier()  # the other rank's are in the same folder
-            if left := list((folder / "nvme").glob("megatfm-*/")):
+            if left := list((folder / "nvme").glob(".megatfm-offload-*/*-*/")):
                 wrong.append(f"{number}: files are left: {left}")
             dist.barrier()
     return wrong

@@ -15,6 +15,8 @@ from megatfm.objectives import OBJECTIVES, Causal
 class Looped(nn.Module):
     """Embedding, all blocks, all blocks again, norm and head."""
 
+    is_causal = True
+
     def __init__(self, config):
         super().__init__()
         self.config = config

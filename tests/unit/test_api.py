@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megatfm
+from megatfm import cli
 from megatfm.commands.generate import add_arguments
 from megatfm.commands.generate import main as generate_command
 from megatfm.config import Config
@@ -101,10 +102,23 @@ def test_the_model_is_a_module_that_can_be_called(run: Path) -> None:
     assert model.tokenizer.vocab_size == 512
 
 
-def test_evaluation_is_what_the_command_leaves(run: Path, corpus: Path) -> None:
-    found = megatfm.load(run).evaluate({"more": corpus / "validation"}, compressors=True)
-    assert set(found) == {"held-out", "again", "more"}
-    assert found["more"]["loss"] == found["held-out"]["loss"]
+def test_evaluation_is_what_the_command_leaves(
+    run: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the run's own sets, of a folder relative to the current directory, and of a URL."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
+    monkeypatch.chdir(corpus)
+    url = f"file://{corpus}/validation"
+    found = megatfm.load(run).evaluate({"more": Path("validation"), "web": url}, compressors=True)
+    assert set(found) == {"held-out", "again", "more", "web"}
+    assert found["web"]["loss"] == found["more"]["loss"] == found["held-out"]["loss"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["evaluate", str(run), "--set", f"web={url}"])
+    assert "web" in capsys.readouterr().out
     assert found["more"]["compressors"]["gzip -9, per document"] > 1
 
 

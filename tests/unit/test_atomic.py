@@ -3,12 +3,14 @@
 import errno
 import multiprocessing
 import os
+import secrets
 import stat
 from pathlib import Path
 
 import pytest
 
 from megatfm.atomic import draft_of, write_whole
+from megatfm.checkpoint import disk
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -48,7 +50,30 @@ def test_file_and_name_are_forced_to_the_disk_in_that_order(
     assert synced == [False, True]
 
 
-def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_can_not_sync_folders_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sync = os.fsync
+
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    write_whole(tmp_path / "a", "new")
+    disk.sync_folder(tmp_path)
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_no_two_drafts_have_one_name(tmp_path: Path) -> None:
+    """Two containers may have the same host name, and in them two processes the same number."""
+    assert len({draft_of(tmp_path / "a") for _ in range(20)}) == 20
+
+
+def test_a_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     (tmp_path / "precious").write_text("precious")
     for place in (draft_of(tmp_path / "a"), tmp_path / "a"):
         place.symlink_to(tmp_path / "precious")

@@ -52,9 +52,11 @@ RECORD = {
     },
 }
 BESIDE_A_STEP = {
+    "megatfm.train.generators": set[str](),
     "megatfm.train.watching": {*RECORD, "megatfm.ranks", "megatfm.parallel"},
     "megatfm.train.guards": {
         *RECORD,
+        "megatfm.train.generators",
         "megatfm.engines",
         "megatfm.ranks",
         "megatfm.parallel",
@@ -114,7 +116,7 @@ ROOMS = {
 
 FOLDERS = {"data_prep", "launchers", "slurm"}
 """Rooms whose folders lie at the top of the repository. All import them as `megatfm.data_prep`, …: by the bare name a
-user's own `data_prep.py` would be imported instead, or ours a second time."""
+user's own `megatfm.data_prep.py` would be imported instead, or ours a second time."""
 NO_TORCH = {"megatfm.config", "megatfm.launchers", "megatfm.slurm", "megatfm", "megatfm.cli", *EVERYBODYS}
 ONLY_FROM = dict.fromkeys(ENGINES, "megatfm.engines.registry")
 """Room → the module that alone imports it from outside, by name, when it is chosen."""
@@ -255,7 +257,8 @@ def test_a_planted_import_is_found(module: str, line: str, is_fault: bool) -> No
 
 
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
-NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/config/", "megatfm/presets/")
+NAMES_AXES = ("megatfm/parallel/mesh.py", "megatfm/verify/axes.py", "megatfm/config/", "megatfm/presets/")
+"""The mesh, what is expected of it without it, and the keys of configs."""
 
 
 def literal_axes(source: str) -> list[int]:

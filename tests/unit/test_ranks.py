@@ -7,8 +7,17 @@ import pytest
 import torch.distributed as dist
 
 from megatfm.checkpoint.nodes import Nodes
-from megatfm.errors import UsageError
-from megatfm.ranks import gather, gather_problems, own_on_host, run_on_rank_0, tell
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.ranks import (
+    by_rank_0,
+    gather,
+    gather_problems,
+    gathered,
+    own_on_host,
+    run_on_rank_0,
+    scattered,
+    tell,
+)
 from tests.workers import Workers
 
 
@@ -68,3 +77,74 @@ def test_without_a_group_there_is_one_rank() -> None:
     assert run_on_rank_0(lambda: 3) == 3
     assert gather("x") == ["x"]
     assert gather_problems([]) == {}
+
+
+class TwoArguments(Exception):
+    """Pickle makes it again of one argument, and fails."""
+
+    def __init__(self, key: str, value: int) -> None:
+        super().__init__(f"{key} = {value}")
+
+
+def unsendable() -> list[str]:
+    """What rank 0 can't send, as a result and as an error, is said on all ranks."""
+
+    def raises() -> None:
+        raise TwoArguments("a", 3)
+
+    said = []
+    for function, work in (
+        (run_on_rank_0, lambda: lambda: 1),
+        (lambda work: by_rank_0("not done", work), lambda: lambda: 1),
+        (run_on_rank_0, raises),
+        (lambda work: gathered("not done", work), lambda: lambda: 1),
+    ):
+        try:
+            function(work)  # type: ignore[operator]
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert run_on_rank_0(lambda: 5) == 5
+    return said
+
+
+def test_what_can_not_be_sent_is_an_error_of_all_ranks(workers: Workers) -> None:
+    for said in workers.run(unsendable, 3):
+        assert "nothing" not in said
+        assert all("lost each other" not in words for words in said)
+        assert all("pickle" in words for words in (said[0], said[1], said[3])), said
+        assert said[2] == "MegatfmError: TwoArguments: a = 3"
+
+
+def in_a_group_without_rank_0() -> tuple[int, list[int], int] | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    me = dist.get_rank()
+    return (
+        by_rank_0("a", lambda: me, group),
+        gathered("b", lambda: me, group),
+        scattered("c", [10, 20], group),
+    )
+
+
+def test_rank_0_is_the_group_s(workers: Workers) -> None:
+    assert workers.run(in_a_group_without_rank_0, 3) == [None, (1, [1, 2], 10), (1, [], 20)]
+
+
+def fails_on_one() -> str:
+    def work() -> int:
+        if dist.get_rank() == 1:
+            raise UsageError("no")
+        return 3
+
+    try:
+        gathered("not done", work)
+    except MegatfmError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_failure_of_one_is_that_of_all(workers: Workers) -> None:
+    (said,) = set(workers.run(fails_on_one, 2))
+    assert said.startswith("not done: rank 1 on ")

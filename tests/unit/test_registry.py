@@ -130,6 +130,28 @@ def test_a_plugin_of_the_current_directory_is_found_for_a_run(
     del sys.modules["found_for_a_run"]
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
+        ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
+        (
+            "\nimport nothing_of_that_name",
+            r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name",
+        ),
+        ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
+        ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_its_line(
+    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_plugin.py").write_text(code)
+    with pytest.raises(UsageError, match=why):
+        import_plugins(["broken_plugin"])
+
+
 def test_a_plugin_that_is_not_there() -> None:
     with pytest.raises(
         UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"

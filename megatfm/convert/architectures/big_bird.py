@@ -46,6 +46,14 @@ def write(ours: ModelConfig) -> Json:
     )
 
 
+def remarks(config: ModelConfig) -> list[str]:
+    """How ours differs from theirs, since neither has an option for the other's way."""
+    return [
+        "its random blocks are drawn in evaluation as in training; transformers' .eval() reads the first block in "
+        "their place, and takes the end of a padded row for the text's: compare with .train() unpadded"
+    ]
+
+
 def rules(config: ModelConfig) -> list[Rule]:
     sentence = [
         *linear("sentence.pooler", "bert.pooler", bias=True),
@@ -66,7 +74,15 @@ def rules(config: ModelConfig) -> list[Rule]:
 
 ARCHITECTURES.register("BigBirdForPreTraining")(
     Architecture(
-        "big_bird", KEYS, read_pretraining, write, rules, prefix="bert.", ignored=(POSITION_IDS,), marks=MARKS
+        "big_bird",
+        KEYS,
+        read_pretraining,
+        write,
+        rules,
+        prefix="bert.",
+        ignored=(POSITION_IDS,),
+        marks=MARKS,
+        remarks=remarks,
     )
 )
 ARCHITECTURES.register("BigBirdForMaskedLM")(
@@ -79,6 +95,7 @@ ARCHITECTURES.register("BigBirdForMaskedLM")(
         prefix="bert.",
         ignored=(POSITION_IDS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
         marks=MARKS,
+        remarks=remarks,
     )
 )
 register_bare("BigBirdModel", ARCHITECTURES.get("BigBirdForMaskedLM"))

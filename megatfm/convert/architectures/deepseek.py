@@ -3,7 +3,7 @@
 Its keys and values are made head by head by one matrix, and rotary channels are pairs of neighbours, not halves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import log
 
 import torch
@@ -63,6 +63,8 @@ KEYS = ROPE | {
         "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers",
     ),
 }  # fmt: skip
+MOST_MODULES = 64
+"""More modules for later tokens than any model has."""
 
 
 def read(theirs: Json) -> ModelConfig:
@@ -80,6 +82,16 @@ def read(theirs: Json) -> ModelConfig:
             "transformers ranks groups by their two best experts, and a group has fewer"
         )
     return config
+
+
+def further(theirs: Mapping[str, object], names: Container[str]) -> list[str]:
+    """Modules that predict later tokens, behind the last block: transformers has no class that reads them."""
+    first = theirs.get("num_hidden_layers", KEYS["num_hidden_layers"].default)
+    count = theirs.get("num_nextn_predict_layers", theirs.get("num_mtp_layers"))
+    if not isinstance(first, int) or not isinstance(count, int) or count < 1:
+        return []
+    numbers = range(first, first + min(count, MOST_MODULES))
+    return [rf"^model\.layers\.{n}\." for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
 
 
 def read_with(theirs: Json, router: Json) -> ModelConfig:
@@ -317,6 +329,7 @@ ARCHITECTURES.register("DeepseekV3ForCausalLM")(
         fused_rules=lambda config: rules(config, fused=True),
         prefix="model.",
         length_key="max_position_embeddings",
+        further=further,
         marks={"family": "decoder", "attention.name": "latent"},
     )
 )

@@ -19,7 +19,7 @@ KEYS = llama.KEYS | {
 def read(theirs: Json) -> ModelConfig:
     ours = llama.read(theirs)
     width = theirs["sliding_window"]
-    if width is None or width >= theirs["max_position_embeddings"]:
+    if width is None:
         return ours
     return ours.changed({"attention.pattern": {"name": "window", "width": width}})
 

@@ -21,6 +21,8 @@ KEYS = {key: value for key, value in t5.KEYS.items() if key not in WITHOUT} | {
     "num_experts": taken(8),
     "num_sparse_encoder_layers": taken(3),
     "num_sparse_decoder_layers": taken(3),
+    "encoder_sparse_step": taken(None, int),
+    "decoder_sparse_step": taken(None, int),
     "router_bias": only(False),
     "router_dtype": only("float32"),
     "dense_act_fn": taken("relu"),
@@ -28,7 +30,7 @@ KEYS = {key: value for key, value in t5.KEYS.items() if key not in WITHOUT} | {
     "hidden_size": alias("d_model"),
     **idle("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef"),
     **idle("add_router_probs", "router_ignore_padding_tokens", "router_type", "output_router_logits"),
-    **idle("batch_prioritized_routing", "num_selected_experts", "encoder_sparse_step", "decoder_sparse_step"),
+    **idle("batch_prioritized_routing", "num_selected_experts"),
     **idle("feed_forward_proj", "is_gated_act", "n_positions"),
 }
 
@@ -54,12 +56,13 @@ def read(theirs: Json) -> ModelConfig:
         "dropout": 0.0,
         "router": {"name": "switch"},
     }
-    kinds = _kinds(theirs["num_sparse_encoder_layers"], dense.encoder_layers)
-    others = _kinds(theirs["num_sparse_decoder_layers"], dense.n_layers)
+    kinds = _kinds(theirs["num_sparse_encoder_layers"], dense.encoder_layers, theirs["encoder_sparse_step"])
+    others = _kinds(theirs["num_sparse_decoder_layers"], dense.n_layers, theirs["decoder_sparse_step"])
     if any(one != other for one, other in zip(kinds, others, strict=False)):
         raise UsageError(
-            "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers put experts into other layers of the "
-            "encoder than of the decoder, which megatfm has not"
+            "config.json: num_sparse_encoder_layers and num_sparse_decoder_layers (or encoder_sparse_step and "
+            "decoder_sparse_step) put experts into other layers of the encoder than of the decoder, which "
+            "megatfm has not"
         )
     longer = max(kinds, others, key=len)
     if True not in longer:
@@ -71,9 +74,13 @@ def read(theirs: Json) -> ModelConfig:
     )
 
 
-def _kinds(n_sparse: int, n_layers: int) -> list[bool]:
-    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more."""
-    step = n_layers // n_sparse if n_sparse > 0 else n_layers
+def _kinds(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
+    """Which layers transformers gives experts to: with none asked for, the second, where there are two or more.
+
+    step: from config.json, where it overrules the number of such layers.
+    """
+    if step is None:
+        step = n_layers // n_sparse if n_sparse > 0 else n_layers
     return [step == 1 or (step > 0 and i % step == 1) for i in range(n_layers)]
 
 

@@ -43,7 +43,7 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import HostReads, LossSums, here
+from megatfm.engines.losses import HostReads, LossSums, check_first_pass, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.passes import Passes
 from megatfm.engines.pipelined import StagePasses, inputs_held
@@ -123,7 +123,7 @@ class DeepSpeedEngine:
         self.offload = config.deepspeed.offload_optimizer
         waits = self.zero == 3 and self.offload != "none"
         self.boundaries = Boundaries(self.engine, waits=waits)
-        self.passed: list[Sums] = []
+        self.passed: Sums | None = None
         self.weights_changed()
 
     def _weights(self) -> dict[str, Box]:
@@ -154,7 +154,8 @@ class DeepSpeedEngine:
     def forward_backward(
         self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
     ) -> Sums:
-        """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
+        """Accumulate the gradient of the global batch's loss over this rank's micro-batches: once before a step."""
+        check_first_pass(self.passed)
         self.engine.train()
         self.norms.watch(watch)
         batches = [here(batch, self.device, self.layout) for batch in microbatches]
@@ -180,14 +181,16 @@ class DeepSpeedEngine:
         sum_partial(gradients, self.layout, self.mesh)
         if scale != 1 and gradients:
             torch._foreach_mul_(list(gradients.values()), 1 / scale)
-        self.passed.append(losses.result())
-        return self.passed[-1]
+        self.passed = losses.result()
+        return self.passed
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
-        """See `Engine.step`."""
+        """See `Engine.step`. Gradients that are not finite lower float16's loss scale, whether or not the step is
+        skipped."""
         gradients = self.gradients()
-        (norm,) = self.reads.later(self.distinct.norm(gradients, spoiled=skip)[None])()
-        if not all(math.isfinite(sums.loss) for sums in self.passed):
+        (norm,) = self.reads.later(self.distinct.norm(gradients)[None])()
+        gradients_are_finite = math.isfinite(norm)
+        if skip or (self.passed and not math.isfinite(self.passed.loss)):
             norm = math.nan
         if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
@@ -196,9 +199,9 @@ class DeepSpeedEngine:
             with quiet():
                 self.engine.step()
             if not self.engine.was_step_applied():  # its own norm, in float32, overflowed
-                norm = math.inf
+                norm, gradients_are_finite = math.inf, False
         if self.loss_scale:
-            self.loss_scale.update(math.isfinite(norm))
+            self.loss_scale.update(gradients_are_finite)
         if math.isfinite(norm):
             self.module_state.update()
         self.zero_grad()
@@ -213,7 +216,8 @@ class DeepSpeedEngine:
             for microbatch in batches:
                 with quiet():
                     losses.add(self.passes.evaluate(here(microbatch, self.device, self.layout), objective))
-                losses.count([microbatch])
+                losses.count_here([microbatch])
+        losses.sum_counts()
         return losses.result()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -229,7 +233,7 @@ class DeepSpeedEngine:
         self.partitions.forget()
         self.module_state.forget()
         self._reached.clear()
-        self.passed = []
+        self.passed = None
 
     def weights(self) -> Mapping[str, Box]:
         """This rank's parts, in the stored precision, and the state of modules."""

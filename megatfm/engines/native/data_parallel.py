@@ -80,6 +80,9 @@ class DataParallel(Beginnings, Protocol):
         """`local` was changed: the weights that the model computes with follow; with `frozen` those too that
         no step moves."""
 
+    def wait_for_weights(self) -> None:
+        """Have all weights in their places that the model's own modules would wait for when they run."""
+
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
     """Of all stages, one that is tied or shared once, under its first name."""

@@ -20,7 +20,7 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.layer_statistics import LayerStatistics
 from megatfm.engines.loss_scale import LossScale
-from megatfm.engines.losses import HostReads, LossSums, here
+from megatfm.engines.losses import HostReads, LossSums, check_first_pass, here
 from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.data_parallel import DataParallel, Sharing, Stages, named_parameters
 from megatfm.engines.native.fully_sharded import FullySharded
@@ -75,7 +75,7 @@ class NativeEngine:
         async_tp: bool = False,
         graphs: Recorder | None = None,
     ) -> None:
-        self.model, self.layout, self.mesh, self.device = model, layout, mesh, device
+        self._model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # One data rank has nobody to share with: no gathering, no buffers.
         self.sharing = sharing if mesh.data_ranks > 1 else ALONE
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
@@ -107,7 +107,7 @@ class NativeEngine:
         self.norms = LayerStatistics(model, layout, mesh, self.distinct, compiled=compile_blocks)
         self.reads = HostReads()
         # The losses whose gradients these are, for the host and on the device.
-        self.passed: list[tuple[Sums, Tensor]] = []
+        self.passed: tuple[Sums, Tensor] | None = None
         # On a CPU there is nobody to wait for, and gradients that aren't clipped need no pass over them.
         self.early = [each for each in self.optimizers if each.can_skip] if device.type != "cpu" else []
         self.graphed = graphs is not None
@@ -120,6 +120,12 @@ class NativeEngine:
             )
 
     @property
+    def model(self) -> nn.Module:
+        """The model, whose weights are all those of the last step, however one gets at them."""
+        self.data.wait_for_weights()
+        return self._model
+
+    @property
     def replicated_axes(self) -> Sequence[str]:
         weights = {placement.data for placement in self.layout.values()}
         state = {placement.data for placement in self.layout.state.values()}
@@ -129,15 +135,16 @@ class NativeEngine:
     def forward_backward(
         self, microbatches: Sequence[Arrays], objective: LossFunction, *, watch: bool = False
     ) -> Sums:
-        """Accumulate the gradient of the global batch's loss over this rank's micro-batches."""
-        self.model.train()
+        """Accumulate the gradient of the global batch's loss over this rank's micro-batches: once before a step."""
+        check_first_pass(self.passed)
+        self._model.train()
         self.norms.watch(watch)
         batches = [here(batch, self.device, self.layout) for batch in microbatches]
         losses = LossSums(objective, self.mesh, self.device, self.reads)
         losses.count(microbatches)
         weigh = losses.shares(self.loss_scale.value if self.loss_scale else 1.0)
         # Hooks that measure are no part of what was recorded.
-        passes = WholeModel(self.model) if watch and self.graphed else self.passes
+        passes = WholeModel(self._model) if watch and self.graphed else self.passes
         for terms in passes.step(batches, objective, weigh, self.data):
             losses.add(terms)
         self.data.reduce()
@@ -147,30 +154,30 @@ class NativeEngine:
         if self.loss_scale and self.gradients():
             torch._foreach_mul_(list(self.gradients().values()), 1 / self.loss_scale.value)
         sums = losses.result()
-        self.passed.append((sums, losses.summed))
+        self.passed = sums, losses.summed
         return sums
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`. The host reads norm and losses together, once, while the device is at the steps of those
-        optimizers that decide there whether there is one; the others wait for the host to say so. A step that is
-        skipped, or is not finite, lowers float16's loss scale."""
+        optimizers that decide there whether there is one; the others wait for the host to say so. Gradients that
+        are not finite lower float16's loss scale, whether or not the step is skipped."""
         gradients = self.gradients()
-        norm = self.distinct.norm(gradients, spoiled=skip)
-        if self.early:
-            for _, summed in self.passed:
-                norm = norm + (summed * 0).sum()  # NaN if one of them is not finite
-        read = self.reads.later(norm[None])
+        true_norm = self.distinct.norm(gradients)
+        norm = true_norm * math.nan if skip else true_norm
+        if self.early and self.passed:
+            norm = norm + (self.passed[1] * 0).sum()  # NaN if one of them is not finite
+        read = self.reads.later(torch.stack([norm, true_norm]))
         if self.early:
             self.reads.send()
             clip_gradients(gradients, norm, clip)
             spoiled = (norm - norm).ne(0).float()  # 0 of a finite one, else NaN, which is not 0
             for optimizer in self.early:
                 optimizer.step(gradients, lr, spoiled)
-        (found,) = read()
-        if not all(math.isfinite(sums.loss) for sums, _ in self.passed):
+        found, of_gradients = read()
+        if self.passed and not math.isfinite(self.passed[0].loss):
             found = math.nan
         if self.loss_scale:
-            self.loss_scale.update(math.isfinite(found))
+            self.loss_scale.update(math.isfinite(of_gradients))
         if math.isfinite(found):
             if not self.early:
                 clip_gradients(gradients, found, clip)
@@ -188,12 +195,13 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Arrays], objective: LossFunction) -> Sums:
         """The loss over batches, of which every rank must bring equally many."""
-        self.model.eval()
+        self._model.eval()
         losses = LossSums(objective, self.mesh, self.device)
         with self.state.averaged_weights(self.data.weights_changed):
             for microbatch in batches:
                 losses.add(self.passes.evaluate(here(microbatch, self.device, self.layout), objective))
-                losses.count([microbatch])
+                losses.count_here([microbatch])
+        losses.sum_counts()
         return losses.result()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -208,7 +216,7 @@ class NativeEngine:
         """Forget the gradients, and what modules observed."""
         self.data.zero_grad()
         self.module_state.forget()
-        self.passed = []
+        self.passed = None
 
     def weights(self) -> Mapping[str, StoredBox]:
         """This rank's blocks, in the stored precision, and the state of modules."""
@@ -235,7 +243,7 @@ class NativeEngine:
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """See memory.py."""
         return memory_needed(
-            self.model,
+            self._model,
             self.state.weights.values(),
             self.precision,
             self.sharing,
@@ -253,7 +261,7 @@ class NativeEngine:
         return ties | self.mesh.group_names(self.mesh.owners, self.mesh.data_axes, *sorted(data))
 
     def _all_have_gradients(self) -> None:
-        trained = {name for name, parameter in named_parameters([self.model]) if parameter.requires_grad}
+        trained = {name for name, parameter in named_parameters([self._model]) if parameter.requires_grad}
         if missing := sorted(trained - self.gradients().keys()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "

@@ -93,6 +93,9 @@ class FullySharded:
         for stage in self._stages:
             stage.zero_grad(set_to_none=True)
 
+    def wait_for_weights(self) -> None:
+        """Weights are gathered where they are used."""
+
     def weights_changed(self, frozen: bool = False) -> None:
         for module in self._modules:
             module.reshard()  # what was gathered and kept would be the weights before these

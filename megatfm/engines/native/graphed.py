@@ -19,6 +19,9 @@ from megatfm.errors import MegatfmError
 
 Run = Callable[[], None]
 
+SHAPES = 64
+"""For so many shapes of micro-batches graphs are kept; a schedule of batches has a few."""
+
 
 class Recorder(Protocol):
     """Who records what is asked of a device."""
@@ -88,6 +91,11 @@ class GraphedModel:
         assert isinstance(weigh, Shares)
         for batch in batches:
             if _key(batch, objective) not in self._recorded:
+                if len(self._recorded) == SHAPES:
+                    raise MegatfmError(
+                        f"train.cuda_graphs: micro-batches of more than {SHAPES} shapes, for each of which a graph "
+                        "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
+                    )
                 self._recorded[_key(batch, objective)] = self._record(batch, objective, weigh)
         self._lay()
         found = []

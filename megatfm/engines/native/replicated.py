@@ -138,7 +138,7 @@ class Replicated:
 
     def _await_in(self, stages: Stages) -> None:
         """Before a block runs, the weights in it arrive; before a stage does, those that lie in none. A compiled block
-        can't wait by itself: its stage does."""
+        can't wait by itself: its stage does. Any other module that runs alone, as a head may, waits for its own."""
         places = {
             self._parameters[name]: p for p, bucket in enumerate(self._buckets) for name in bucket.shapes
         }
@@ -150,13 +150,23 @@ class Replicated:
 
         for stage in stages:
             inside: set[nn.Parameter] = set()
+            compiled: set[nn.Module] = set()
             for block in blocks(stage):
-                if block._compiled_call_impl is None:
+                if block._compiled_call_impl is not None:
+                    compiled.update(block.modules())
+                else:
                     inside.update(block.parameters())
                     own = frozenset(places[p] for p in block.parameters() if p in places)
                     block.register_forward_pre_hook(partial(arrive, own))
             rest = frozenset(places[p] for p in stage.parameters() if p in places and p not in inside)
             stage.register_forward_pre_hook(partial(arrive, rest))
+            for module in stage.modules():
+                here = frozenset(places[p] for p in module.parameters(recurse=False) if p in places)
+                if here and module not in compiled:
+                    module.register_forward_pre_hook(partial(arrive, here))
+
+    def wait_for_weights(self) -> None:
+        self._arrive(range(len(self._buckets)))
 
     @torch.no_grad()
     def _arrive(self, places: Collection[int]) -> None:

@@ -55,9 +55,13 @@ class Core(nn.Module):
         """What the queries of the heads that are here see."""
         return Seen(self.pattern, sequence, self.dropout.part * n_heads, n_heads)
 
-    def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor | None:
-        """The places of whole rows that queries at some may look at, but for wide ones; None: all of them."""
+    def reached(self, row: SequenceMetadata, places: Tensor) -> Tensor:
+        """The places of whole rows that queries at some may look at, but for wide ones."""
         return reached(self.pattern.within(row.length), row, places)
+
+    def is_local(self, length: int) -> bool:
+        """Whether the pattern bounds what queries look at in rows of this length, and not documents alone."""
+        return self.pattern.within(length).reach(0, 1, length) is not None
 
     def wide(self, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
         """The places of queries that look at more, on several of the ranks to which the row is dealt."""

@@ -14,7 +14,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import probabilities
+from megatfm.ops.attention import probabilities, unless_blind
 from megatfm.ops.attention.rows import by_rows
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions
@@ -122,6 +122,7 @@ class DisentangledCore(nn.Module):
             scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
             drawn = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
-            return probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn) @ v_BNSH
+            shares_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, drawn)
+            return unless_blind(shares_BNTS @ v_BNSH, mask_B1TS)
 
         return by_rows(attend, q_BNTH, k_BNSH.shape[2], "disentangled")

@@ -15,6 +15,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.position import Rope
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import probabilities
 
 # B batch, T tokens, S keys, D model width, N heads, H head width, R channels that carry the position, V value width
 # C width of a latent
@@ -91,15 +92,28 @@ class LatentAttention(nn.Module):
         latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
         q_rope_BNTR, k_rope_B1TR = self.position(q_rope_BNTR, self.wk_rope(x_BTD)[:, None], sequence)
         q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
-        made_of = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1), self.wk.weight, self.wv.weight
+        latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
         if cache is None:
-            heads_BNTV = self.core(q_BNTH, *made_of, sequence)
+            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.weight, self.wv.weight, sequence)
         else:
-            k_BNSH, v_BNSV, sequence = extended(
-                cache, *self.core.heads(*made_of), self.core.pattern, sequence
-            )
-            heads_BNTV = self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
+            heads_BNTV = self._cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
+
+    def _cached(
+        self, q_BNTH: Tensor, latent_B1TX: Tensor, sequence: SequenceMetadata, cache: LayerCache
+    ) -> Tensor:
+        """[B, N, T, V], from a cache of latents and rotary keys: C + R numbers a token, not N · (H + R + V).
+
+        Keys and values for several queries are made anew each time. A single query is projected to the latents' width
+        instead, all of its heads attend to the latents themselves, and what they get is projected to values: the same
+        products in another order (DeepSeek-AI 2024a, section 2.1.2).
+        """
+        no_values_B1T0 = latent_B1TX[..., :0]
+        latent_B1SX, _, sequence = extended(cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence)
+        if q_BNTH.shape[2] == 1 and not self.core.draws(sequence):
+            return self.core.of_one_query(q_BNTH, latent_B1SX, self.wk.weight, self.wv.weight, sequence)
+        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.weight, self.wv.weight)
+        return self.core.of_heads(self.core.dropout.part, q_BNTH, k_BNSH, v_BNSV, sequence)
 
     def _heads(self, x: Tensor, width: int) -> Tensor:
         return x.unflatten(-1, (-1, width)).transpose(1, 2)
@@ -135,3 +149,30 @@ class LatentCore(Core):
         """[B, N, T, V]."""
         k_BNTH, v_BNTV = self.heads(latent_B1TX, of_keys_XC, of_values_XC)
         return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
+
+    def draws(self, sequence: SequenceMetadata) -> bool:
+        """Whether probabilities are dropped."""
+        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.part) is not None
+
+    def of_one_query(
+        self,
+        q_BN1H: Tensor,
+        latent_B1SX: Tensor,
+        of_keys_XC: Tensor,
+        of_values_XC: Tensor,
+        sequence: SequenceMetadata,
+    ) -> Tensor:
+        """[B, N, 1, V]: of the last token's query, without making anything of the latents."""
+        assert self.variant.scale is not None
+        n = q_BN1H.shape[1]
+        of_keys_NHC, of_values_NVC = (weight.unflatten(0, (n, -1)) for weight in (of_keys_XC, of_values_XC))
+        content_BN1H, rope_BN1R = q_BN1H.split((self.head_dim, self.rope_dim), dim=-1)
+        q_BN1X = torch.cat((content_BN1H @ of_keys_NHC, rope_BN1R), -1) * self.variant.scale
+        # Heads stand where queries do elsewhere, so that latents are not copied for each.
+        scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)
+        if self.variant.softcap:
+            scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
+        # Where no mask is needed, the last token sees all before it.
+        shares_BN1S = probabilities(scores_BN1S, self.seen(sequence, n).mask())
+        latent_BN1C = (shares_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
+        return latent_BN1C @ of_values_NVC.transpose(-1, -2)

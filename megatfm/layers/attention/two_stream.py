@@ -18,7 +18,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import probabilities
+from megatfm.ops.attention import probabilities, unless_blind
 from megatfm.ops.attention.rows import by_rows
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
@@ -170,7 +170,8 @@ class TwoStreamAttention(nn.Module):
         def attend(rows: slice) -> Tensor:
             scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], seen, stream.pairs(rows))
             drawn = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
-            return probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn) @ seen.values
+            shares_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, drawn)
+            return unless_blind(shares_BNQS @ seen.values, mask_B1QS)
 
         heads_BNQH = by_rows(attend, q_BNQH, seen.keys.shape[2], "of two streams")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))

@@ -11,7 +11,7 @@ from megatfm.layers.moe import (
     switch,
     top_k,
 )
-from megatfm.layers.moe.experts import Experts
+from megatfm.layers.moe.experts import Experts, without_capacity
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.router import ROUTERS, Router, Routing
 from megatfm.layers.moe.soft import SoftMoE
@@ -32,4 +32,5 @@ __all__ = [
     "soft",
     "switch",
     "top_k",
+    "without_capacity",
 ]

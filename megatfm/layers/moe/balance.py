@@ -63,6 +63,13 @@ def variation(numbers_BTE: Tensor, real_BT: Tensor, means_E: Tensor) -> Tensor:
     return each_BT.masked_fill(~real_BT, 0).sum()
 
 
+def squared_cv(sums_E: Tensor) -> float:
+    """Return CV² of sums over tokens; 0 where there was no token."""
+    sums_E = sums_E.double()
+    total = float(sums_E.sum())
+    return float(len(sums_E) * sums_E.square().sum() / total**2 - 1) if total else 0.0
+
+
 STEP = 2.0**-24
 """Numbers are counted in steps of this size: whole numbers add up to the same in any order, on any layout."""
 

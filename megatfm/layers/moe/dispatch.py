@@ -4,31 +4,37 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from megatfm.ops.torch_private import is_fake
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R of them that are some expert's, D model width
 
 
 def even_share(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
-    """⌈factor · T · K / experts⌉."""
+    """⌈factor · T · K / experts⌉, where the product is a float: a factor of 1.1, 100 tokens and 10 experts give 12."""
     return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
 
 
-def within_capacity(choices_BTK: Tensor, n_experts: int, capacity: int) -> Tensor:
+def within_capacity(
+    choices_BTK: Tensor, n_experts: int, capacity: int, *, by_position: bool = False
+) -> Tensor:
     """Boolean [B, T, K]: the choices of each row that its experts still take, so many each.
 
-    First all first choices in the order of the tokens, then all second ones, … (Lepikhin et al. 2021, algorithm 1). A
-    row's choices depend on no other row's. Choices of `n_experts`, that is of none, are taken.
+    First all first choices in the order of the tokens, then all second ones, … (Lepikhin et al. 2021, algorithm 1).
+    by_position: all choices of a token before those of the next, as Megatron-LM's drop policy of that name, so that
+    what is taken of a token depends on none after it. A row's choices depend on no other row's. Choices of `n_experts`,
+    that is of none, are taken.
     """
     B, T, K = choices_BTK.shape
-    in_turn_BM = choices_BTK.transpose(1, 2).reshape(B, K * T)
+    turns_BXX = choices_BTK if by_position else choices_BTK.transpose(1, 2)
+    in_turn_BM = turns_BXX.reshape(B, K * T)
     order_BM = in_turn_BM.argsort(dim=1, stable=True)
     sorted_BM = in_turn_BM.gather(1, order_BM)
     first_BM = torch.searchsorted(sorted_BM, sorted_BM)  # where the expert's choices begin
     places_BM = torch.arange(K * T, device=choices_BTK.device) - first_BM
     taken_BM = torch.zeros_like(in_turn_BM, dtype=torch.bool)
     taken_BM.scatter_(1, order_BM, (places_BM < capacity) | (sorted_BM == n_experts))
-    return taken_BM.view(B, K, T).transpose(1, 2)
+    return taken_BM.view(B, T, K) if by_position else taken_BM.view(B, K, T).transpose(1, 2)
 
 
 def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +50,7 @@ def by_expert(choices_M: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 def asks_for_values(tensor: Tensor) -> bool:
     """Whether the host may look into it: a GPU would have to be waited for."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 class Rows:

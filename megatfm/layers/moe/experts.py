@@ -1,7 +1,8 @@
 """Experts: feed-forward networks side by side, their matrices stacked."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -22,6 +23,9 @@ from megatfm.ops.initial import Constant
 
 
 log = logging.getLogger("megatfm")
+
+CAUSAL = ("decoder", "encoder_decoder")
+"""Families with a stack in which no token may depend on a later one."""
 
 
 class Experts(nn.Module):
@@ -59,6 +63,9 @@ class Experts(nn.Module):
         )
         self.activation, self.n_experts, self.first = activation, n, 0
         self.capacity, self.places = options.capacity, options.places
+        self.by_position, self.is_unlimited = options.drop_policy == "position", False
+        if options.is_limited and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
+            _warn_of_future(options.top_k)
         self.top_k, self.groups = options.top_k, 1
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
@@ -93,7 +100,7 @@ class Experts(nn.Module):
     @property
     def is_limited(self) -> bool:
         """Whether an expert takes no more than so many tokens of a row."""
-        return self.capacity is not None or self.places is not None
+        return (self.capacity is not None or self.places is not None) and not self.is_unlimited
 
     @property
     def are_elsewhere(self) -> bool:
@@ -117,7 +124,8 @@ class Experts(nn.Module):
         if self.is_limited:
             of_row_BSK = self.whole(choices_BTK, sequence)
             places = self.places or even_share(of_row_BSK, self.n_experts, self.capacity or 1.0)
-            taken_BTK = taken_BTK & self.own(within_capacity(of_row_BSK, self.n_experts, places), sequence)
+            taken_BSK = within_capacity(of_row_BSK, self.n_experts, places, by_position=self.by_position)
+            taken_BTK = taken_BTK & self.own(taken_BSK, sequence)
         reached_M = self._reached(choices_BTK.where(taken_BTK, self.n_experts).flatten())
         order_M, ends_E = by_expert(reached_M, self.groups * len(self.w_up))
         rows = Rows(order_M, ends_E, choices_BTK.shape[-1])
@@ -160,3 +168,37 @@ class Experts(nn.Module):
 def _tell(kernel: str, device: str, dtype: torch.dtype) -> None:
     """Log once which kernel multiplies experts with their rows."""
     log.info("experts on %s in %s: kernel %s", device, str(dtype)[6:], kernel)
+
+
+@contextmanager
+def without_capacity(model: nn.Module) -> Iterator[None]:
+    """Have all experts of a model take every token meanwhile, as in generation.
+
+    A capacity follows from the length of a row, so a text that grows token by token would be another model's in each
+    step, and of single tokens none is ever dropped.
+    """
+    limited = [module for module in model.modules() if isinstance(module, Experts) and module.is_limited]
+    for experts in limited:
+        _tell_of_generation()
+        experts.is_unlimited = True
+    try:
+        yield
+    finally:
+        for experts in limited:
+            experts.is_unlimited = False
+
+
+@cache
+def _tell_of_generation() -> None:
+    log.info(
+        "generation: experts take all tokens that choose them; model.ffn.capacity limits training and evaluation"
+    )
+
+
+@cache
+def _warn_of_future(top_k: int) -> None:
+    """Warn once that a causal model sees the future."""
+    log.warning(
+        f"model.ffn.capacity with top_k = {top_k} in a causal model: whether a token keeps its last choices depends on "
+        'later tokens of its row, which are not there in generation: set model.ffn.drop_policy = "position"'
+    )

@@ -125,7 +125,7 @@ class MoE(nn.Module):
         self, routing: Routing, real_BT: Tensor, choices_BTK: Tensor, taken_BTK: Tensor
     ) -> dict[str, Tensor]:
         """load [E]: choices by expert, before a capacity; dropped: of these; entropy: summed over tokens, in nats; and
-        what is evened."""
+        what is evened, which may be called a load as well."""
         load_E = torch.zeros(len(self.shares) + 1, dtype=torch.int64, device=choices_BTK.device)
         load_E = load_E.scatter_add(0, choices_BTK.flatten(), torch.ones_like(choices_BTK).flatten())[:-1]
         entropy_BT = torch.special.entr(routing.probabilities).sum(-1).masked_fill(~real_BT, 0)
@@ -135,7 +135,10 @@ class MoE(nn.Module):
             "dropped": dropped,
             "tokens": real_BT.sum(),
             "entropy": entropy_BT.double().sum(),
-            **{name: balance.in_steps(numbers, real_BT) for name, numbers in routing.evened.items()},
+            **{
+                f"evened {name}": balance.in_steps(numbers, real_BT)
+                for name, numbers in routing.evened.items()
+            },
         }
 
     def observe(self, counts: Mapping[str, Tensor]) -> None:
@@ -143,17 +146,24 @@ class MoE(nn.Module):
         self.observed = {name: self.observed.get(name, 0) + value for name, value in counts.items()}
 
     def update(self, observed: Mapping[str, Tensor]) -> None:
-        """The shares of this step are those that the next one is balanced by."""
-        load_E = observed["load"]
-        self.shares.copy_(load_E.double() / load_E.sum().clamp(min=1))
-        tokens = observed["tokens"].clamp(min=1)
-        evened = observed.keys() & set(self.options.evens)
-        self.router.update(load_E, {name: observed[name].double() * balance.STEP / tokens for name in evened})
+        """The shares of this step are those that the next one is balanced by; one without tokens changes nothing."""
+        load_E, tokens = observed["load"], observed["tokens"]
+        chosen = load_E.sum()
+        shares_E = load_E.double() / chosen.clamp(min=1)
+        self.shares.copy_(shares_E.where(chosen > 0, self.shares.double()))
+        means = {}
+        for name in self.options.evens:
+            if (sums_E := observed.get(f"evened {name}")) is None:
+                continue
+            means_E = sums_E.double() * balance.STEP / tokens.clamp(min=1)
+            means[name] = means_E.where(tokens > 0, self.router.get_buffer(name).double())
+        self.router.update(load_E, means)
 
     def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, float | list[float]]:
         """Of a step. load: how often each expert was chosen, as a multiple of the mean; load_max, load_min: of the
         busiest and the idlest; dropped: share of the choices that a capacity left out, if there is one; entropy: of
-        a token's probabilities, in nats."""
+        a token's probabilities, in nats; importance_cv2, load_cv2: of what is evened CV² itself, of which the loss is a
+        tangent that may be negative."""
         load_E = observed["load"].double()
         chosen = load_E.sum().clamp(min=1)
         loads = (load_E / chosen * len(load_E)).tolist()
@@ -164,6 +174,11 @@ class MoE(nn.Module):
             "load_min": min(loads),
             **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
+            **{
+                f"{name}_cv2": balance.squared_cv(observed[f"evened {name}"])
+                for name in self.options.evens
+                if f"evened {name}" in observed
+            },
         }
 
     def forget(self) -> None:

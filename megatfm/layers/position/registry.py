@@ -18,7 +18,8 @@ class Position:
 
     embedding: made once a stack, (sequence) → [B or 1, T, D], added to the embeddings.
     heads: made in every self-attention, (q, k, sequence) → (q, k).
-    bias: made once a stack and shared by its layers, (sequence, causal) → [1, N, T, S], added to the scores.
+    bias: made once a stack and shared by its layers, (sequence, causal) → [N, T + S − 1] by distance
+    (`megatfm.ops.attention.distances`) or [1, N, T, S], added to the scores.
     core: made in every self-attention in place of the plain core; see `layers.attention`.
     """
 

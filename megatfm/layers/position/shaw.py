@@ -12,7 +12,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position.registry import POSITIONS, Position
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention import probabilities
+from megatfm.ops.attention import probabilities, unless_blind
 from megatfm.ops.attention.rows import by_rows
 
 if TYPE_CHECKING:  # patterns live with attention, which reads positions
@@ -91,7 +91,7 @@ class ShawCore(nn.Module):
         probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
         zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
         by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)
-        return probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values
+        return unless_blind(probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values, mask_B1TS)
 
 
 SHAW = POSITIONS.register("shaw")(Position(core=ShawCore))

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: a reference, kernels, and the table by which one of them is chosen."""
 
 from megatfm.ops.attention.kernels import KERNELS, Case, Kernel, choose
-from megatfm.ops.attention.products import Variant, attention_reference, probabilities
+from megatfm.ops.attention.products import Variant, attention_reference, probabilities, unless_blind
 from megatfm.ops.attention.varlen import sequence_starts
 from megatfm.ops.attention.visible import ALL, CAUSAL, Given, Plain, Visible
 
@@ -19,4 +19,5 @@ __all__ = [
     "choose",
     "probabilities",
     "sequence_starts",
+    "unless_blind",
 ]

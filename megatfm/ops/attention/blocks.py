@@ -51,26 +51,29 @@ def blocked(
     """As `attention_reference`, with biases by distance only; a query that sees nothing gets 0."""
     queries = q_BNTH.shape[2]
     same = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap and bias is None
-    visits, size = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=same)
+    visits, size, covers = _visits(seen, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=same)
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (padded(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     drawn = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    how = How.of(visits, size, q.shape[-1], variant, zero=queries - 1)
+    how = How.of(visits, size, q.shape[-1], variant, zero=queries - 1, covers=covers)
     made: Tensor = _Blocked.apply(q, k, v, bias, drawn, sinks_N, how)
     return made if made.shape[2] == queries else made[:, :, :queries]
 
 
 def _visits(
     seen: Visible, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
-) -> tuple[list[Piece | Band], int]:
-    """What is visited, and into multiples of how many tokens rows are padded for it."""
+) -> tuple[list[Piece | Band], int, bool]:
+    """The visits, into multiples of how many tokens rows are padded for them, and whether they hold every query."""
     bands = None if drops else seen.once(("bands", fused), lambda: seen.bands(fused=fused))
     if bands is not None:
-        return list(bands), 1
+        return list(bands), 1, True
     size = block_size(seen)
     grid = Grid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     made = seen.once(("pieces", size), lambda: list(pieces(seen, grid)))
-    return [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid)), size
+    visits: list[Piece | Band] = (
+        [*made] if drops else seen.once(("wide", size), lambda: wide_apart(made, grid))
+    )
+    return visits, size, False
 
 
 def wide_apart(made: Sequence[Piece], grid: Grid) -> list[Piece | Band]:

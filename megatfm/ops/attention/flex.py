@@ -68,6 +68,7 @@ def flex(
     whole_BNT = beside.lse
     if sinks_N is not None:
         whole_BNT = torch.logaddexp(whole_BNT, sinks_N.to(whole_BNT.dtype)[:, None])
+    whole_BNT = whole_BNT.masked_fill(whole_BNT == -torch.inf, 0)  # of a query that sees no key
     shares_BNT = (left.lse - whole_BNT).exp() * (LEVELS / (LEVELS - threshold))
     return made * shares_BNT[..., None].to(made.dtype)
 

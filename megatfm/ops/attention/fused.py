@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.distances import of_pairs
-from megatfm.ops.attention.products import Variant
+from megatfm.ops.attention.products import Variant, unless_blind
 from megatfm.ops.attention.visible import Visible
 from megatfm.ops.compiled import constant_when_compiled
 
@@ -19,6 +19,9 @@ log = logging.getLogger("megatfm")
 
 LONG = 1024
 """From so many queries of a CPU on, heads of two widths are padded to one."""
+
+FLASH_WIDEST = 256
+"""Channels of the widest heads that FlashAttention takes."""
 
 PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MASKED = [SDPBackend.EFFICIENT_ATTENTION]
@@ -37,12 +40,13 @@ def fused(
 ) -> Tensor:
     """As `attention_reference`, without soft cap, dropped probabilities and sinks; causal only where T = S."""
     causal, mask = seen.plain == "causal", seen.mask()
+    seen_by_bias = None if bias is None else mask
     if bias is not None:
         mask = _masked_bias(of_pairs(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask is not None)
-    if allowed and groups > 1 and (mask is not None or q_BNTH.dtype == torch.float32):
-        # Of these kernels FlashAttention alone takes keys that heads share; torch would take the math kernel instead.
+    if allowed and groups > 1 and not _by_flash(q_BNTH, v_BKSV.shape[-1], masked=mask is not None):
+        # Of these kernels FlashAttention alone takes keys that heads share; of others torch would find none.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, of_values = q_BNTH.shape[-1], v_BKSV.shape[-1]
     scale = width**-0.5 if variant.scale is None else variant.scale
@@ -61,7 +65,8 @@ def fused(
             scale=scale,
             enable_gqa=q_BNTH.shape[1] != k_BKSH.shape[1],
         )
-    return made[..., :of_values]
+    # Under a mask of booleans torch gives 0 by itself, under one of numbers the mean of all values.
+    return unless_blind(made[..., :of_values], seen_by_bias)
 
 
 def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend]:
@@ -74,6 +79,12 @@ def backends(q_BNTH: Tensor, of_values: int, *, masked: bool) -> list[SDPBackend
         _tell_math(str(q_BNTH.dtype)[6:], *widths)
         return []
     return MASKED if masked else PLAIN
+
+
+def _by_flash(q_BNTH: Tensor, of_values: int, *, masked: bool) -> bool:
+    """Whether FlashAttention serves it on a GPU."""
+    width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
+    return not masked and is_half and width == of_values <= FLASH_WIDEST
 
 
 def _only(allowed: list[SDPBackend]) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ def attention_reference(
 
     bias broadcasts to [B, N, T, S], or says it by distance (`megatfm.ops.attention.distances`); it is added after the
     soft cap. sinks: a score for each head that takes part in the
-    softmax, but has no key (Agarwal et al. 2025, gpt-oss). A query that sees no key gets the mean of v.
+    softmax, but has no key (Agarwal et al. 2025, gpt-oss). A query that sees no key gets 0.
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
@@ -54,7 +54,8 @@ def attention_reference(
     if seen.plain == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    return probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N) @ v_BKSV
+    shares_BNTS = probabilities(scores_BNTS, mask, variant.dropout, rng_keys_BNT, sinks_N)
+    return unless_blind(shares_BNTS @ v_BKSV, mask)
 
 
 def probabilities(
@@ -64,7 +65,9 @@ def probabilities(
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten."""
+    """softmax of scores under a mask, dropped at `rate` where there are keys; the scores may be overwritten.
+
+    Of a query that sees no key it is the same for all keys: what is made of that goes through `unless_blind`."""
     if mask_B1TS is not None:
         # The lowest number and not −∞: a row that sees nothing, as padding may, must not turn into NaN.
         lowest = torch.finfo(scores_BNTS.dtype).min
@@ -81,3 +84,10 @@ def probabilities(
         sinks_BNT1 = sinks_N.to(scores_BNTS.dtype)[:, None, None].expand(*scores_BNTS.shape[:3], 1)
         probabilities_BNTS = torch.cat([scores_BNTS, sinks_BNT1], -1).softmax(-1)[..., :-1]
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
+
+
+def unless_blind(heads_BNTV: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+    """Attention's output with 0 where a query sees no key, and nothing that goes back from there."""
+    if mask_B1TS is None:
+        return heads_BNTV
+    return heads_BNTV.masked_fill(~mask_B1TS.any(-1, keepdim=True), 0)

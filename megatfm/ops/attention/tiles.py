@@ -12,6 +12,7 @@ from megatfm.ops.attention.bands import Band
 from megatfm.ops.attention.pieces import Piece
 from megatfm.ops.attention.products import Variant
 from megatfm.ops.dropout import LEVELS
+from megatfm.ops.torch_private import flash_on_cpu, flash_on_cpu_backward, has_amx_tiles
 
 # X rows and heads, n tiles of b queries (of all heads that share keys) and M keys, H head width
 
@@ -21,15 +22,12 @@ FLASH = (torch.float32, torch.float64, torch.bfloat16)
 SCORES = 2**20
 """So many scores are held at once, besides what is linear in T."""
 
-ROOM = 32 if torch.cpu._is_amx_tile_supported() else 8
+ROOM = 32 if has_amx_tiles() else 8
 """Columns that are added to bfloat16 keys and values for what is taken off the scores: two, and zeros up to what matrix
 units take at once, or else to 16 bytes; 32 make the backward pass a fifth slower without such units (docs/LOG.md)."""
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of q, k and v, and of a bias that learns."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class How:
 
     places: where the keys [S] stand in their rows, on which depends what is dropped; None: one after the other from 0.
     q_places: the same of the queries [T]. zero: the number of a bias by distance that is of no distance.
+    covers: the visits are bands that hold every query once, so that outputs need not start as zeros.
     """
 
     visits: Sequence[Piece | Band]
@@ -48,11 +47,13 @@ class How:
     places: Tensor | None = None
     q_places: Tensor | None = None
     zero: int = 0
+    covers: bool = False
 
     @property
     def is_banded(self) -> bool:
-        """Whether each query is in a band, and nowhere in blocks."""
-        return all(isinstance(visit, Band) for visit in self.visits)
+        """Whether each query is in a band, and nowhere in blocks. Bands alone don't say so: queries that see nothing
+        are in none."""
+        return self.covers
 
     @classmethod
     def of(
@@ -65,11 +66,12 @@ class How:
         zero: int,
         places: Tensor | None = None,
         q_places: Tensor | None = None,
+        covers: bool = False,
     ) -> Self:
         """width: of a head."""
         scale = width**-0.5 if variant.scale is None else variant.scale
         threshold = round(variant.dropout * LEVELS)
-        return cls(visits, size, scale, variant.softcap or 0.0, threshold, places, q_places, zero)
+        return cls(visits, size, scale, variant.softcap or 0.0, threshold, places, q_places, zero, covers)
 
 
 def attend(
@@ -77,7 +79,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and logarithm of the sum [X, n, b, 1]."""
     if is_plain(q, v, keep, how):
-        out, lse = _flash(q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale)
+        out, lse = flash_on_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=how.scale)
         if bias is not None:  # of a query that sees nothing, the kernel says 0 and not −∞
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
@@ -107,7 +109,7 @@ def attend_backward(
 ) -> Found:
     """Gradients of q, k and v, and where the bias learns, of that; `out` and `lse` over all keys."""
     if is_plain(q, v, keep, how) and not learns:
-        dq, dk, dv = _flash_backward(
+        dq, dk, dv = flash_on_cpu_backward(
             g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=how.scale
         )
         return dq, dk, dv, None

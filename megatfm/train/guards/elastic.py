@@ -54,14 +54,20 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
         "ep": gcd(config.parallel.ep, data_ranks // replicas * _folded_ranks(config)),
     }
-    before, parallel = config.parallel.model_dump(), config.parallel.model_copy(update=changes)
-    said = [
-        f"parallel.{key} {before[key]} → {value}" for key, value in changes.items() if before[key] != value
-    ]
-    if micro_batch != config.train.micro_batch:
-        said.append(f"train.micro_batch {config.train.micro_batch} → {micro_batch}")
+    parallel = config.parallel.model_copy(update=changes)
     train = config.train.model_copy(update={"micro_batch": micro_batch})
-    return config.model_copy(update={"parallel": parallel, "train": train}), ", ".join(said)
+    fitted = config.model_copy(update={"parallel": parallel, "train": train})
+    return fitted, ", ".join(layout_changes(config, fitted))
+
+
+def layout_changes(given: Config, fitted: Config) -> list[str]:
+    """What of a layout was changed to fit the processes that are there."""
+    pairs = [
+        (f"{section}.{key}", was, getattr(getattr(fitted, section), key))
+        for section in ("parallel", "train")
+        for key, was in getattr(given, section)
+    ]
+    return [f"{key} {was} → {now}" for key, was, now in pairs if was != now]
 
 
 def _model_ranks(config: Config) -> int:

@@ -12,6 +12,7 @@ from megatfm.checkpoint import Box
 from megatfm.engines.interface import Arrays, Engine, LossFunction, StepStats
 from megatfm.errors import MegatfmError
 from megatfm.ranks import gather_problems
+from megatfm.train import generators
 
 SHOWN = 5
 
@@ -31,13 +32,16 @@ def forward_backward(
     """The engine's `forward_backward`; every so many steps (0: never) twice, and compared. A collective.
 
     Raises MegatfmError on all ranks that names the ranks and parameters where one bit differs. Dropout is keyed by
-    step and sample, so the two agree wherever the kernels are deterministic.
+    step and sample, and global generators, which plugins may draw from, are set back, so the two agree wherever the
+    kernels are deterministic.
     """
-    stats = engine.forward_backward(microbatches, objective, watch=watch)
     if replay_every == 0 or step % replay_every:
-        return stats
+        return engine.forward_backward(microbatches, objective, watch=watch)
+    drawn = generators.state(0, engine.device)
+    stats = engine.forward_backward(microbatches, objective, watch=watch)
     before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
+    generators.set_state(drawn, 0, engine.device)
     again = engine.forward_backward(microbatches, objective, watch=watch)
     differ = [name for name, gradient in engine.gradients().items() if not _same(before[name], gradient)]
     if stats.sums != again.sums and all(map(math.isfinite, stats.sums.values())):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Engine, Sums
+from megatfm.engines.interface import Engine, Sums, loss_scale_of
 from megatfm.errors import MegatfmError
 from megatfm.train.record.decisions import Decisions
 
@@ -50,13 +50,20 @@ class LossGuard:
         """The engine's step, unless loss or gradient is not finite, or the step was skipped before.
 
         Returns the gradient norm, and what to say of a step that was skipped. Raises MegatfmError after too many
-        in a row.
+        in a row. Overflows of float16 are no decisions and don't count, as long as its scale can still be halved.
         """
         again = step in self.decisions.skips
+        scale = loss_scale_of(engine)
+        before, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
         norm = engine.step(lr, self.clip, skip=again)
         if math.isfinite(norm):
             return norm, None
         loss = stats.loss
+        if scale and could_fall and not again and math.isfinite(loss):
+            return math.nan, (
+                f"gradients overflow float16, whose loss scale falls from {before:g} to {scale.value:g}: the weights "
+                "stay as they are"
+            )
         self.in_a_row += 1
         self.skipped += 1
         if self.in_a_row > self.config.max_skipped:

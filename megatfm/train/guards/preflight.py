@@ -44,6 +44,14 @@ def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: Nodes | 
 
     Raises MegatfmError on all ranks, naming those where something is broken.
     """
+    try:
+        return _preflight(config, run, engine, nodes)
+    finally:
+        with contextlib.suppress(OSError):
+            (run.folder / f".probe-{run.rank}").unlink()
+
+
+def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: Nodes | None) -> list[str]:
     problems: list[str] = []
     seconds: dict[str, float] = {}
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatfm.atomic import never_through_a_link
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.train.record.run_directory import RunDirectory
 
 log = logging.getLogger("megatfm")
@@ -77,7 +77,9 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and kind is not None:
-            record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), (kind, error, traceback))
+            # What the user asked wrongly is said in a line, and no stack tells more.
+            stack = None if isinstance(error, UsageError) else (kind, error, traceback)
+            record = log.makeRecord(log.name, logging.ERROR, "", 0, "%s", (error,), stack)
             self._to_file.handle(record)
         self._stack.close()
 

@@ -49,6 +49,13 @@ class Decisions:
         if step not in self.skips:
             self._write({"decision": "skip", "step": step})
 
+    def retry_after(self, step: int) -> list[int]:
+        """Skip none of the steps after this one any more, as they may go well with other settings; returns them."""
+        dropped = sorted(other for other in self.skips if other > step)
+        if dropped:
+            self._write({"decision": "retry", "step": step})
+        return dropped
+
     def go_back(self, spike: int, step: int, position: int) -> None:
         """Because of a loss spike, the run goes back to the end of a step, and on from a later position of the data."""
         self._write({"decision": "rollback", "leap": spike, "step": step, "position": position})
@@ -72,6 +79,9 @@ class Decisions:
         step = int(record["step"])
         if record["decision"] == "skip":
             self.skips.add(step)
+            return
+        if record["decision"] == "retry":
+            self.skips = {other for other in self.skips if other <= step}
             return
         # What was decided about later steps was decided about other data.
         self.skips = {other for other in self.skips if other <= step}

@@ -1,6 +1,6 @@
 """One run directory, one job: a lock that dies with its holder, wherever the directory lies.
 
-The kernel's lock (lockf) ends with the process, on one machine and on filesystems that know locks across machines.
+The kernel's lock (flock) ends with the process, on one machine and on filesystems that know locks across machines.
 Where they don't, the file's time of change says whether its holder lives: it moves every few seconds.
 """
 
@@ -8,23 +8,37 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from megatfm.checkpoint.flow import note_progress
 from megatfm.errors import LockedError, MegatfmError
 
 TOUCH_SECONDS = 4.0
-DEAD_SECONDS = 3 * TOUCH_SECONDS
-"""A holder on another machine whose file hasn't moved for so long is dead."""
+DEAD_SECONDS = 90.0
+"""A holder on another machine whose file hasn't moved for so long is dead: longer than file servers that stumble, and
+than NFS clients remember a time of change (60 s by default)."""
+FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-_held: set[Path] = (
-    set()
-)  # lockf lets a process lock twice, and loses the lock when any of its descriptors closes
+_log = logging.getLogger("megatfm")
+_descriptors: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """A forked process would hold the lock as long as it lives, whatever becomes of the one that took it."""
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
@@ -40,10 +54,8 @@ class RunLock:
 
     def take(self) -> None:
         """Take the lock, or raise LockedError that names the holder. Raises OSError if the file can't be written."""
-        if self.path in _held:
-            raise LockedError(self._refusal(_me()))
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -51,15 +63,19 @@ class RunLock:
                 f"{self.path} is a symbolic link, and what it points to would be overwritten: remove it"
             ) from None
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise MegatfmError(f"{self.path} is no file, so it can't be locked: remove it")
             holder = _read(file)
-            if not _locked(file) or (holder and holder.get("host") != socket.gethostname() and _moves(file)):
+            if not _locked(file) or (
+                holder and holder["host"] != socket.gethostname() and self._moves(holder)
+            ):
                 raise LockedError(self._refusal(holder))
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_me()).encode() + b"\n", 0)
         except BaseException:
             os.close(file)
             raise
-        _held.add(self.path)
+        _descriptors.add(file)
         self._file = file
         self.note()
         self._thread = threading.Thread(target=self._touch, name="megatfm-lock", daemon=True)
@@ -93,15 +109,35 @@ class RunLock:
             return
         self._released.set()
         self._thread.join(TOUCH_SECONDS)
-        os.ftruncate(self._file, 0)
-        os.close(self._file)
+        if self._file in _descriptors:  # else this is a forked process, which never held it
+            with contextlib.suppress(
+                OSError
+            ):  # a file server that doesn't answer loses us nothing but a wait
+                os.ftruncate(self._file, 0)
+            _descriptors.discard(self._file)
+            os.close(self._file)
         self._file = None
-        _held.discard(self.path)
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
             if self._file is not None:
-                os.utime(self._file)
+                with contextlib.suppress(OSError):  # the next touch may get through
+                    os.utime(self._file)
+
+    def _moves(self, holder: dict[str, Any]) -> bool:
+        """Whether somebody on another machine still touches the file; compares no clocks."""
+        _log.warning(
+            "%s names process %s on %s: looking for up to %.0f s whether that still trains",
+            self.path, holder["pid"], holder["host"], DEAD_SECONDS,
+        )  # fmt: skip
+        first = _changed(self.path)
+        deadline = time.monotonic() + DEAD_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(TOUCH_SECONDS / 8)
+            note_progress()
+            if _changed(self.path) != first:
+                return True
+        return False
 
     def _refusal(self, holder: dict[str, Any]) -> str:
         job = f", job {holder['job']}" if holder.get("job") else ""
@@ -127,13 +163,16 @@ def _read(file: int) -> dict[str, Any]:
         holder = json.loads(os.pread(file, 4096, 0))
     except (ValueError, RecursionError):  # empty, or torn by a kill
         return {}
-    return holder if isinstance(holder, dict) and {"host", "pid"} <= holder.keys() else {}
+    known = (
+        isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
+    )
+    return holder if known and 0 < holder["pid"] < 2**31 else {}
 
 
 def _locked(file: int) -> bool:
     """Whether the kernel gives us the lock; where it knows no locks here, the other signs must do."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -154,12 +193,13 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _moves(file: int) -> bool:
-    """Whether somebody on another machine still touches the file; compares no clocks."""
-    first = os.fstat(file).st_mtime_ns
-    deadline = time.monotonic() + DEAD_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(TOUCH_SECONDS / 8)
-        if os.fstat(file).st_mtime_ns != first:
-            return True
-    return False
+def _changed(path: Path) -> int | None:
+    """When the file was changed, as its server knows it: opened anew, since clients remember times of open files."""
+    try:
+        file = os.open(path, os.O_RDONLY | FLAGS)
+    except OSError:
+        return None
+    try:
+        return os.fstat(file).st_mtime_ns
+    finally:
+        os.close(file)

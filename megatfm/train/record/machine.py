@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatfm.parallel.process_environment import read_process_environment
 from megatfm.ranks import gather, machine
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -77,10 +76,9 @@ def gpu() -> dict[str, str]:
     return facts
 
 
-def started() -> dict[str, str]:
+def started(launcher: str) -> dict[str, str]:
     """How many processes a run has on how many machines, and what started them. A collective."""
     machines = gather(machine())
-    launcher = read_process_environment(os.environ).launcher
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 

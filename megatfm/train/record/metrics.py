@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from megatfm.atomic import never_through_a_link, write_whole
 from megatfm.errors import MegatfmError, UsageError
@@ -59,6 +60,12 @@ class RunFacts:
 
 
 SINKS = Registry[Callable[[RunFacts], Sink]]("log sink")
+
+
+def check_sinks(sinks: Sequence[str]) -> None:
+    """Raise UsageError for the name of a sink that there is not."""
+    for name in sinks:
+        SINKS.get(name)
 
 
 class MetricsLog:
@@ -108,6 +115,21 @@ class MetricsLog:
         for sink in self._sinks:
             sink.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        for closing in (self.sync, self._file.close, *(sink.close for sink in self._sinks)):
+            try:
+                closing()
+            except Exception as second:  # the first error is the one to report
+                _log.warning("the record of the run could not be closed: %s", second)
+
 
 def log_event(folder: Path, event: str, detail: str, step: int | None = None, **facts: Any) -> None:
     """Append what happened to the run (`resumed`, `stopped`, …) to `events.jsonl`, at once and for good.
@@ -129,7 +151,7 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
 def to_line(record: Mapping[str, Any]) -> bytes:
     """One line of strict JSON. NaN and the infinities, which JSON lacks, become the strings that `float` reads."""
     text = json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode() + b"\n"
+    return text.encode(errors="backslashreplace") + b"\n"  # of half a character, JSON's own escape
 
 
 def _finite(value: Any) -> Any:
@@ -162,6 +184,9 @@ def _rewind(path: Path, first_step: int, *, expected: bool) -> None:
             lines.append(line)
     if damaged:
         _log.warning("%s: dropped %d damaged line(s)", path, damaged)
+    last = int(json.loads(lines[-1])["step"]) if lines else 0
+    if last < first_step and expected:
+        _log.warning("%s ends at step %d: those up to %d are not in the record", path, last, first_step)
     new = b"".join(lines)
     if new == old:
         return
@@ -232,8 +257,11 @@ class WeightsAndBiases:
     """One W&B run per run directory, under an id that is kept there, so that a resume goes on in it.
 
     WANDB_MODE=offline and the like are respected. W&B can't take back what it was told: steps repeated after
-    a resume appear twice, at the same place of the step axis.
+    a resume appear twice, at the same place of the step axis. While it can't be reached, the run goes on offline.
     """
+
+    is_away = False
+    """Whether this process found it away: it isn't asked again at each rollback."""
 
     def __init__(self, run: RunFacts) -> None:
         try:
@@ -242,19 +270,27 @@ class WeightsAndBiases:
             raise UsageError(
                 "log.sinks asks for 'wandb', which is not installed: pip install 'megatfm[wandb]'"
             ) from error
+        how: dict[str, Any] = {
+            "project": run.wandb_project,
+            "name": run.folder.name,
+            "id": _kept_id(run.folder / "wandb-id"),
+            "resume": "allow",
+            "dir": str(run.folder),
+            "config": dict(run.config),
+            "settings": wandb.Settings(console="off"),  # the terminal belongs to the progress bar
+        }
         try:
-            self._run = wandb.init(
-                project=run.wandb_project,
-                name=run.folder.name,
-                id=_kept_id(run.folder / "wandb-id"),
-                resume="allow",
-                dir=str(run.folder),
-                config=dict(run.config),
-                settings=wandb.Settings(console="off"),  # the terminal belongs to the progress bar
-            )
-        except wandb.Error as error:
+            self._run = wandb.init(**how, **({"mode": "offline"} if self.is_away else {}))
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"W&B: {reason}; run `wandb login`, or set WANDB_MODE=offline") from error
+        except wandb.Error as error:
+            _log.warning(
+                "W&B can't be reached (%s): its metrics are kept in %s until `wandb sync` sends them",
+                " ".join(str(error).split()), run.folder / "wandb",
+            )  # fmt: skip
+            WeightsAndBiases.is_away = True
+            self._run = wandb.init(**how, mode="offline")
         # Our steps are the axis: W&B's own would drop, with a mere warning, every step repeated after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -154,6 +154,14 @@ class RunDirectory:
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
         self.write("environment.json", json.dumps({**environment(), **(facts or {})}, indent=2) + "\n")
-        if config.data.tokenizer is not None and tokenizers.find(self.folder) is None:
-            for name, content in tokenizers.files(config.data.tokenizer).items():
+        if config.data.tokenizer is not None:
+            self._keep_tokenizer(tokenizers.files(config.data.tokenizer))
+
+    def _keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Have the run's tokenizer here, and no other that an earlier run of this name left."""
+        for name, content in files.items():
+            path = self.folder / name
+            if not path.is_file() or path.read_bytes() != content:
                 self.write(name, content)
+        for name in set(tokenizers.NAMES) - files.keys():
+            (self.folder / name).unlink(missing_ok=True)

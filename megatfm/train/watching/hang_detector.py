@@ -118,9 +118,18 @@ class HangDetector:
             if now - (ended[0].ended or 0.0) < SETTLE_SECONDS and not self.all_gone:
                 return None
             return self._of_failures(ended, now)
-        if any(rank.stall(now) > self.limit for rank in self._here()):
+        if any(rank.stall(now) > self.limit for rank in self._here()) and not self._waited_for(now):
             return self._of_a_hang(now)
         return None
+
+    def _waited_for(self, now: float) -> bool:
+        """Whether a rank that others may wait for still gets on, such as with reading a checkpoint."""
+        here = self._here()
+        least = min(rank.heartbeat.ticks for rank in here)
+        return any(
+            rank.heartbeat.ticks == least and not rank.heartbeat.waiting and rank.stall(now) <= self.limit
+            for rank in here
+        )
 
     def _of_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
         causes = [rank for rank in ended if not rank.lost_peer]

@@ -16,7 +16,11 @@ from typing import Any
 from megatfm.train.watching.hang_detector import Diagnosis, HangDetector, Heartbeat
 
 LINE_BYTES = 64 * 1024
-"""Longest message: whoever sends more is not one of us."""
+"""Longest message: a peer that sends more is not one of us."""
+TOKEN_SECONDS = 10.0
+"""How long a connection may take to show the token."""
+STRANGERS = 16
+"""Connections without a token that are kept at once, besides one for each rank."""
 
 
 class JsonConnection:
@@ -27,16 +31,20 @@ class JsonConnection:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self._unread = b""
+        self._unread = self._unsent = b""
 
     def fileno(self) -> int:
         """The socket's descriptor, by which a selector waits for the connection."""
         return self.connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send, or drop: a peer whose buffer is full, or who is gone, is found out by its silence."""
+        """Send a message, or drop it whole: a peer whose buffer is full, or that is gone, is found out by silence."""
         with contextlib.suppress(OSError):
-            self.connection.send(json.dumps(message).encode() + b"\n")
+            if self._unsent:  # the end of a message, without which the next would be glued to its beginning
+                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+            if not self._unsent:
+                line = json.dumps(message).encode() + b"\n"
+                self._unsent = line[self.connection.send(line) :]
 
     def receive(self) -> list[dict[str, Any]] | None:
         """What has come since, or None when the other end is closed (or talks nonsense)."""
@@ -78,6 +86,7 @@ class Hub(threading.Thread):
         self._hosts, self._limit, self._interval, self._token = hosts, limit, interval, token
         self._listener = listener
         self._lines: dict[JsonConnection, int | None] = {}  # → rank, once it has said who it is
+        self._since: dict[JsonConnection, float] = {}  # those that haven't: when they came
         self._selector = selectors.DefaultSelector()
         if listener:
             listener.setblocking(False)
@@ -87,6 +96,7 @@ class Hub(threading.Thread):
         """Take in a connection. Before the start, or from the hub's own thread."""
         line = JsonConnection(connection)
         self._lines[line] = None
+        self._since[line] = time.monotonic()
         self._selector.register(line, selectors.EVENT_READ)
 
     def run(self) -> None:
@@ -107,6 +117,7 @@ class Hub(threading.Thread):
                         self.add(self._listener.accept()[0])
                 elif isinstance(key.fileobj, JsonConnection):
                     self._hear(key.fileobj, detector, now)
+            self._drop_strangers(now)
             if now >= next_heartbeat:
                 next_heartbeat = now + self._interval
                 self._tell({"heartbeat": True})
@@ -117,26 +128,53 @@ class Hub(threading.Thread):
 
     def _hear(self, line: JsonConnection, detector: HangDetector, now: float) -> None:
         messages = line.receive()
-        rank = self._lines[line]
-        for message in messages or ():
-            if rank is None:
-                shown = str(message.get("token", ""))
-                if not hmac.compare_digest(shown.encode(), self._token.encode()):
-                    messages = None  # a port scanner, or another run: nobody of ours
-                    break
-                rank = self._lines[line] = int(message["rank"])
-            elif "heartbeat" in message:
-                detector.hears(rank, Heartbeat(**message["heartbeat"]), now)
-            elif "failed" in message:
-                detector.fails(rank, message["failed"], now, message["lost_peer"])
-            elif "bye" in message:
-                detector.leaves(rank)
+        try:
+            for message in messages or ():
+                self._take(line, message, detector, now)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ):  # none of ours: a port scanner, or another run
+            messages = None
         if messages is None:
-            if rank is not None:
+            if (rank := self._lines[line]) is not None:
                 detector.fails(rank, None, now)
-            self._selector.unregister(line)
-            line.close()
-            del self._lines[line]
+            self._drop(line)
+
+    def _take(
+        self, line: JsonConnection, message: dict[str, Any], detector: HangDetector, now: float
+    ) -> None:
+        """Act on one message. Raises ValueError, TypeError or KeyError for one that no rank of ours sends."""
+        rank = self._lines[line]
+        if rank is None:
+            shown = str(message.get("token", "")).encode(errors="replace")
+            number = message.get("rank")
+            known = hmac.compare_digest(shown, self._token.encode())
+            if not known or type(number) is not int or not 0 <= number < len(self._hosts):
+                raise ValueError("no rank of this run")
+            self._lines[line] = number
+            del self._since[line]
+        elif "heartbeat" in message:
+            detector.hears(rank, Heartbeat(**message["heartbeat"]), now)
+        elif "failed" in message:
+            detector.fails(rank, message["failed"], now, message["lost_peer"])
+        elif "bye" in message:
+            detector.leaves(rank)
+
+    def _drop_strangers(self, now: float) -> None:
+        """Close connections that have shown no token in time, and the oldest of too many."""
+        kept = len(self._hosts) + STRANGERS - (len(self._lines) - len(self._since))
+        late = [line for line, since in self._since.items() if now - since > TOKEN_SECONDS]
+        for line in {*late, *list(self._since)[: max(0, len(self._since) - kept)]}:
+            self._drop(line)
+
+    def _drop(self, line: JsonConnection) -> None:
+        self._selector.unregister(line)
+        line.close()
+        del self._lines[line]
+        self._since.pop(line, None)
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Tell all ranks, our own last: its process may end as soon as it knows."""

@@ -11,14 +11,16 @@ from megatfm.train.record.run_directory import RunDirectory
 
 
 class StepProfile:
-    """While entered, records steps first … end−1 of "first:end" into profile/rank-K.json (a Chrome trace).
+    """While entered, records steps first … end−1 of "first:end" into profile/rank-K-steps-FIRST-END.json (a Chrome
+    trace); where the run comes to them again, after a rollback or a restart, into another file beside it.
 
     Call `before(step)` ahead of each step.
     """
 
     def __init__(self, steps: str | None, run: RunDirectory) -> None:
         self._first, self._end = (int(part) for part in steps.split(":")) if steps else (0, 0)
-        self._path: Path = run.folder / "profile" / f"rank-{run.rank}.json"
+        name = f"rank-{run.rank}-steps-{self._first}-{self._end}"
+        self._path: Path = run.folder / "profile" / f"{name}.json"
         self._profile: profile | None = None
 
     def __enter__(self) -> Self:
@@ -42,5 +44,9 @@ class StepProfile:
         if self._profile:
             self._profile.stop()
             self._path.parent.mkdir(exist_ok=True)
-            self._profile.export_chrome_trace(str(self._path))
+            path, again = self._path, 1
+            while path.exists():
+                again += 1
+                path = self._path.with_stem(f"{self._path.stem}-{again}")
+            self._profile.export_chrome_trace(str(path))
             self._profile = None

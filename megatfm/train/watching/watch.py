@@ -42,6 +42,19 @@ INNERMOST = 3
 WAITS = re.compile(r"\.(wait|synchronize|item|tolist|cpu)\(")
 """What the innermost line calls while it waits: for a collective, or for a device that itself waits in one."""
 
+LOST_BY_GLOO = ("/gloo/", "Gloo", "recvBytes", "sendBytes")
+"""What errors of gloo, and of the store, say beside their reason. They have no type of their own."""
+LOST_BY_NCCL = (
+    "remote error",
+    "ncclRemoteError",
+    "remote process",
+    "remote peer",
+    "aborted",
+    "imeout",
+    "timed out",
+)
+"""What an error of NCCL says where another rank is gone."""
+
 Report = Callable[[str, int, list[int], list[str]], None]
 """Told why the run ends, at which step, and which ranks on which hosts are to blame."""
 
@@ -64,6 +77,10 @@ class Watch:
         self._main = threading.get_ident()
         self._log: int | None = None
         self._report: Report | None = None
+        self.progress: Callable[[], int] = lambda: 0
+        """Counts what the process gets done between two ticks, such as bytes of a checkpoint: while it grows, the rank
+        isn't hung."""
+        self._progress = 0
         self.stands_in: Callable[[], int | None] = lambda: None
         """The thread that the main thread waits for while it saves: that is where the work is done."""
         self._lock = threading.Lock()
@@ -215,6 +232,8 @@ class Watch:
 
     def _heartbeat(self, now: float) -> Heartbeat:
         self._last_heartbeat = now
+        if (progress := self.progress()) != self._progress:
+            self._progress, self._moved = progress, now
         working = self.stands_in() if self._phase == "save" else None
         frames = sys._current_frames()
         waiting, place = _where(frames.get(working or self._main) or frames.get(self._main))
@@ -267,14 +286,19 @@ def _where(frame: FrameType | None) -> tuple[bool, str]:
 
 
 def _lost_its_peer(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then."""
+    """Whether an error, or what caused it, is a collective's that broke off: somebody else's failure, then.
+
+    An error of this rank's own GPU comes out of NCCL as well, and a plugin's may speak of connections: neither is one.
+    """
     while error is not None:
-        if isinstance(error, dist.DistError):
-            return True
-        if isinstance(error, RuntimeError) and any(
-            heartbeat in str(error)
-            for heartbeat in ("gloo", "NCCL", "Connection", "Timed out", "recvBytes", "sendBytes")
-        ):
+        said = str(error)
+        if isinstance(error, RuntimeError) and "NCCL error" in said:
+            lost = any(word in said for word in LOST_BY_NCCL)
+        elif isinstance(error, RuntimeError):  # as dist.DistError is
+            lost = isinstance(error, dist.DistError) or any(word in said for word in LOST_BY_GLOO)
+        else:
+            lost = False
+        if lost:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.checkpoint import Box, clean, disk, latest, latest_together, save, shard, verify
-from megatfm.checkpoint.folder import committed
+from megatfm.checkpoint.folder import committed, retain
 from megatfm.errors import MegatfmError
 from tests.workers import Workers
 
@@ -170,3 +170,21 @@ def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
     (first, _), (second, _) = workers.run(look_together, 2, tmp_path)
     assert first == second
     assert "none of its 2 checkpoints is whole" in str(first)
+
+
+def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_step(tmp_path, 5)
+    damage(path)
+    save_step(tmp_path, 5)
+    (aside,) = tmp_path.glob(".step-00000005.damaged-*")
+    clean(tmp_path)
+    assert f"{aside}: a damaged checkpoint, kept until a later one is verified" in caplog.text
+    newest = save_step(tmp_path, 6)
+    for verified in (None, save_step(tmp_path, 4)):
+        retain(newest, 9, verified=verified)
+        assert aside.exists()
+    retain(newest, 9, verified=newest)
+    assert not list(tmp_path.glob(".*"))
+    assert steps(tmp_path) == [4, 5, 6]

@@ -49,6 +49,8 @@ def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = f"{tmp_path}/my corpora/mine"
     assert (data.train, data.tokenizer) == (f"{made}/train", made)
     assert data.validation == {"validation": f"{made}/validation"}
+    assert quickstart("data.corpus=s3://b/c/").data.train == "s3://b/c/train", "S3 keeps double slashes"
+    assert quickstart("data.corpus=/").data.validation == {"validation": "/validation"}
     assert quickstart("data.corpus=a", "data.tokenizer=b").data.tokenizer == f"{tmp_path}/b"
 
 

@@ -4,14 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.moved import MOVED
 from megatfm.errors import UsageError
+from megatfm.layers.position.t5 import buckets
 
 SMALL = {"d_model": 8, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 8}
 LATENT = {"attention.name": "latent", "attention.kv_rank": 4, "attention.rope_dim": 2}
+T5 = {"position.name": "t5"}
+LLAMA3 = {"position.scaling.name": "llama3", "position.scaling.factor": 8}
 XLNET = {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"}
 DEBERTA = {"family": "encoder", "attention.name": "disentangled", "position.name": "disentangled"}
 
@@ -85,10 +89,46 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
             "head.name = 'none' has no meaning with family = 'electra', which is trained as a whole",
         ),
         ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
+        ({**T5, "position.buckets": 1}, "choose 2 or more"),
+        ({**T5, "position.max_distance": 16}, "each: choose 17 or more, or fewer buckets"),
+        ({**T5, "family": "encoder", "position.buckets": 3}, "choose 4 or more"),
+        ({**T5, "family": "encoder", "position.max_distance": 8}, "each: choose 9 or more, or fewer buckets"),
+        ({**T5, "family": "encoder_decoder", "position.max_distance": 16}, "choose 17 or more"),
+        (
+            {**LLAMA3, "position.scaling.low_freq_factor": 4.0},
+            "choose a smaller one, e.g. low_freq_factor = 1",
+        ),
+        ({**LLAMA3, "position.scaling.low_freq_factor": 8}, "= 8 is not below high_freq_factor = 4"),
+        (
+            {"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
+            "beta_fast = 0.5 is below beta_slow = 1",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) -> None:
     assert way_out in refused(options)[1]
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder"])
+def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> None:
+    """Those that config lets pass give each distance a bucket that is there, farther ones no lower bucket."""
+    causal, distances = family == "decoder", torch.arange(0, 300)
+    for n_buckets in (2, 4, 5, 7, 32):
+        for farthest in range(1, 40):
+            options = {
+                **T5,
+                "family": family,
+                "position.buckets": n_buckets,
+                "position.max_distance": farthest,
+            }
+            try:
+                ModelConfig.of(SMALL | options)
+            except ValidationError:
+                continue
+            found = buckets(-distances, n_buckets, farthest, causal=causal)
+            assert found[0] == 0
+            assert (found.diff() >= 0).all(), (n_buckets, farthest)
+            assert found.max() == (n_buckets if causal else n_buckets // 2) - 1
 
 
 def test_a_plugin_s_section_passes_through() -> None:

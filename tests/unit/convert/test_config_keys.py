@@ -258,6 +258,8 @@ def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
     }
     follows |= {
         "num_decoder_layers",
+        "encoder_sparse_step",
+        "decoder_sparse_step",
         "dense_act_fn",
         "is_gated_act",
         "scale_decoder_outputs",

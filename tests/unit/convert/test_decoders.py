@@ -235,13 +235,6 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
     assert (read.position.theta, read.position.scaling) == (theta, scaling)
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
-    values = {**MODELS["mistral"][1], "sliding_window": 64, "max_position_embeddings": 64}
-    mistral = ARCHITECTURES.get("MistralForCausalLM")
-    windowless = mistral.config(values | {"sliding_window": None}, "MistralForCausalLM")
-    assert mistral.config(values, "MistralForCausalLM") == windowless
-
-
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
@@ -329,10 +322,27 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     assert back.tokenizer.hash == ours.tokenizer.hash
     assert back.config.data.sequence_length == 48
     assert back.config.objective == ours.config.objective
-    assert search(back, "import", 9, 2, 0.6) == search(ours, "import", 9, 2, 0.6)
+    assert search(back, "import", 9, 2, 0.6, sentinel="always") == search(ours, "import", 9, 2, 0.6)
     stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
+
+
+def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "decoder", TOKENIZERS["byte-bpe"]())
+    other = train_byte_bpe([text[::-1] for text in TEXTS], vocab_size=400, sentinels=4)
+    (run / "tokenizer.json").write_bytes(other)
+    with pytest.raises(UsageError, match=r"tokenizer.json: not the tokenizer that step-00000003 was trained"):
+        convert(run, tmp_path / "theirs", "hf")
+    assert not (tmp_path / "theirs").exists()
+    state = checkpoint.read_state(find(run))
+    checkpoint.save(run / "checkpoints", 4, checkpoint.read_tensors(find(run)), {**state, "tokenizer": None})
+    said = convert(run, tmp_path / "theirs", "hf")
+    assert (
+        said[1]
+        == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
+    )
+    assert not (tmp_path / "theirs" / "tokenizer.json").exists()
 
 
 def trained_on_from(folder: str) -> torch.Tensor:
@@ -408,9 +418,9 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
             torch.testing.assert_close(logits(back, ours=False), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
 def test_ids_rates_and_how_to_generate_travel(
-    before: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: bool, ends: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And a text begins as the model's own tokenizer begins it; the folder itself makes the same text."""
     theirs = tmp_path / "theirs"
@@ -418,7 +428,11 @@ def test_ids_rates_and_how_to_generate_travel(
         **GPT | {"vocab_size": 300}, embd_pdrop=0.3, resid_pdrop=0.2, attn_pdrop=0.0, bos_token_id=7,
         eos_token_id=9, pad_token_id=None,
     )  # fmt: skip
-    transformers.GPT2LMHeadModel(config).save_pretrained(theirs)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    bias, embedding = model.transformer.ln_f.bias.data, model.transformer.wte.weight.data
+    bias += 3 * embedding[ends] / embedding[ends].norm()
+    model.save_pretrained(theirs)
     (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11], "top_k": 3}))
     (theirs / "tokenizer.json").write_bytes(train_byte_bpe(TEXTS, vocab_size=300, sentinels=0))
     library = Library.from_file(str(theirs / "tokenizer.json"))
@@ -442,12 +456,14 @@ def test_ids_rates_and_how_to_generate_travel(
     wanted = AutoTokenizer.from_pretrained(theirs)("import os")["input_ids"]
     assert prompts_of(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before
-    assert loaded.stop == 9
+    assert loaded.stop == (9, 11)
     ids = torch.tensor([wanted])
     made = transformers.GPT2LMHeadModel.from_pretrained(theirs).generate(
         ids, max_new_tokens=6, do_sample=False
     )
-    text = loaded.tokenizer.decode(made[0, len(wanted) :].tolist())
+    new = made[0, len(wanted) :].tolist()
+    assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
+    text = loaded.tokenizer.decode(new)
     for folder in (theirs, tmp_path / "ours"):
         assert megatfm.load(folder).generate("import os", max_tokens=6, temperature=0) == text, folder
     assert megatfm.load(theirs).encode(["import os"]).shape == (1, GPT["n_embd"])

@@ -8,13 +8,21 @@ import pytest
 import torch
 
 import megatfm
+from megatfm.checkpoint import find_checkpoint, read_state
 from megatfm.commands.convert import add_arguments, main
+from megatfm.config import Config
+from megatfm.convert import template
 from megatfm.convert.convert import convert
 from megatfm.convert.upcycle import Mixture, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe import Experts
 from megatfm.train.init_from import what_fits
 from tests.unit.convert.test_convert import TOKENS, gpt2, llama
+from tests.unit.generate.conftest import MODEL, random_model, tokenizer_model, write_run
+
+__all__ = ["tokenizer_model"]  # a fixture
+
+RECOMPILED = {"compile": True, "recompute": "full"}
 
 
 @pytest.fixture(params=[gpt2, llama], ids=["biases", "gated"])
@@ -74,7 +82,7 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
     with pytest.raises(UsageError, match=r"--granularity 7 does not divide model\.ffn\.d_ff = \d+: choose"):
         upcycle(dense, tmp_path / "again", Mixture(4, granularity=7))
     with pytest.raises(
-        UsageError, match="no mixture can be made of it: top_k = 5 is more than n_experts = 4"
+        UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"
     ):
         upcycle(dense, tmp_path / "again", Mixture(4, top_k=5))
     assert not (tmp_path / "again").exists()
@@ -90,6 +98,27 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         what_fits(shapes[1], shapes[0], (), dense)
 
 
+def test_a_config_that_goes_with_no_experts_is_a_usage_error(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = read_state(find_checkpoint(dense))
+    values = {**state, "config": {**state["config"], "train": {**state["config"]["train"], **RECOMPILED}}}
+    monkeypatch.setattr("megatfm.checkpoint.read_state", lambda _: values)
+    with pytest.raises(
+        UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"
+    ):
+        upcycle(dense, tmp_path / "moe", Mixture(4))
+    assert not (tmp_path / "moe").exists()
+
+
+def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) -> None:
+    model = Config.model_validate(read_state(find_checkpoint(dense))["config"]).model
+    with pytest.raises(
+        UsageError, match=r"no config can be made .*: data\.sequence_length: Input should be greater"
+    ):
+        template.config(tmp_path, model, None, -1)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [("--to moe", "--to moe needs --experts"), ("--to hf --experts 4", "--experts is for --to moe")],
@@ -99,3 +128,30 @@ def test_flags_that_do_not_fit(words: str, said: str, tmp_path: Path) -> None:
     add_arguments(parser)
     with pytest.raises(UsageError, match=said):
         main(parser.parse_args(["a", str(tmp_path / "b"), *words.split()]))
+
+
+def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
+    config = MODEL.changed(
+        {
+            "n_layers": 3,
+            "blocks": ["narrow", "wide", "plain"],
+            "block": {
+                "narrow": {},
+                "wide": {"ffn": {"d_ff": 96, "dropout": 0.2}},
+                "plain": {"ffn": {"d_ff": 60, "activation": "relu"}},
+            },
+        }
+    )
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    said = upcycle(run, tmp_path / "moe", Mixture(3, granularity=2))
+    assert said[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]
+    made = megatfm.load(tmp_path / "moe")
+    widths = [made.config.at(depth).ffn.d_ff for depth in range(3)]
+    assert widths == [24, 48, 30]
+    wanted = megatfm.load(run).double()(TOKENS).logits
+    torch.testing.assert_close(made.double()(TOKENS).logits, wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(
+        UsageError, match=r"--granularity 8 does not divide model\.block\.plain\.ffn\.d_ff = 60: choose 6"
+    ):
+        upcycle(run, tmp_path / "again", Mixture(3, granularity=8))

@@ -47,7 +47,7 @@ def edited(index: ShardIndex, change: Change) -> bytes:
 
 
 def edit_index(folder: Path, change: Change) -> None:
-    replace_index(folder, edited(Corpus.open(folder).indexes[1], change))
+    replace_index(folder, edited(Corpus.open(folder).indexes.complete(1), change))
 
 
 def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def test_samples_come_back_by_block_and_by_number(corpus: Corpus, make_documents
 def test_facts_are_those_of_the_documents(corpus: Corpus, make_documents: Any) -> None:
     lengths = [len(tokens) for tokens in make_documents(100)]
     assert corpus.lengths().tolist() == lengths
+    for begin, end in combinations_with_replacement(range(corpus.n_blocks + 1), 2):
+        expected = lengths[corpus.blocks[begin] : corpus.blocks[end]]
+        assert corpus.lengths(begin, end).tolist() == expected, (begin, end)
     assert (corpus.n_samples, corpus.n_tokens, corpus.n_text_bytes) == (100, sum(lengths), 3 * sum(lengths))
     assert corpus.tokenizer_hash == "a" * 64
 
@@ -76,5 +80,15 @@ def test_another_tokenizer_is_refused(corpus: Corpus) -> None:
 
 def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
     assert_refused(lambda: Corpus.open(tmp_path / "none"), "no such folder", kind=UsageError)
+    (tmp_path / "run").mkdir()
+    config = tmp_path / "run/config.toml"
+    for text, advice in (
+        ('[data]\ntrain = "corpora/a"', "data show corpora/a"),
+        ('[data.mixture.a]\npath = "s3://b/c"', "data show s3://b/c"),
+        ("data = 3", "run `megatfm prep` (again)"),
+    ):
+        config.write_text(text)
+        assert_refused(lambda: Corpus.open(tmp_path / "run"), advice, kind=UsageError)
+    assert_refused(lambda: Corpus.open(config), "is a file, not a corpus", kind=UsageError)
     (folder / "manifest.json").unlink()
     assert_refused(lambda: Corpus.open(folder), "no manifest.json", "megatfm prep", kind=UsageError)

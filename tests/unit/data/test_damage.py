@@ -180,9 +180,9 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
         frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
 
     bad = corpus.shard_blocks(1)[1]
-    replace_index(folder, edited(corpus.indexes[1], other_frame))
+    replace_index(folder, edited(corpus.indexes.complete(1), other_frame))
     assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "the index says")
-    replace_index(folder, edited(corpus.indexes[1], other_size))
+    replace_index(folder, edited(corpus.indexes.complete(1), other_size))
     assert_refused(lambda: Corpus.open(folder).block(bad), SHARD, "frame 1", "no array")
 
 
@@ -273,7 +273,7 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
         for key in ("ab", "ba", "cd", "dc"):  # two in each shard
             writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
         writer.finish({})
-    index = Corpus.open(tmp_path).indexes[1]
+    index = Corpus.open(tmp_path).indexes.complete(1)
     content = zstandard.decompress((tmp_path / SHARD).read_bytes())
     data = zstandard.compress(content.replace(b"dc.", b"cd."))  # the sums of headers stay right
     replace_shard(tmp_path, data)
@@ -300,7 +300,7 @@ def test_an_index_with_more_than_it_says_is_named(folder: Path) -> None:
 
 def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
     corpus = Corpus.open(folder)
-    data, index = (folder / SHARD).read_bytes(), corpus.indexes[1]
+    data, index = (folder / SHARD).read_bytes(), corpus.indexes.complete(1)
     plain = zstandard.decompress(data[: index.offsets[1]]) + b"more".ljust(512, b"\0")
     frame = zstandard.compress(plain)
     replace_shard(folder, frame + data[index.offsets[1] :])
@@ -365,10 +365,12 @@ def test_an_index_that_would_unpack_to_too_much_is_refused_unread(folder: Path) 
         (lambda m: m["shards"][1].update(bytes=10**30), "shards.1.bytes"),
         (lambda m: m["shards"][1].update(bytes=-1), "shards.1.bytes"),
         (lambda m: m["shards"][1].update(samples=10**15), "samples can't lie"),
+        (lambda m: m["shards"][1].update(samples=0, tokens=0, text_bytes=0), "shards.1.samples"),
         (lambda m: m["shards"][1].update(tokens=1), "disagrees with the manifest"),
         (lambda m: m["shards"][1].update(text_bytes=1), "disagrees with the manifest"),
         (lambda m: m["shards"][1].update(blake3="x"), "shards.1.blake3"),
-        (lambda m: m.update(schema_version=2), "schema_version"),
+        (lambda m: m.update(schema_version=2), "schema_version 2, and this megatfm reads 1: update it"),
+        (lambda m: m.update(schema_version="2"), "schema_version: Input should be 1"),
         (lambda m: m.update(token_dtype="object"), "token_dtype"),
         (lambda m: m.update(unknown=1), "unknown"),
         (lambda m: m.update(shards=[]), "shards"),

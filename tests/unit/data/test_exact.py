@@ -5,9 +5,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +137,39 @@ def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedRows, 
         with pytest.raises(MegatfmError, match=r"data worker 1 \(pid \d+\) died with exit code -9"):
             list(loader)
     assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
+
+
+class Stuck:
+    """Rows of which none comes, as from a file system that doesn't answer; notes in a file that one was asked for."""
+
+    seed, row_tokens, splits, notes = 0, 1, True, ()
+
+    def __init__(self, asked: Path) -> None:
+        self.asked = asked
+
+    def rows(self, positions: Any) -> Any:
+        self.asked.touch()
+        time.sleep(3600)
+
+
+def test_a_worker_that_hangs_is_killed_when_the_loader_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer that waits for it in another thread gets an error."""
+    monkeypatch.setattr("megatfm.data.workers.END_SECONDS", 0.5)
+    stuck: Any = Stuck(tmp_path / "asked")
+    loader = Loader(stuck, global_batch=2, micro_batch=2, workers=1)
+    with ThreadPoolExecutor(2) as threads:
+        consumer = threads.submit(next, loader)
+        for _ in range(6000):
+            if stuck.asked.exists():
+                break
+            time.sleep(0.01)
+        threads.submit(loader.close).result(60)
+        with pytest.raises(MegatfmError, match=r"data worker 0 .* died"):
+            consumer.result(60)
+    assert not [child for child in multiprocessing.active_children() if "megatfm-data" in child.name]
+    loader.close()
 
 
 def test_an_exit_code_that_is_told_late_is_waited_for() -> None:

@@ -100,6 +100,39 @@ def test_what_can_t_be_exported_is_said_and_leaves_nothing(folder: Path, tmp_pat
     (tmp_path / "a.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="is there already"):
         export(folder, tmp_path / "a.jsonl", CODEC)
+    for name in ("a.csv", "a.jsonl.gz", "a.JSONL", "a.idx"):
+        with pytest.raises(
+            UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"
+        ):
+            export(folder, tmp_path / name, CODEC)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_ids_come_with_their_index_or_not_at_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""
+    (tmp_path / "a.idx").write_text("mine")
+    with pytest.raises(UsageError, match=r"a\.idx: is there already"):
+        export(folder, tmp_path / "a.bin", CODEC)
+    replace = Path.replace
+    for full in (".bin", ".idx"):
+
+        def fail(self: Path, target: Path, full: str = full) -> Path:
+            if target.suffix == full:
+                raise OSError(28, "No space left on device")
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", fail)
+        with pytest.raises(MegatfmError, match="No space left"):
+            export(folder, tmp_path / "b.bin", CODEC)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.idx", "mine")]
+
+
+@pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
+def test_a_name_that_says_no_format_is_a_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    assert "plain tars" in export(folder, f"{tmp_path}/{name}", None)
+    assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
 
 
 def test_statistics_are_counted(folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatfm.data import Loader, Mixture, PackedRows, Phase, source_seed
 from megatfm.data.mixture import quotas_of
+from megatfm.data.packing import join_rows
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -156,3 +157,62 @@ def test_quotas_are_of_largest_remainders() -> None:
         quotas_of({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
     with pytest.raises(UsageError, match="all weights are 0"):
         quotas_of({"a": 0.0}, ["a"], 10)
+
+
+class FixedRows:
+    """A source of rows of ones with these fields."""
+
+    notes, splits, seed = (), True, 0
+
+    def __init__(self, width: int = 8, **fields: Any) -> None:
+        self.row_tokens, self._fields = 8, {"tokens": ((width,), np.int64), **fields}
+
+    def __len__(self) -> int:
+        return 5
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def rows(self, positions: Any) -> dict[str, np.ndarray]:
+        return {name: np.ones((len(positions), *shape), kind) for name, (shape, kind) in self._fields.items()}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    "other",
+    [
+        FixedRows(weights=((8,), np.float32)),
+        FixedRows(width=1),
+        FixedRows(tokens=((8,), np.float32)),
+    ],
+)
+def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> None:
+    sources: Any = dict([("a", FixedRows()), ("b", other)][::order])
+    mixture = Mixture(sources, [Phase(0, {"a": 1, "b": 1})], seed=0, streams=2, block=4)
+    with pytest.raises(
+        UsageError, match=r"data\.mixture\.[ab]: its rows are {.*: give all sources the same objective"
+    ):
+        mixture.rows(range(8))
+    with pytest.raises(UsageError, match=r"data\.mixture: its rows are {"):  # of two workers, or readers
+        join_rows([source.rows(range(2)) for source in sources.values()])
+
+
+def test_sources_of_other_lengths_are_refused(memory_corpus: Any, causal_type: Any) -> None:
+    sources = {
+        name: PackedRows(memory_corpus([[70]]), causal_type(), sequence_length=length, seed=0)
+        for name, length in (("a", 8), ("b", 16))
+    }
+    with pytest.raises(UsageError, match=r"data\.mixture\.b: its rows have 16 tokens, those of a 8"):
+        Mixture(sources, [Phase(0, {"a": 1, "b": 1})], seed=0, streams=2)
+
+
+def test_blocks_of_a_mixture_stay_within_64_bits() -> None:
+    """The largest that is taken has its quotas exactly; one row more is refused with what works."""
+    sources: Any = {"a": FixedRows(), "b": FixedRows()}
+    options: Any = {"phases": [Phase(0, {"a": 3, "b": 1})], "seed": 7}
+    block = 2**13
+    mixture = Mixture(sources, streams=2**18, block=block, **options)
+    turns = np.arange(block) * mixture.streams
+    assert sum(mixture.place(int(position) + 12_345)[0] == "a" for position in turns) == block * 3 // 4
+    with pytest.raises(UsageError, match=r"data\.mixture_block = 8193: .* choose at most 8192"):
+        Mixture(sources, streams=2**18, block=block + 1, **options)

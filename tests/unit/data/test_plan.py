@@ -1,6 +1,8 @@
 """A plan is made once: opening again, anywhere in an epoch, reads it and the blocks that the next rows need."""
 
+import multiprocessing
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,35 @@ def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.Monk
     for other in ({"seed": 4}, {"sequence_length": 32}, {"name": "other"}):
         open_rows(folder, causal, **other)
     assert len(made) == 3
+
+
+def plan_together(folder: Path, objective: Any, start: Any, made: Any, out: Any) -> None:
+    make = plan.make_plan
+
+    def slowly(*args: Any) -> Any:
+        made.put(os.getpid())
+        time.sleep(0.5)
+        return make(*args)
+
+    plan.make_plan = slowly
+    start.wait()
+    out.put(places(open_rows(folder, objective)))
+
+
+def test_of_ranks_that_open_a_corpus_at_once_one_plans(folder: Path, causal: Any) -> None:
+    """Forked, since only processes have locks of their own."""
+    context = multiprocessing.get_context("fork")
+    start, made, out = context.Barrier(3), context.Queue(), context.Queue()
+    ranks = [context.Process(target=plan_together, args=(folder, causal, start, made, out)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    expected = places(open_rows(folder, causal, None))
+    assert [out.get(timeout=60) for _ in ranks] == [expected] * 3
+    for rank in ranks:
+        rank.join()
+    assert made.get(timeout=60)
+    assert made.empty()
+    assert len(list((folder / ".plans").iterdir())) == 1, "the lock is gone"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])

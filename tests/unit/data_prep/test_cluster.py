@@ -15,8 +15,9 @@ from distributed.security import Security
 
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.cluster import dask_workers
+from megatfm.data_prep.cluster import _Member, dask_workers
 from megatfm.data_prep.command import cli
+from megatfm.data_prep.team import Claims
 from megatfm.data_prep.work import Workspace
 from megatfm.errors import MegatfmError
 from tests.unit.data_prep.conftest import tree
@@ -75,7 +76,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
     work = tmp_path / "together" / ".work"
 
     def kill() -> None:
-        while not list(work.glob("scan-0.*.json")):
+        while not list(work.glob("*/scan-0.*.json")):
             time.sleep(0.01)
         os.kill(pids[0], signal.SIGKILL)
 
@@ -98,3 +99,18 @@ def test_an_open_scheduler_elsewhere_is_refused(tmp_path: Path, capsys: pytest.C
         assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", where]) == 2
         assert what in capsys.readouterr().err
     assert cli(["quickstart-data", f"out={tmp_path / 'out'}", "--dask", "x", "--part", "1/2"]) == 2
+
+
+def test_a_worker_leaves_a_folder_whose_client_is_gone(
+    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a stage that it waits to be asked for, and in one that only the client does; else it would lock others out."""
+    monkeypatch.setattr("megatfm.data_prep.cluster.CLIENT_SECONDS", 0.05)
+    member = _Member(config(**ALL))
+    member._thread.join(60)
+    assert member.has_ended
+    monkeypatch.setattr("megatfm.data_prep.cluster._Member.share", Claims.share)
+    member = _Member(config(**ALL))
+    member._thread.join(60)
+    assert member.has_ended
+    assert not data_prep.run(config(**ALL)).already_done

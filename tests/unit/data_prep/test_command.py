@@ -160,6 +160,29 @@ def test_an_out_that_can_not_be_made(
     assert "choose another out" in error_line(capfd)
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("the store said no"), "error: the store said no"),
+        (OSError(), "error: OSError"),
+        (PermissionError(13, "Permission denied", "a.txt"), "error: a.txt: Permission denied"),
+    ],
+)
+def test_errors_of_the_system_are_said(
+    prep: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    said: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("megatfm.data_prep.run", fail)
+    assert prep() == 1
+    assert error_line(capfd) == said
+
+
 def test_files_that_can_not_grow(config: Make, tmp_path: Path) -> None:
     """A limit on the size of files, which any user can set, stands for a full disk: some stage can't write."""
     whole = tree(data_prep.run(config("whole")).out)

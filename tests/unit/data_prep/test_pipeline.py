@@ -101,6 +101,14 @@ def test_neither_workers_nor_place_change_a_byte(config: Make) -> None:
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
 
 
+def test_where_the_system_does_not_say_which_cores_are_ours(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS doesn't."""
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert data_prep.run(config()).result["train"]["documents"]
+
+
 def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
     whole = data_prep.run(config())
     part = data_prep.run(config(out="part", tokenizer={"train_bytes": 200_000}))
@@ -231,3 +239,21 @@ def shard_texts(out: Path, split: str) -> dict[str, str]:
                     texts[source] = tokenizer.decode(part.tolist())
                     assert len(texts[source].encode()) == size
     return texts
+
+
+def test_no_record_lies_on_both_sides_of_the_split(config: Make, tmp_path: Path) -> None:
+    """Long records with dots in their keys, cut into pieces, in a single file: halves of a record stay together."""
+    line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
+    records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
+    write(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(each) + "\n" for each in records).encode())
+    summary = data_prep.run(
+        config(
+            read={"folder": str(tmp_path / "flat"), "max_document_bytes": 1024}, tokenizer={"vocab_size": 400}
+        )
+    )
+    train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
+    assert summary.result["held_out"]["level"] == "record"
+    sides = [{name.rpartition(".")[0] for name in split} for split in (train, validation)]
+    assert len(sides[0]) + len(sides[1]) == 30
+    assert not sides[0] & sides[1]
+    assert len(validation) > len(sides[1]) > 0, "they were cut"

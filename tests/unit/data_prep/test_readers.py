@@ -2,9 +2,12 @@
 
 import bz2
 import contextlib
+import csv
 import gzip
 import io
 import json
+import lzma
+import os
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -59,6 +62,13 @@ def arrow(kind: Callable[..., Any]) -> bytes:
     with kind(sink, table().schema) as writer:
         writer.write_table(table(), max_chunksize=3)
     return sink.getvalue()
+
+
+def table_of_cells(delimiter: str = ",") -> bytes:
+    sink = io.StringIO(newline="")
+    rows = csv.writer(sink, delimiter=delimiter)
+    rows.writerows([("url", "text", "n"), *zip(URLS, TEXTS, range(4), strict=True)])
+    return sink.getvalue().encode("utf-8-sig")
 
 
 def tar(json_: bool = False) -> bytes:
@@ -118,6 +128,11 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a.jsonl.gz": lambda: gzip.compress(jsonl()),
     "a.jsonl.bz2": lambda: bz2.compress(jsonl()),
     "a.jsonl.zst": lambda: zstd_frames(jsonl()),
+    "a.jsonl.xz": lambda: lzma.compress(jsonl()),
+    "a.json.gz": lambda: gzip.compress(jsonl()),
+    "a.json": lambda: json.dumps([json.loads(line) for line in jsonl().splitlines()], indent=1).encode(),
+    "a.csv": table_of_cells,
+    "a.tsv.bz2": lambda: bz2.compress(table_of_cells("\t")),
     "a.parquet": parquet,
     "stream.arrow": lambda: arrow(pyarrow.ipc.new_stream),
     "file.arrow": lambda: arrow(pyarrow.ipc.new_file),
@@ -266,6 +281,57 @@ def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
     assert [each.text for each in documents(path, fields={"text": "page.body"})[0]] == ["inside"]
+
+
+def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\n" * 300))
+    (tmp_path / "b.md.zst").write_bytes(zstd_frames(b"two"))
+    (tmp_path / "c.json").write_text('{"name": "a package"}')
+    (tmp_path / "d.json").write_text("[1, 2]")
+    found, _ = documents(tmp_path / "x")
+    assert [(each.source, each.text) for each in found] == [
+        ("a.txt.gz", "one\n\n" * 300),
+        ("b.md.zst", "two"),
+        ("c.json", '{"name": "a package"}'),
+        ("d.json", "[1, 2]"),
+    ]
+    parts, _ = documents(tmp_path / "x", limit=1024, include=["*.gz"])
+    assert [each.record for each in parts] == ["a.txt.gz"] * 2
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\n" * 300)[:-9])
+    with pytest.raises(MegatfmError, match=r"a\.txt\.gz: is damaged or cut off"):
+        documents(tmp_path / "x")
+
+
+def test_tables_of_cells_say_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    for data, reason in (
+        (b"text,n\na,1\nb\n", "record 2 has 1 cells, where the first row has 2"),
+        (b"body,n\na,1\n", r"record 1 has no field 'text': its fields are body, n"),
+        (b'text\n"a\n', r"is damaged after row 0 \(unexpected end of data\)"),
+        (b"text\na\n\xff\n", "is not valid UTF-8: byte 0 of line 3"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(MegatfmError, match=rf"a\.csv: {reason}"):
+            documents(path)
+
+
+def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -> None:
+    """JSON can spell them, and tars have names that are no UTF-8."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "url": "http://x.org/\\ud800"}\n{"text": 1}')
+    name = os.fsdecode(b"caf\xe9")
+    with tarfile.open(tmp_path / "b.tar", "w", encoding="utf-8", errors="surrogateescape") as archive:
+        for extension, data in (("txt", b"two"), ("json", b"{"), ("lnk", b"")):
+            member = tarfile.TarInfo(f"{name}{len(extension) * 'x'}.{extension}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        link = tarfile.TarInfo(f"{name}.txt")
+        link.type = tarfile.SYMTYPE
+        archive.addfile(link)
+    found, read = documents(tmp_path / "x", on_bad="skip")
+    assert [each.text for each in found] == ["one", "two"]
+    said = [*found[0].as_json(), *found[1].as_json(), read.counts.as_json(), read._listing.bad]
+    assert "\ufffd" in str(said)
+    json.dumps(said, ensure_ascii=False, default=str).encode()
 
 
 FOUND_BY_FUZZING = {

@@ -18,6 +18,7 @@ from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.data import Corpus, Remote, remote
 from megatfm.data_prep.away import Away
 from megatfm.data_prep.files import Listing
+from megatfm.data_prep.team import Claims
 from megatfm.errors import MegatfmError, UsageError
 from tests.unit.data_prep.conftest import write
 
@@ -163,6 +164,52 @@ def test_a_kill_at_any_upload_loses_nothing(
     }
     assert without_place(there(fs, "/bucket/out")) == without_place(here(tmp_path / "out"))
     fs.rm("/bucket", recursive=True)
+
+
+def test_several_machines_share_the_work_by_a_folder_that_all_see(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three hosts, here threads, begin at the same time."""
+    names = threading.local()
+    monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
+    errors = list[BaseException]()
+    config = of(str(small), "memory://bucket/out", tmp_path / "scratch", part_bytes=2**10)
+
+    def task(number: int) -> None:
+        names.host = f"node-{number}"
+        try:
+            data_prep.run(config, team=lambda folder: Claims(number, 3, folder))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=task, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    fs = fsspec.filesystem("memory")
+    made = there(fs, "/bucket/out")
+    data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
+    assert without_place(made) == without_place(here(tmp_path / "out"))
+    fs.rm("/bucket", recursive=True)
+
+
+def test_another_machine_goes_on_only_where_it_sees_the_work(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatfm.data_prep.work.Workspace.finish", stop)
+        with pytest.raises(KilledError):
+            data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "scratch"))
+    monkeypatch.setattr("socket.gethostname", lambda: "node-2")
+    with pytest.raises(UsageError, match=r"a prep began here on .*scratch is a folder that all of them see"):
+        data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "elsewhere"))
+    assert not data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "scratch")).already_done
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
 class Pages(http.server.SimpleHTTPRequestHandler):

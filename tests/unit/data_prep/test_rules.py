@@ -49,7 +49,21 @@ WORDS = [
     "quick",
     "brown",
 ]
-ENDS = (".", "!", "?", '"', "'", "", "", "...", "…", ",")
+ENDS = (
+    ".",
+    "!",
+    "?",
+    '"',
+    "'",
+    "",
+    "",
+    "...",
+    "…",
+    ",",
+    "。",
+    "؟",
+    "।",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +103,13 @@ def pages(count: int, seed: int = 0) -> Iterator[str]:
         yield "".join(line + rng.choice(("\n", "\n\n")) for line in lines).strip()
 
 
+def about_cookies(count: int) -> Iterator[str]:
+    ends = (" uses cookies.", " by Javascript { }.", " { }", " lorem ipsum", " as ever.")
+    rng = random.Random(2)
+    for text in pages(count):
+        yield "\n".join(line + rng.choice(ends) * (rng.random() < 0.2) for line in text.split("\n"))
+
+
 def blank_free(count: int) -> Iterator[str]:
     return (re.sub(r"\n+", "\n", text) for text in pages(count, seed=1))
 
@@ -108,7 +129,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Iterator[str]], dict[s
     ),
     "c4": (
         lambda: their_c4.C4QualityFilter(min_num_sentences=3, min_words_per_line=5),
-        pages,
+        about_cookies,
         {},
     ),
 }
@@ -119,8 +140,8 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     make_theirs, texts, settings = CASES[name]
     theirs = make_theirs()
     if name == "fineweb":
-        theirs.stop_chars = (".", "?", "!", '"', "'")
-    monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # the paper has no apostrophe
+        theirs.stop_chars = (*theirs.stop_chars, '"', "'")  # as the code that made FineWeb
+    monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # C4 has no apostrophe
     kept, reasons = 0, set()
     for text in texts(400):
         document = TheirDocument(text, "x")
@@ -137,6 +158,31 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     # Each of their reasons is one of ours, and there are both kinds of pages.
     assert len({theirs for theirs, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
     assert 20 < kept < 390
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("A { in a line without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+        ("Lorem ipsum without an end\nOne two three four five. A. B.", "One two three four five. A. B."),
+        (
+            "Enable Javascript { here } and now.\nOne two three four five. A. B.",
+            "One two three four five. A. B.",
+        ),
+        ("One [1] two three four.\nOne two three four five. A. B.", "One two three four five. A. B."),
+        ("One two 'three four five'\u2028One two three four five. A. B.", "One two three four five. A. B."),
+        ("One two three {four} five. A. B.", None),
+        ("One two three lorem ipsum five. A. B.", None),
+    ],
+)
+def test_what_the_paper_leaves_open_is_as_in_the_code_that_made_c4(text: str, left: str | None) -> None:
+    assert outcome(step("c4"), text)[0] == left
+
+
+def test_a_run_of_dots_is_looked_at_once() -> None:
+    """Looked at from each dot on, these would take an hour."""
+    text = f"One two three four five{'.' * 10**6}x. A. B."
+    assert outcome(step("c4", max_word_characters=10**8), text)[0] == text
 
 
 SHORT = "It is so. "
@@ -396,7 +442,10 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
         step("decontaminate", against=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
     each = step("decontaminate", against=[str(tmp_path / "some.jsonl")])
-    assert each.notes == ["decontamination: 1 of 2 evaluation texts are too short to be looked for"]
+    assert each.notes == [
+        "decontamination: 1 of 2 evaluation texts are too short to be looked for, with fewer than 8 words "
+        "(decontaminate.min_words); the longest is 'short'"
+    ]
 
 
 def test_samples_are_fixed_and_grow() -> None:

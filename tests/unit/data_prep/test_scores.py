@@ -1,7 +1,10 @@
 """Steps that have a model judge, words by spaCy, keys and accounts, against what no one here wrote."""
 
+import io
+import json
 import math
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,49 @@ def write_classifier(folder: Path, outputs: int, seed: int = 0) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(vocab_size=60, num_labels=outputs, initializer_range=0.5, **sizes)
     BertForSequenceClassification(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["code for the model", "code for the tokenizer", "pickled weights"])
+def test_no_code_of_a_classifier_is_run(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked whether it may be: the answer that waits here would let it."""
+    write_classifier(tmp_path, 2)
+    ran = tmp_path / "ran"
+    (tmp_path / "mine.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
+    if kind == "pickled weights":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save({"x": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    else:
+        path = tmp_path / ("config.json" if "model" in kind else "tokenizer_config.json")
+        known = json.loads(path.read_text())
+        auto = {
+            "AutoConfig": "mine.Config",
+            "AutoModelForSequenceClassification": "mine.Model",
+            "AutoTokenizer": ["mine.Tokenizer", None],
+        }
+        path.write_text(
+            json.dumps({**known, "model_type": "mine", "tokenizer_class": "Mine", "auto_map": auto})
+        )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    is_read = kind == "code for the tokenizer"  # by its tokenizer.json, which says all
+    with nullcontext() if is_read else pytest.raises(UsageError, match="can't be read as a classifier"):
+        apply("x", name="classifier", folder=str(tmp_path), label="LABEL_0")
+    assert not ran.exists()
+    assert "Do you wish" not in "".join(capfd.readouterr())
+
+
+def test_keys_of_a_plugins_step_are_its_own() -> None:
+    step = {
+        "name": "mine",
+        "words": "space",
+        "file": "no such file",
+        "run": "r",
+        "against": ["a"],
+        "folder": "f",
+    }
+    values = {"out": "x", "read": {"source": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
+    assert identity(PrepConfig.model_validate(values))["steps"] == [step]
 
 
 def test_a_transformer_that_classifies(tmp_path: Path) -> None:

@@ -43,14 +43,21 @@ def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
     packages = {f"p{number}/{name}.py": 100 for number in range(20) for name in "ab"}
     files = {f"p/{number}.py": 100 for number in range(20)}
     parts = {f"p/one.py#{number}": 100 for number in range(20)}
-    plans = (plan_split(packages, 0.1, 0), plan_split(files, 0.1, 0), plan_parts_of_files(parts, 0.1, 0))
-    levels = ("top-level package", "file", "part of a file")
-    for split, some, level in zip(plans, (packages, files, parts), levels, strict=True):
+    few = {"record": {"p/one.py": 2000}, "part of a file": parts}
+    plans = (
+        plan_split(packages, 0.1, 0),
+        plan_split(files, 0.1, 0),
+        plan_parts_of_files({**few, "record": parts}, 0.1, 0),
+        plan_parts_of_files(few, 0.1, 0),
+    )
+    levels = ("top-level package", "file", "record", "part of a file")
+    for split, some, level in zip(plans, (packages, files, parts, parts), levels, strict=True):
         assert split is not None
         assert split.level == level
         assert sum(split.holds_out(Document(name, "")) for name in some) in (2, 4)
     assert plan_split({"p/one.py": 2000}, 0.1, 0) is None
-    assert plan_parts_of_files({"p/one.py#0": 100}, 0.1, 0) is None
+    one = {"p/one.py#0": 100}
+    assert plan_parts_of_files({"record": one, "part of a file": one}, 0.1, 0) is None
     assert plan_split({}, 0.1, 0) is None
 
 

@@ -167,6 +167,11 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
     (tmp_path / "in" / "a.bin").write_bytes(np.array([5, END, 400, END], "<u2").tobytes())
     with pytest.raises(MegatfmError, match="document 1 has id 400, but the tokenizer has 330"):
         data_prep.run(config(tmp_path, model, "tokens"))
+    (tmp_path / "in" / "a.bin").unlink()
+    megatron(tmp_path / "in" / "a.bin", [[5, -1, 3]], "<i4", 4)
+    with pytest.raises(MegatfmError, match="document 0 has id -1, but the tokenizer has 330"):
+        data_prep.run(config(tmp_path, model, "megatron"))
+    (tmp_path / "in" / "a.idx").unlink()
     (tmp_path / "in" / "a.bin").write_bytes(b"123")
     with pytest.raises(MegatfmError, match="3 bytes, which is no whole number of uint16 ids"):
         data_prep.run(config(tmp_path, model, "tokens"))

@@ -70,9 +70,9 @@ def test_tasks_share_the_work_and_take_over_from_one_that_is_killed(
     while psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert list(work.glob(".read.*.partial")), "in the middle of a part, which it holds"
+    assert list(work.glob("*/.read.*.partial")), "in the middle of a part, which it holds"
     other = start("--part", "1/2")
-    while len(list(work.glob("read.*.json"))) < 3:
+    while len(list(work.glob("*/read.*.json"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     victim.kill()

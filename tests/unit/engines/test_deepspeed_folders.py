@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.engines.deepspeed.folders import OwnFolder
+from megatfm.engines.deepspeed.folders import CONTENT, MARK, OwnFolder
 from megatfm.errors import UsageError
 
 KILLED = """
@@ -21,7 +21,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def there(path: Path) -> set[Path]:
-    return set(path.glob("megatfm-*/"))
+    return set(path.glob(".megatfm-offload-*/*-*/"))
 
 
 def test_each_engine_has_its_own_and_removes_it(tmp_path: Path) -> None:
@@ -44,6 +44,38 @@ def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_pat
     assert there(tmp_path) == {own.path, another.path}
     own.remove()
     another.remove()
+
+
+def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
+    """Not a user's folder of a like name, nor another host's, nor what a link leads to."""
+    own = OwnFolder(tmp_path)
+    parent, host = own.path.parent, own.path.name.rpartition("-")[0]
+    own.remove()
+    for name in ("megatfm-data", "megatfm-lock", f"{parent.name}/mine", f"{parent.name}/{host}-abcdefgh"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("precious")
+    (tmp_path / "megatfm-data/lock").touch()
+    (parent / f"{host}-abcdefgh" / MARK).write_text("{}")
+    elsewhere = tmp_path / "elsewhere"
+    other = parent / "other.host-abcdefgh"
+    for folder in (elsewhere, other):
+        folder.mkdir()
+        (folder / MARK).write_bytes(CONTENT)
+    (parent / f"{host}-bcdefghi").symlink_to(elsewhere)
+    before = sorted(tmp_path.rglob("*"))
+    OwnFolder(tmp_path).remove()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not (tmp_path / "megatfm-lock/lock").exists()
+
+
+def test_it_is_the_user_s_alone(tmp_path: Path) -> None:
+    own = OwnFolder(tmp_path)
+    assert own.path.parent.stat().st_mode & 0o777 == 0o700
+    own.remove()
+    own.path.parent.rename(tmp_path / "other")
+    own.path.parent.symlink_to(tmp_path / "other")
+    with pytest.raises(UsageError, match=r"another user's, or no folder: remove it"):
+        OwnFolder(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["nowhere", "file", "/proc"])

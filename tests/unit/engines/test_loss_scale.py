@@ -81,9 +81,23 @@ def overflow_on_one_rank(parallel: ParallelConfig) -> None:
     assert not all(torch.equal(tensor, before[name]) for name, tensor in engine.local.items())
 
 
+def skipped_by_decision(parallel: ParallelConfig) -> None:
+    """As torch.amp.GradScaler, the scale looks at the gradients alone."""
+    engine, batch = make_engine(MODEL, parallel, ADAMW, precision="fp16"), global_batch(seed=1)
+    assert engine.loss_scale is not None
+    for count in (1, 2):
+        engine.forward_backward(microbatches(engine, batch), CAUSAL)
+        assert torch.isnan(torch.tensor(engine.step(1e-2, clip=1.0, skip=True)))
+        assert (engine.loss_scale.value, engine.loss_scale._steps) == (2.0**16, count)
+    engine.forward_backward(microbatches(engine, batch), Hot())
+    engine.step(1e-2, clip=1.0, skip=True)
+    assert (engine.loss_scale.value, engine.loss_scale._steps) == (2.0**15, 0)
+
+
 def check(layouts: list[ParallelConfig]) -> list[float]:
     for parallel in layouts:
         overflow_on_one_rank(parallel)
+        skipped_by_decision(parallel)
     return [near_one_device(parallel) for parallel in layouts]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective
 from megatfm.engines.interface import Stateful
+from megatfm.engines.module_state import ModuleState
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.errors import MegatfmError
 from megatfm.layers.norm import NORMS
 from megatfm.ops.initial import Constant
+from megatfm.parallel.layout import ParameterLayout
+from megatfm.parallel.mesh import build_mesh
 from megatfm.train.guards.integrity import compare_replicas
 from megatfm.verify.batch import random_batch
 from megatfm.verify.expected import expected_flows
@@ -216,3 +220,44 @@ def test_a_plain_model_has_none(workers: Workers) -> None:
 
 def names_of() -> list[str]:
     return list(make_engine(MODEL.changed({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict())
+
+
+class Idle(nn.Module):
+    """Stateful, and reached by no pass: it has observed nothing."""
+
+    observed: Mapping[str, Tensor] = {}
+
+    def observe(self, counts: Mapping[str, Tensor]) -> None: ...
+    def forget(self) -> None: ...
+
+    def update(self, observed: Mapping[str, Tensor]) -> None:
+        raise AssertionError(observed)
+
+
+class Told(Idle):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed = {"load": torch.ones(2)}
+
+    def update(self, observed: Mapping[str, Tensor]) -> None:
+        assert observed["load"].tolist() == [2.0, 2.0]
+
+    def statistics(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"load": observed["load"].tolist()}
+
+
+def modules_that_no_pass_reached() -> dict[str, Any]:
+    mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
+    found = {}
+    for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
+        state = ModuleState(nn.Sequential(*parts), ParameterLayout({}, ""), mesh)
+        state.update()
+        found[name] = state.statistics()
+    return found
+
+
+def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:
+    assert workers.run(modules_that_no_pass_reached, 2)[0] == {
+        "idle": {},
+        "both": {"1": {"load": [2.0, 2.0]}},
+    }

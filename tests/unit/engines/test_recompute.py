@@ -128,6 +128,33 @@ def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
         assert kept == full + blocks_kept * block + (tables if blocks_kept else 0)
 
 
+class Wide(nn.Module):
+    """Of the same inputs as `Small`, keeps thirty times as much."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)).tanh())
+
+
+def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
+    for order in ((64, 2048), (2048, 64)):
+        torch.manual_seed(0)
+        stage = nn.Sequential(*map(Wide, order), *map(Wide, order)).train()
+        recompute.recompute(stage, list(stage), "500 kB")
+        x = torch.randn(32, 32, requires_grad=True)
+        stage(x)  # measures
+        _, kept = recompute.measured(stage, partial(stage, x))
+        assert kept < 500_000, "two of the small ones fit, and none of the wide"
+        with Products() as products:
+            stage(x).sum().backward()
+        assert products.counted == 4 * 2 + 4 * 4 + 2, (
+            "both passes, and the first product of each wide block again"
+        )
+
+
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
 def test_sizes(text: str, size: int) -> None:
     assert recompute.size_of(text) == size

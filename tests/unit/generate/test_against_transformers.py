@@ -14,7 +14,7 @@ from megatfm.generate.decoding import Prompts
 from megatfm.generate.generate import generate
 from tests.parity.oracle import Pair, pair
 
-VOCABULARY, STOP = 40, 3
+VOCABULARY, STOP = 40, [3, 17]
 SMALL = {
     "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.eps": 1e-5,
     "embedding.tied": False,
@@ -73,7 +73,8 @@ def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tenso
 
 
 def until_stop(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(STOP) + 1] if STOP in tokens else tokens
+    ends = [i + 1 for i, token in enumerate(tokens) if token in STOP]
+    return tokens[: ends[0]] if ends else tokens
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -135,6 +136,20 @@ def test_enough_beams_find_the_best_text_of_all(penalty: Penalty) -> None:
     assert tuple(found.tokens.tolist()) == best[1]
     assert found.score == pytest.approx(best[0], rel=1e-9)
     assert len(scores) == 1 + 3 + 9 + 27 * 4
+
+
+def test_beams_go_past_ids_that_a_head_masks() -> None:
+    """As if the vocabulary had the other ids alone, which are numbered without a gap."""
+    ours = pair(ModelConfig.of(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    few = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
+    hook = ours.register_forward_hook(
+        lambda _, __, output: output._replace(
+            logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf)
+        )
+    )
+    masked = beam_search(ours, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
+    hook.remove()
+    assert [each.tokens.tolist() for each in masked] == [each.tokens.tolist() for each in few]
 
 
 def test_the_penalties() -> None:

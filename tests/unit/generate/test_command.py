@@ -9,8 +9,9 @@ import torch
 
 from megatfm.commands.generate import add_arguments, main
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.generate.generate import generate
+from megatfm.generate.generate import generate, stream
 from megatfm.generate.load import load
+from megatfm.generate.sampling import Sampling
 
 from .test_load import rewrite
 
@@ -44,6 +45,21 @@ def test_several_samples_are_kept_beside_the_first_ones(
     assert samples[0] == samples[3]
     assert len(set(samples)) == 3
     assert capsys.readouterr().out.count("--- sample") == 3
+
+
+def test_a_sample_ends_where_any_stop_token_does_however_long_the_others_are(run: Path) -> None:
+    """Ids that are ordinary text, so that a repeated one would show."""
+    loaded = load(run)
+    tokens, vocabulary = torch.tensor([[loaded.tokenizer.bos]] * 3), loaded.tokenizer.vocab_size
+    sampling = Sampling(1.0, top_p=0.9, vocab_size=vocabulary)
+    free = torch.stack(list(stream(loaded.model, tokens, sampling, max_tokens=12)), 1).tolist()
+    stops = [free[0][3], free[1][5]]
+    rewrite(run, {"stop": stops})
+    run_command(str(run), "--samples=3", "--max-tokens=12", "--temperature=1", "--top-p=0.9")
+    texts = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    ends = [next((n for n, id in enumerate(row, 1) if id in stops), 12) for row in free]
+    assert len(set(ends)) > 1
+    assert texts == [loaded.tokenizer.decode(row[:end]) for row, end in zip(free, ends, strict=True)]
 
 
 def test_beams(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

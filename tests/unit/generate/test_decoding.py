@@ -33,8 +33,14 @@ MODELS = {
     "learned": {"position.name": "learned", "position.max_positions": 40},
     "none": {"position.name": "none"},
     "latent": {"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 4},
+    "latent, queries and values of other widths": {
+        **{"attention.name": "latent", "attention.kv_rank": 6, "attention.rope_dim": 2},
+        **{"attention.q_rank": 5, "attention.v_dim": 7, "attention.softcap": 2.0},
+    },
     "shared layers": {"n_layers": 4, "distinct_layers": 2},
     "soft caps": {"attention.softcap": 2.0, "head.softcap": 9.0},
+    "experts, limited": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 2, "ffn.capacity": 0.6},
+    "experts, few places": {"ffn.name": "moe", "ffn.n_experts": 4, "ffn.top_k": 1, "ffn.places": 1},
 }
 PATTERNS = {
     "window": {"attention.pattern": {"name": "window", "width": 3}, "attention.n_kv_heads": 2},
@@ -109,7 +115,11 @@ def alone(prompts: Prompts, row: int) -> Prompts:
 @pytest.mark.parametrize(
     ("parts", "side"),
     [
-        *(pair for pair in itertools.product(MODELS, SIDES) if pair != ("latent", "encoder_decoder")),
+        *(
+            (parts, side)
+            for parts, side in itertools.product(MODELS, SIDES)
+            if not parts.startswith("latent") or side != "encoder_decoder"
+        ),
         *((parts, "decoder") for parts in PATTERNS),
         ("window", "encoder_decoder"),
     ],
@@ -231,6 +241,19 @@ def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
     held = HELD.get(parts, everything)
     assert keys.shape[2] == held
     assert keys.untyped_storage().nbytes() == keys.nbytes, "no more is held than what is looked at"
+
+
+def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
+    """A latent and the channels of the position: 6 + 2 numbers a token, where heads take 4 · (4 + 2 + 7)."""
+    model, prompts = made("latent, queries and values of other widths", "decoder")
+    decoding = Decoding(model, prompts, NEW)
+    decoding.logits()
+    assert decoding.cache is not None
+    for layer in decoding.cache.layers:
+        assert layer._keys is not None
+        assert layer._values is not None
+        assert layer._keys.shape == (3, 1, layer.capacity, 6 + 2)
+        assert layer._values.numel() == 0
 
 
 def test_a_prefix_and_a_window_need_all_of_it() -> None:

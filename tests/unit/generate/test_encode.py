@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, RobertaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    RobertaConfig,
+    RobertaModel,
+    XLNetConfig,
+    XLNetModel,
+)
 
 import megatfm
 from megatfm.errors import UsageError
+from megatfm.generate.encode import TextEncoder
+from megatfm.tokenizers import SentencePieceTokenizer
 from tests.parity.oracle import perturb
+
+from .conftest import MODEL, random_model, write_run
+from .test_load import rewrite
 
 PIECES = [
     "[PAD]",
@@ -118,3 +131,54 @@ def test_what_can_t_be_pooled(bert: Any) -> None:
         encoder.encode("a", pooling="max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no sentences"):
         encoder.encode([])
+    with pytest.raises(UsageError, match="sentences: 7 is no text"):
+        encoder.encode(["a", 7])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="batch = 0: choose 1 or more"):
+        encoder.encode("a", batch=0)
+    short = TextEncoder(encoder.module, encoder.tokenizer, max_tokens=2)
+    with pytest.raises(
+        UsageError, match="max_tokens = 2: 2 tokens stand around a text already: choose 3 or more"
+    ):
+        short.encode("a")
+    assert TextEncoder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
+
+
+def mean_of(model: torch.nn.Module, ids: list[int], **fields: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids]), **fields).hidden[0].mean(0)
+
+
+@pytest.mark.parametrize("begins", [None, (), (7,)])
+def test_a_decoder_reads_what_stood_before_texts_in_training(
+    begins: tuple[int, ...] | None, tmp_path: Path, tokenizer_model: bytes
+) -> None:
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(MODEL, torch.float32))
+    if begins is not None:
+        rewrite(run, {"begins": [*begins]})
+    model = megatfm.load(run)
+    tokenizer = SentencePieceTokenizer(tokenizer_model)
+    before = [tokenizer.bos] if begins is None else [*begins]
+    for text in ("import textwrap", "Größe"):
+        wanted = mean_of(model.module, [*before, *tokenizer.encode(text).tolist()])
+        torch.testing.assert_close(
+            model.encode([text, "a longer text beside it"])[0], wanted, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_xlnet_reads_its_marks_behind_the_text(tmp_path: Path) -> None:
+    """[CLS] with a segment of its own, as transformers' tokenizer says it."""
+    theirs = XLNetModel(XLNetConfig(vocab_size=len(PIECES), d_model=24, n_layer=2, n_head=4, d_inner=40))
+    folder = folder_of(tmp_path / "xlnet", theirs)
+    model = megatfm.load(folder)
+    ids = [5, 18, 3, 2]  # a ##d [SEP] [CLS]
+    segments = torch.tensor([[0, 0, 0, 2]])
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids]), token_type_ids=segments).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(model.encode(["ad", "a bad cab"])[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_decoder_makes_no_vectors(tmp_path: Path, tokenizer_model: bytes) -> None:
+    config = MODEL.model_copy(update={"family": "encoder_decoder"})
+    run = write_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    with pytest.raises(UsageError, match="family = 'encoder_decoder' makes no vectors of texts"):
+        megatfm.load(run).encode("a")

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from megatfm.errors import UsageError
+from megatfm.generate.decoding import Prompts
 from megatfm.generate.generate import generate, stream
 from megatfm.generate.sampling import Sampling
 from megatfm.layers.attention import KVCache
 from megatfm.models import Decoder
+from tests.plugins import plugin
 
 from .conftest import MODEL, random_model
 
@@ -83,3 +85,18 @@ def test_tokens_come_one_at_a_time(model: Decoder) -> None:
 def test_an_empty_prompt_is_refused(model: Decoder) -> None:
     with pytest.raises(UsageError, match="bos"):
         generate(model, PROMPT[:, :0], max_tokens=1)
+
+
+def test_a_plugin_s_family_goes_on_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Its class says that it is causal, and its forward takes no cache: with one, it would read one token alone."""
+    plugin("looped")
+    model = random_model(MODEL.changed({"family": "looped"}))
+    made = PROMPT
+    with torch.no_grad():
+        for _ in range(6):
+            made = torch.cat([made, model(made).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generate(model, PROMPT, max_tokens=6), made)
+    assert "family 'looped' takes no cache: all is computed again" in caplog.text
+    ragged = Prompts([PROMPT[0], PROMPT[1, :3]])
+    alone = generate(model, Prompts([PROMPT[1, :3]]), max_tokens=6)
+    assert torch.equal(generate(model, ragged, max_tokens=6)[1, 2:], alone[0])

@@ -10,10 +10,12 @@ import torch
 
 import megatfm
 from megatfm import checkpoint
+from megatfm.cli import main
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.generate.generate import generate
 from megatfm.generate.load import load
 from megatfm.models import Decoder
+from megatfm.registry import import_plugins
 from tests.alignment import lies_wrong, misaligned, only_torchs_memory
 
 from .conftest import MODEL, random_model, wide, write_run
@@ -111,3 +113,85 @@ def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
             generate(
                 loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature
             )
+
+
+@pytest.fixture
+def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose config names a package that lies in the current directory and in the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for folder in (tmp_path, run):
+        (folder / "strangers_code.py").write_text("open('victim', 'w').close()\n")
+    config = checkpoint.read_state(run / "checkpoints" / "step-00000030")["config"]
+    assert isinstance(config, dict)
+    rewrite(run, {"config": {**config, "plugins": ["strangers_code"]}})
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(f'plugins = ["strangers_code"]\n{text.replace("plugins = []", "")}')
+    monkeypatch.delitem(sys.modules, "strangers_code", raising=False)
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "run"],
+        ["generate", "run/checkpoints/step-00000031"],
+        ["convert", "run", "new", "--to", "hf"],
+        ["convert", "run", "new", "--to", "moe", "--experts", "2"],
+        ["evaluate", "run"],
+        ["describe", "run"],
+        ["describe", "run/config.toml", "model.n_layers=1"],
+        ["verify", "run", "parallel.tp=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_stranger_s_run_runs_no_code(
+    stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "names plugins, whose code would run: strangers_code: " in (said := capsys.readouterr().err)
+    assert "--trust-plugins" in said
+    assert not Path("victim").exists()
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize("way", ["trusted", "imported", "named"])
+def test_plugins_that_the_user_trusts_or_names_are_imported(stranger: Path, way: str) -> None:
+    with pytest.raises(UsageError, match="strangers_code"):
+        megatfm.load(stranger)
+    if way == "imported":
+        import_plugins(["strangers_code"])
+    if way == "named":
+        with pytest.raises(SystemExit) as ended:
+            main(["describe", str(stranger), "plugins=strangers_code", "model.vocab_size=400"])
+        assert ended.value.code in (0, None)
+    else:
+        megatfm.load(stranger, trust_plugins=way == "trusted")
+    assert Path("victim").exists()
+
+
+def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
+    rewrite(run, {"step": None})
+    with pytest.raises(
+        MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"
+    ):
+        load(run)
+
+
+def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
+    model = megatfm.load(run)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert repr(model) == f"megatfm.Model({str(run)!r}: decoder, {count:,} parameters, float32 on cpu)"
+    for arguments, why in (
+        ({"prompt": 5}, "prompt = 5 is no text"),
+        ({"max_tokens": 0}, "max_tokens = 0, beams = 0: choose"),
+        ({"beams": -1}, "beams = -1: choose"),
+        ({"begin": "eos"}, "begin = 'eos': choose one of auto, bos, none"),
+        ({"sentinel": "no"}, "sentinel = 'no': choose one of auto, always, never"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            model.generate(**arguments)
+    with pytest.raises(UsageError, match="fit: a dict is no config: give a file"):
+        megatfm.fit({"name": "x"})  # type: ignore[arg-type]

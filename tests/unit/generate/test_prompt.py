@@ -1,5 +1,6 @@
 """A prompt stands where the objective has put the given part of a text in training."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,41 @@ def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokeniz
     wanted = np.array([s[0], 9])
     make = pair if config is PAIRS else prefixed
     check(prompts_of(loaded, text), make(np.array(given), wanted, special_of(loaded)))
+
+
+@pytest.mark.parametrize("sentinel", ["auto", "always", "never"])
+@pytest.mark.parametrize("config", [MODEL, PAIRS])
+def test_a_prompt_of_a_converted_model_is_read_as_it_is(
+    config: ModelConfig,
+    sentinel: str,
+    tmp_path: Path,
+    tokenizer_model: bytes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody knows what it was trained for: T5's tasks have no sentinel. A run's own objective is known."""
+    run = opened(tmp_path, tokenizer_model, config, "span_corruption")
+    plain, first = run.tokenizer.encode(TEXT).tolist(), run.tokenizer.sentinels[0]
+
+    def given(loaded: Loaded) -> list[int]:
+        prompts = prompts_of(loaded, TEXT, sentinel=sentinel)
+        return [
+            token
+            for token in (prompts.encoder or prompts.tokens)[0].tolist()
+            if token != loaded.tokenizer.eos
+        ]
+
+    assert given(run) == (plain if sentinel == "never" else [*plain, first])
+    assert caplog.text == ""
+    assert given(replace(run, knows_objective=False)) == ([*plain, first] if sentinel == "always" else plain)
+    assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
+
+
+def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(
+    tmp_path: Path, tokenizer_model: bytes
+) -> None:
+    loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
+    with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
+        prompts_of(loaded, TEXT, begin="bos")
 
 
 def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) -> None:

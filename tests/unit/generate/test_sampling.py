@@ -77,12 +77,26 @@ def test_ids_beyond_the_tokenizer_are_never_chosen(logits: Tensor) -> None:
         assert int(Sampling(temperature, vocab_size=V - 1).choose(logits[None], 0)) < V - 1
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_broken_logits_are_named(logits: Tensor, bad: float) -> None:
-    logits[3] = bad
+    rows = logits.repeat(3, 1)
+    rows[1, 3] = bad
     for temperature in (0.0, 1.0):
-        with pytest.raises(MegatfmError, match="position 12 are not finite"):
-            Sampling(temperature).choose(logits[None], 12)
+        with pytest.raises(MegatfmError, match="of text 2 at position 9 are not finite"):
+            Sampling(temperature).choose(rows, [3, 9, 4])
+    with pytest.raises(MegatfmError, match="of text 1 at position 3 are not finite"):
+        Sampling().choose(torch.full_like(rows, -float("inf")), 3)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (40, 1.0), (0, 0.9)])
+def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_p: float) -> None:
+    masked = logits.clone()
+    masked[::2] = -float("inf")
+    found = frequencies(Sampling(1.0, top_k, top_p), masked)
+    wanted = expected(masked, 1.0, top_k, top_p)
+    assert not found[::2].any()
+    assert ((found - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
+    assert int(Sampling().choose(masked[None], 0)) == int(masked.argmax())
 
 
 @pytest.mark.parametrize(

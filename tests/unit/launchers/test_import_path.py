@@ -25,8 +25,8 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with a user's own `data_prep.py`, `launchers/` and `slurm/`."""
-    for name in ("data_prep.py", "launchers/__init__.py", "slurm/__init__.py"):
+    """A working directory with a user's own `megatfm.data_prep.py`, `launchers/` and `slurm/`."""
+    for name in ("megatfm.data_prep.py", "launchers/__init__.py", "slurm/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(RAISES)
     return tmp_path

@@ -234,6 +234,14 @@ def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: Make) -> None
     assert not list(run.glob(".now*"))
 
 
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "metrics.jsonl", "launch.json"])
+def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: Make, name: str) -> None:
+    run = make()
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    assert look(run).state.word == "ENDED"
+
+
 def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,8 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         ours.shares.copy_(shares)
         losses = ours(x, sequence()).losses
         theirs = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),), E, top_k)
+        of_four = modeling_mixtral.load_balancing_loss_func((logits.flatten(0, 1),) * 4, E, top_k)
+        torch.testing.assert_close(of_four, theirs, msg="one term for all layers, where ours are added")
         rows = [modeling_mixtral.load_balancing_loss_func((row,), E, top_k) for row in logits]
         z = modeling_switch_transformers.router_z_loss_func(logits)
         wanted = {
@@ -405,6 +407,55 @@ def test_first_choices_take_room_before_second_ones() -> None:
     ]
 
 
+def taken_one_by_one(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
+    """What experts take, counted choice by choice; of none, everything."""
+    rows, tokens, k = choices.shape
+    taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
+    for row in range(rows):
+        seen = dict.fromkeys(range(E), 0)
+        turns = [(t, i) for t in range(tokens) for i in range(k)]
+        for t, i in turns if by_position else sorted(turns, key=lambda turn: turn[::-1]):
+            expert = int(choices[row, t, i])
+            if expert < E:
+                taken[row][t][i] = seen[expert] < capacity
+                seen[expert] += 1
+    return taken
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    for top_k, capacity in ((1, 2), (2, 3), (3, 1), (3, 40)):
+        drawn = torch.rand(4, 23, E, generator=random).argsort(-1)[..., :top_k]
+        choices = drawn.where(torch.rand(4, 23, 1, generator=random) < 0.9, E)
+        found = within_capacity(choices, E, capacity, by_position=by_position)
+        assert found.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
+
+
+@pytest.mark.parametrize("router", ["top_k", "gshard"])
+@pytest.mark.parametrize("policy", ["choice", "position"])
+def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) -> None:
+    module = make(router={"name": router}, top_k=2, capacity=0.6, drop_policy=policy)
+    x, other = inputs().detach(), inputs().detach()
+    other[:, T // 2 :] = other[:, T // 2 :].flip(-1)
+    with torch.no_grad():
+        y, changed = module(x, sequence()).y, module(other, sequence()).y
+    difference = float((y - changed)[:, : T // 2].abs().max())
+    assert difference < 1e-12 if policy == "position" else difference > 1e-2
+
+
+def test_a_capacity_that_shows_the_future_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    experts._warn_of_future.cache_clear()
+    for keys in ({}, {"capacity": 1.0, "drop_policy": "position"}, {"capacity": 1.0, "top_k": 1}):
+        make(**keys)
+    assert not caplog.messages
+    for _ in range(2):
+        make(capacity=1.0)
+    (line,) = caplog.messages
+    assert "capacity with top_k = 3 in a causal model" in line
+    assert 'set model.ffn.drop_policy = "position"' in line
+
+
 def test_jitter_is_in_training_alone_and_within_its_bounds() -> None:
     module, x = make(top_k=1, router={"name": "switch", "jitter": 0.1}), inputs().detach()
     jittered = module.router.jitter(x, sequence())
@@ -432,6 +483,37 @@ def test_state_follows_the_counts_of_a_step() -> None:
     assert not module.observed
 
 
+def test_a_step_without_tokens_leaves_the_state_as_it_is() -> None:
+    """Then the next step's terms are finite."""
+    router = {"name": "noisy_top_k", "importance": 0.1, "load": 0.1, "balance": 0.1}
+    module, nothing = make(router=router), torch.full((B, T), -1)
+    module.observe(module(inputs(), sequence()).counts)
+    with torch.no_grad():
+        module.update(module.observed)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.forget()
+    module.observe(module(inputs(), sequence(nothing)).counts)
+    assert int(module.observed["tokens"]) == 0
+    with torch.no_grad():
+        module.update(module.observed)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert all(torch.isfinite(term) for term in module(inputs(), sequence()).losses.values())
+    assert module.statistics(module.observed)["importance_cv2"] == 0
+
+
+def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> None:
+    module = make(router={"name": "noisy_top_k", "importance": 0.1, "load": 0.1})
+    with torch.no_grad():
+        made = module(inputs(), sequence())
+    statistics = module.statistics(made.counts)
+    for name in ("importance", "load"):
+        sums = made.counts[f"evened {name}"].double()
+        expected = float((sums.std(unbiased=False) / sums.mean()) ** 2)
+        assert statistics[f"{name}_cv2"] == pytest.approx(expected, rel=1e-9)
+    assert made.counts["load"].sum() == B * T * 3, "choices, where what is evened is called a load, too"
+
+
 def test_a_balanced_start() -> None:
     """Shares begin even, where the term is 1 a token and has no gradient."""
     config = config_of()
@@ -446,6 +528,10 @@ def test_a_balanced_start() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        (
+            {"drop_policy": "position"},
+            "drop_policy = 'position' has no meaning where experts take all tokens",
+        ),
         ({"top_k": 9}, "top_k = 9 is more than n_experts = 8: choose 8 or less"),
         ({"capacity": 0.0}, "greater than 0"),
         ({"router": {"name": "top_k", "jitter": 0.1}}, "jitter"),

@@ -125,11 +125,12 @@ class Memory:
         self.blocks = np.cumsum([0] + [len(block) for block in blocks])
         self.n_samples = len(self.documents)
 
-    def lengths(self) -> np.ndarray:
-        return np.array([len(document) for document in self.documents], np.int64)
+    def lengths(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        end = len(self.blocks) - 1 if end is None else end
+        return np.array([*map(len, self.documents[self.blocks[begin] : self.blocks[end]])], np.int64)
 
     def block_lengths(self, number: int) -> np.ndarray:
-        return self.lengths()[slice(*self.blocks[number : number + 2])]
+        return self.lengths(number, number + 1)
 
     def block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]

@@ -128,7 +128,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     seen = Seen(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, _ = blocks._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
+    visits, *_ = blocks._visits(seen, tensors[0], tensors[1], drops=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, bands.Band)]
     assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,16 @@ from megatfm.engines.losses import with_starts
 from megatfm.layers.attention.patterns import BigBird, Full, Pattern, Seen, Window
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from megatfm.ops.attention import Case, Variant, attention_reference, choose, fused, sequence_starts, varlen
+from megatfm.ops.attention import (
+    CAUSAL,
+    Case,
+    Variant,
+    attention_reference,
+    choose,
+    fused,
+    sequence_starts,
+    varlen,
+)
 from megatfm.ops.attention.flex import flex
 
 B, T, N, K, H = 2, 24, 4, 2, 8
@@ -239,6 +248,41 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     torch.testing.assert_close(made, attention_reference(*inputs, seen))
     assert allowed == [fused.MASKED]
     assert taken == [False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "of_values", "shares"),
+    [
+        (torch.bfloat16, 128, 128, True),
+        (torch.bfloat16, 256, 256, True),
+        (torch.bfloat16, 264, 264, False),
+        (torch.bfloat16, 128, 64, False),
+        (torch.float32, 128, 128, False),
+    ],
+)
+def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, of_values: int, shares: bool
+) -> None:
+    """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
+    taken: list[bool] = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(fused, "backends", lambda q, width, masked: fused.MASKED if masked else fused.PLAIN)
+    monkeypatch.setattr(fused, "_only", lambda allowed: nullcontext())
+
+    def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
+        taken.append(enable_gqa)
+        return real(*inputs, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, 5, w, generator=random).to(dtype)
+        for n, w in ((4, width), (2, width), (2, of_values))
+    )
+    made = fused.fused(q, k, v, CAUSAL, None, Variant(), None)
+    wanted = attention_reference(q.double(), k.double(), v.double(), CAUSAL)
+    torch.testing.assert_close(made.double(), wanted, rtol=2e-2, atol=2e-2)
+    assert taken == [shares]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])

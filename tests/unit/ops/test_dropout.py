@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatfm.config import ModelConfig
 from megatfm.ops import dropout
 from megatfm.ops.dropout import GOLDEN, LEVELS
 
@@ -35,3 +36,15 @@ def test_steps_wrap_as_one_product_does() -> None:
         [torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)]
     )
     assert torch.equal(dropout._golden_steps(values), values * GOLDEN)
+
+
+def test_the_largest_rate_of_a_config_leaves_something() -> None:
+    """One above it is refused, with the rate that would do."""
+    most = 1 - 2**-16
+    kept = dropout.dropout(torch.ones(2**18), most, torch.tensor(7))
+    assert set(kept.unique().tolist()) == {0.0, float(LEVELS)}
+    base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
+    for key in ("dropout", "attention.dropout", "ffn.dropout", "drop_path"):
+        assert ModelConfig.of(**base, **{key: most})
+        with pytest.raises(ValueError, match=f"less than or equal to {most}"):
+            ModelConfig.of(**base, **{key: 0.999999})

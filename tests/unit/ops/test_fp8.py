@@ -89,3 +89,21 @@ def test_output_and_gradients_are_near_those_in_full(rowwise: bool, dtype: torch
 def test_a_token_s_output_does_not_depend_on_the_others() -> None:
     x, weight = drawn(M, K), drawn(N, K, seed=1)
     assert torch.equal(fp8_linear(x, weight)[5:9], fp8_linear(x[5:9], weight))
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_no_tokens_have_no_output_and_no_gradients(rowwise: bool) -> None:
+    x, weight = torch.empty(2, 0, K).bfloat16().requires_grad_(), drawn(N, K).bfloat16().requires_grad_()
+    made = fp8_linear(x, weight, rowwise=rowwise)
+    assert made.shape == (2, 0, N)
+    made.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert weight.grad is not None
+    assert (weight.grad == 0).all()
+
+
+def test_float16_is_refused() -> None:
+    """Zeros in it gave NaN: their scale is below what it holds."""
+    with pytest.raises(AssertionError, match="fp8 is of bfloat16"):
+        fp8_linear(torch.zeros(M, K).half(), drawn(N, K).half())

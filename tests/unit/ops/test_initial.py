@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatfm import keyed
+from megatfm.ops import initial as initial_module
 from megatfm.ops.initial import (
     ROW_BLOCK,
     WORTH_THREADS,
@@ -54,6 +55,46 @@ def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
                 slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 assert torch.equal(box, full[slices])
                 assert box.is_contiguous()
+
+
+def at_once(initial: Initial, rows: int, width: tuple[int, ...], block: int) -> np.ndarray:
+    """A block as it is defined: all of its numbers, and then those that are drawn anew, by one generator."""
+    generator = np.random.Generator(keyed.bits(7, "initial", NAME, block))
+    if isinstance(initial, Uniform):
+        return ((generator.random((rows, *width)) * 2 - 1) * initial.bound).astype(np.float32)
+    values = generator.standard_normal((rows, *width), dtype=np.float32)
+    while isinstance(initial, TruncatedNormal) and (beyond := np.abs(values) > 2).any():
+        values[beyond] = generator.standard_normal(int(beyond.sum()), dtype=np.float32)
+    return values * np.float32(initial.std)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("initial", [Normal(0.02), TruncatedNormal(0.02), Uniform(0.5)])
+@pytest.mark.parametrize("piece", [1, 100, 2**20])
+def test_rows_drawn_in_pieces_have_the_same_bits(
+    initial: Initial, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of odd count, so that generators have half a draw left between pieces."""
+    monkeypatch.setattr("megatfm.ops.initial.PIECE", piece)
+    shape = (ROW_BLOCK + 5, 3, 7)
+    full = np.concatenate([at_once(initial, rows, shape[1:], block) for block, rows in enumerate((128, 5))])
+    for offsets, sizes in (
+        ((0, 0, 0), shape),
+        ((17, 0, 0), (1, 3, 7)),
+        ((120, 1, 2), (13, 2, 4)),
+        ((132, 0, 6), (1, 3, 1)),
+    ):
+        cut = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        assert np.array_equal(draw(initial, 7, NAME, shape, offsets, sizes).numpy(), full[cut])
+
+
+def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64: nothing after it is drawn, and nothing before it is kept."""
+    shape, drawn = (64, 16, 8), []
+    monkeypatch.setattr("megatfm.ops.initial.PIECE", 2 * 16 * 8)
+    real = initial_module._next
+    monkeypatch.setattr(initial_module, "_next", lambda *given: (drawn.append(given[-1]), real(*given))[1])
+    draw(Normal(1.0), 7, NAME, shape, (9, 0, 0), (1, 16, 8))
+    assert drawn == [(2, 16, 8)] * 5
 
 
 def test_more_rows_leave_the_others_as_they_are() -> None:

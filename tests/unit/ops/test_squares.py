@@ -30,3 +30,11 @@ def test_a_large_table_adds_up_to_float32s_precision():
 def test_what_is_not_finite_shows():
     assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
     assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
+def test_of_nothing_it_is_zero(tensors):
+    """As on a rank of which all shards are empty."""
+    found = sum_of_squares(tensors)
+    assert found.dtype == torch.float64
+    assert float(found) == 0.0

@@ -23,7 +23,7 @@ from megatfm.layers.attention.patterns import (
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context import cut, is_folded, refuse
+from megatfm.parallel.context import cut, folding, is_folded, refuse
 from megatfm.parallel.context_exchange import Contexts, places
 from megatfm.verify.batch import random_batch
 from tests.parity import test_context, test_experts, test_families, test_patterns, test_traffic
@@ -43,7 +43,7 @@ class Here:
     folded: bool
 
     def places(self, length: int) -> list[torch.Tensor]:
-        return places(length, self.size, self.folded)
+        return [*places(length, self.size, self.folded)]
 
 
 def kinds(config: ModelConfig) -> set[tuple[str, ...]]:
@@ -119,7 +119,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     refuse(model)
-    folded = is_folded(model)
+    folded = is_folded(model, config.data.sequence_length)
     parts = [cut(batch, cast(Contexts, Here(rank, 3, folded))) for rank in range(3)]
     for field, values in batch.items():
         side = "encoder_" if field.startswith("encoder_") else ""
@@ -154,12 +154,25 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in test_patterns.MODELS.items():
         with torch.device("meta"):
-            if is_folded(build(ModelConfig.of(sections))):
+            if is_folded(build(ModelConfig.of(sections)), 24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
         "linformer of an encoder-decoder",
     }  # fmt: skip
+
+
+def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
+    """They are full attention: in runs, the last of c ranks had (2c − 1) / c of the mean."""
+    base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
+    for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
+        with torch.device("meta"):
+            model = build(ModelConfig.of(**base, **{"attention.pattern": section}))
+        assert [is_folded(model, length) for length in (32, 256, 257, 512)] == [True, True, False, False]
+        is_folded_at = folding(model)
+        for ranks in (2, 3, 5, 8):
+            pairs = {int((each + 1).sum()) for each in places(240, ranks, is_folded_at(240))}
+            assert len(pairs) == 1, (section, ranks)
 
 
 def test_a_row_that_is_too_short_is_refused() -> None:
@@ -188,11 +201,10 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: Pattern) -> None:
         row, dealt = SequenceMetadata(torch.arange(length)[None]), places(length, 4, folded=False)
         wide = wide_queries(pattern.within(length), row, dealt)
         fetched = [reached(pattern.within(length), row, each) for each in dealt]
-        sent.append((len(wide), [len(found) - length // 4 for found in fetched if found is not None]))
+        sent.append((len(wide), [len(found) - length // 4 for found in fetched]))
         mask = Seen(pattern, row, 0, 2).mask()
         assert mask is not None
         for each, found in zip(dealt, fetched, strict=True):
-            assert found is not None
             narrow = each[~torch.isin(each, wide)]
             seen = mask[0][:, narrow].any(0).any(0)
             assert set(seen.nonzero()[:, 0].tolist()) <= set(found.tolist())

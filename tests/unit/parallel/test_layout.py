@@ -189,6 +189,35 @@ def lay_a_tie(second: str) -> str:
     return "one weight"
 
 
+class Scaled(nn.Linear):
+    """A matrix with a scalar of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def lay_a_scalar(style: str) -> str:
+    with torch.device("meta"):
+        model = Around(Scaled())
+    Around.plan = (("blocks.0", style),)
+    mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
+    try:
+        layout = lay(model, mesh, sequence_parallel=True)
+    except UsageError as error:
+        return str(error)
+    return f"{layout['blocks.0.scale'].sum_over} {tuple(model.blocks[0].weight.shape)}"
+
+
+def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers: Workers) -> None:
+    """Under "column" each rank's gradient of a scalar is that of its own channels."""
+    for style in ("column", "last dim"):
+        (message,) = set(workers.run(lay_a_scalar, 2, style))
+        assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to cut")
+    assert set(workers.run(lay_a_scalar, 2, "shared by heads")) == {"('tp',) (8, 4)"}
+    assert set(workers.run(lay_a_scalar, 2, "row")) == {"('tp',) (8, 2)"}
+
+
 def test_tied_parameters_are_cut_once_or_refused(workers: Workers) -> None:
     assert set(workers.run(lay_a_tie, 2, "column")) == {"one weight"}
     (message,) = set(workers.run(lay_a_tie, 2, "row"))

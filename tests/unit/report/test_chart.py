@@ -1,5 +1,6 @@
 import math
 import re
+from itertools import accumulate
 
 import pytest
 
@@ -116,3 +117,17 @@ def test_smoothing_steps_over_what_is_not_finite() -> None:
 )
 def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_the_page_s_script_gets_steps_and_values_as_they_were_recorded() -> None:
+    """Not what the rounded coordinates of a curve of a million steps say."""
+    steps = [1, 500, 501, 700_000, 999_999, 1_000_000]
+    drawing = chart(
+        "Loss", "", [Line("a", Curve(steps, [3.25, 2.3459, NAN, 2.0000004, 1e-7, 12_345.67]), kind="dots")]
+    )
+    assert drawing is not None
+    (path,) = drawing.paths
+    gaps = [int(gap) for gap in path.steps.split()]
+    assert list(accumulate(gaps)) == [step for step in steps if step != 501]
+    assert [float(value) for value in path.values.split()] == [3.25, 2.3459, 2.0, 1e-7, 12_345.67]
+    assert len(points(path.d)) == len(points(path.marks)) == len(gaps)

@@ -42,6 +42,26 @@ def test_the_table_tells_what_differs_and_what_was_reached(
     assert (tmp_path / "c.html").is_file()
 
 
+def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: list[Path]) -> None:
+    one, other = ((run / "config.toml") for run in runs)
+    text = one.read_text()
+    one.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
+    changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace(
+        "betas = [0.9, 0.95]", "betas = [0.9, 0.950001]"
+    )
+    other.write_text(
+        changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"').replace(
+            "[parallel]", "[parallel]\npp = 1"
+        )
+    )
+    assert Comparison.of(runs).differences() == [
+        ("optimizer.lr", ["0.000123", "0.0001234"]),
+        ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
+        ("optimizer.weight_decay", ["0.1", "0.1"]),
+        ("parallel.pp", ["–", "1"]),
+    ]
+
+
 def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     runs: list[Path], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 from PIL import Image
 
@@ -164,6 +165,26 @@ def test_a_long_run_makes_a_page_of_bounded_size(run: Path) -> None:
         attributes for tag, attributes in page.tags if tag == "path" and attributes["class"] == "thin c1"
     ]
     assert all(str(path["d"]).count("L") < 1500 for path in paths)
+
+
+def test_every_source_of_a_mixture_is_there_also_behind_a_url(run: Path) -> None:
+    corpora, files = run.parents[1] / "corpora", fsspec.filesystem("memory")
+    for name in ("train/manifest.json", "prep.json"):
+        files.pipe(f"/shelf/web/{name}", (corpora / name).read_bytes().replace(b"1480", b"1481"))
+    text = (run / "config.toml").read_text()
+    mixture = f"""[data.mixture]
+books = {{ path = "{corpora}/train", weight = 1.0 }}
+web = {{ path = "memory://shelf/web/train", weight = 2.0 }}
+gone = {{ path = "memory://shelf/gone/train", weight = 1.0 }}
+"""
+    (run / "config.toml").write_text(text.replace(f'train = "{corpora}/train"\n', "") + mixture)
+    page = report(run)
+    assert all(f"How {name} was prepared" in page.text for name in ("books", "web"))
+    assert "How gone was prepared" not in page.text
+    assert page.text.count("190 files were left out by their names") == 2
+    assert all(words in page.text for words in ("1,480", "1,481", "memory://shelf/gone/train"))
+    assert "no such folder" not in page.text
+    files.rm("/shelf", recursive=True)
 
 
 def test_a_corpus_that_moved_is_said(run: Path) -> None:

@@ -101,6 +101,34 @@ def test_another_optimizer_can_not_go_on_with_the_state() -> None:
         resume.check(resume.ResumePoint(PATH, state()), now, ["optimizer"])
 
 
+def test_a_branch_is_not_told_to_take_another_name() -> None:
+    found = resume.ResumePoint(PATH, state())
+    for now, wanted in (
+        (state(CHANGES["seed"]), r"train\.seed: 0 → 1\. Accept the change with resume\.allow=seed$"),
+        (
+            state(change(VALUES, "optimizer.name", "lion")),
+            r"can't go on: leave train\.branch_from out, and start",
+        ),
+    ):
+        with pytest.raises(UsageError, match=wanted) as caught:
+            resume.check(found, now, [], own=False)
+        assert "another name" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("was", "now", "goes_on"), [("fp32", "bf16", True), ("fp64", "fp32", False)])
+def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool) -> None:
+    found = resume.ResumePoint(PATH, state(precision=was))
+    if goes_on:
+        allowed = resume.check(found, state(precision=now), [])
+        assert allowed == [f"precision: {was} → {now}"]
+        assert resume.settings_of_skips_changed(allowed) == allowed
+        return
+    with pytest.raises(
+        UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: go on with"
+    ):
+        resume.check(found, state(precision=now), ["model"])
+
+
 def test_the_diff_says_what_was_and_what_is() -> None:
     found = resume.ResumePoint(PATH, state())
     assert resume.check(found, state(CHANGES["optimizer"]), ["optimizer"]) == ["optimizer.lr: 0.001 → 0.002"]
@@ -168,11 +196,27 @@ def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
         resume.check(found, state(), [])
 
 
-def test_a_fact_that_an_older_checkpoint_lacks_is_a_difference() -> None:
+@pytest.mark.parametrize(
+    "key", ["optimizer.clip", "model.norm.eps", "objective.name", "schedule.warmup_steps"]
+)
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(key: str) -> None:
     older = state()
-    del older["config"]["optimizer"]["clip"]
-    with pytest.raises(UsageError, match=r"optimizer\.clip: None → 1\.0"):
-        resume.check(resume.ResumePoint(PATH, older), state(), [])
+    section, *names = key.split(".")
+    table = older["config"][section]
+    for name in names[:-1]:
+        table = table[name]
+    del table[names[-1]]
+    assert resume.check(resume.ResumePoint(PATH, older), state(), []) == []
+    (line,) = resume.check(
+        resume.ResumePoint(PATH, older), state(change(VALUES, "optimizer.clip", 2.0)), ["optimizer"]
+    )
+    assert line == "optimizer.clip: 1.0 → 2.0"
+
+
+def test_a_config_that_this_version_can_not_read_is_compared_as_it_was_stored() -> None:
+    other = change(state(), "config.optimizer.gone", 3)
+    with pytest.raises(UsageError, match=r"optimizer\.gone: 3 → None\. .*resume\.allow=optimizer$"):
+        resume.check(resume.ResumePoint(PATH, other), state(), [])
 
 
 # ------------------------------------------------------------------------------------------------------- finding

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -91,4 +92,27 @@ def test_handlers_are_given_back_after_an_error() -> None:
     before = [signal.getsignal(name) for name in ASK_TO_STOP]
     with pytest.raises(ZeroDivisionError):
         fail_inside()
+    assert [signal.getsignal(name) for name in ASK_TO_STOP] == before
+
+
+def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`megatfm.fit` in a thread of a notebook or a service."""
+    before = [signal.getsignal(name) for name in ASK_TO_STOP]
+    failed: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with StopSignals(CPU):
+                pass
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not failed
+    assert "not in the main thread" in caplog.text
     assert [signal.getsignal(name) for name in ASK_TO_STOP] == before

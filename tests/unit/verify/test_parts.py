@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.errors import UsageError
-from megatfm.verify.batch import random_batch
+from megatfm.verify.batch import KINDS_OF_DOCUMENTS, random_batch
 from megatfm.verify.rank import Answer
 from megatfm.verify.shrink import shrink
 from megatfm.verify.traffic import Flow, Traffic
@@ -83,13 +84,26 @@ def test_a_layout_for_a_cluster_is_refused() -> None:
 def test_batches_have_documents_and_padding() -> None:
     small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
     batch = random_batch(small)
-    assert batch["tokens"].shape == (16, 24)
-    assert (batch["documents"].max(1) >= 2).all(), "every row should hold several documents"
+    assert batch["tokens"].shape == (16, 64)
     padded = (batch["documents"] == -1).sum(1)
     assert (padded > 0).any()
     assert (padded == 0).any()
     assert (batch["targets"][batch["documents"] == -1] == -100).all()
     assert all(np.array_equal(values, random_batch(small)[field]) for field, values in batch.items())
+
+
+def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
+    small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
+    documents = {kind: random_batch(small, kind)["documents"] for kind in KINDS_OF_DOCUMENTS}
+    assert (documents["short"].max(1) >= 5).all()
+    assert (documents["one"] == 0).all()
+    assert (documents["long"].max(1) == 1).all()
+    assert ((documents["sparse"] == -1).sum(1) > 50).all()
+    assert (documents["sparse"].max(1) == 0).all()
+    mixed = documents["mixed"]
+    assert {tuple(row) for row in mixed[1::4].tolist()} == {(0,) * 64}
+    assert ((mixed[2::4] == -1).sum(1) > 50).all()
+    assert DOCUMENTS == KINDS_OF_DOCUMENTS, "the command says them again, to be quick"
 
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> Answer:
@@ -142,6 +156,30 @@ def count_collectives() -> list[Flow]:
         dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
         torch.ones(3) + 1
     return traffic.flows()
+
+
+def count_coalesced() -> list[Flow]:
+    world = dist.group.WORLD
+    ops = torch.ops._c10d_functional
+    rows, more = torch.ones(6, 2), torch.ones(2, 4)
+    with Traffic({world.group_name: "everybody"}) as traffic:
+        for one in (
+            *ops.all_reduce_coalesced([rows, more], "sum", world.group_name),
+            *ops.all_gather_into_tensor_coalesced([rows, more], 2, world.group_name),
+            *ops.reduce_scatter_tensor_coalesced([rows, more], "sum", 2, world.group_name),
+        ):
+            ops.wait_tensor(one)
+    return traffic.flows()
+
+
+def test_tensors_that_go_together_count_as_those_that_go_alone(workers) -> None:
+    """12 and 8 elements of float32 between two ranks."""
+    for flows in workers.run(count_coalesced, 2):
+        assert flows == [
+            Flow("everybody", "all_gather", 1, 80),
+            Flow("everybody", "all_reduce", 1, 80),
+            Flow("everybody", "reduce_scatter", 1, 40),
+        ]
 
 
 def test_bytes_are_those_of_a_ring(workers) -> None:

@@ -1,7 +1,13 @@
-"""A model whose blocks differ is made small with a block of every kind."""
+"""A model whose blocks differ is made small with a block of every kind, and what a query sees shrinks with the row."""
+
+import pytest
+import torch
 
 from megatfm.config import load_config
+from megatfm.layers.attention.core import Core
 from megatfm.models import build
+from megatfm.verify.batch import random_batch
+from megatfm.verify.reference import reference_step
 from megatfm.verify.shrink import shrink
 
 
@@ -22,3 +28,75 @@ def test_every_kind_is_kept_and_small() -> None:
     assert (b.attention.n_heads, b.attention.kv_heads) == (16, 4)
     assert b.ffn.d_ff < 100
     assert max(parameter.numel() for parameter in build(small.model).parameters()) < 100_000
+
+
+PATTERNS = {
+    "mistral-7b-v0.1": "model.attention.pattern.width 4096 → 16",
+    "gemma2-2b": "model.block.local.attention.pattern.width 4096 → 16",
+    "gemma3-1b": "model.block.local.attention.pattern.width 512 → 16",
+    "gpt-oss-20b": "model.block.local.attention.pattern.width 128 → 16",
+    "modernbert-base": "model.block.local.attention.pattern.width 128 → 16",
+    "gpt3-small": "model.block.banded.attention.pattern.width 256 → 16",
+    "bigbird-base": "model.attention.pattern.block 64 → 4",
+    "longformer-base": "model.attention.pattern.width 512 → 16",
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_shrink_with_the_row(name: str) -> None:
+    small, changes = shrink(load_config(name))
+    assert PATTERNS[name] in changes
+    assert not any("{" in change for change in changes), "changes are said key by key"
+    with torch.device("meta"):
+        patterns = {module.pattern for module in build(small.model).modules() if isinstance(module, Core)}
+    assert small.data.sequence_length is not None
+    assert any(pattern.within(small.data.sequence_length).plain is None for pattern in patterns)
+
+
+SIZES = {
+    'quickstart model.attention.pattern={name="window",width=128,step=3,first=4} data.sequence_length=4096': {
+        "width": 8,
+        "step": 2,
+        "first": 2,
+    },
+    'quickstart model.attention.pattern={name="chunked",size=512} data.sequence_length=1024': {"size": 21},
+    'quickstart model.attention.pattern={name="window",width=4096} data.sequence_length=4096': {"width": 64},
+    'bert-base model.attention.pattern={name="window",width=1024}': {"width": 128},
+    'quickstart model.attention.pattern={name="chunked",size=8192} data.sequence_length=4096': {"size": 128},
+    "bigbird-base data.sequence_length=512": {"block": 8},
+    'quickstart model.attention.pattern={name="strided",stride=128}': {"stride": 8},
+    'quickstart model.attention.pattern={name="fixed",stride=128,summary=8}': {"stride": 8, "summary": 2},
+    'quickstart model.attention.pattern={name="bigbird",block=64,extra=64} data.sequence_length=4096': {
+        "block": 4,
+        "extra": 8,
+    },
+    'bert-base model.attention.pattern={name="longformer",width=512,tokens=[0,7,500]}': {
+        "tokens": (0, 7, 32)
+    },
+}
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_sizes_of_patterns(words: str) -> None:
+    name, *overrides = words.split(" ")
+    small, _ = shrink(load_config(name, overrides))
+    pattern = small.model.attention.pattern
+    assert {key: getattr(pattern, key) for key in SIZES[words]} == SIZES[words]
+
+
+def test_other_sizes_are_small() -> None:
+    latent = shrink(load_config("deepseek-v3"))[0].model.attention
+    assert (latent.kv_rank, latent.q_rank, latent.rope_dim, latent.v_dim) == (32, 32, 8, 8)
+    electra = shrink(load_config("electra-large", ["parallel.tp=2"]))[0].model
+    assert electra.generator is not None
+    assert (electra.generator.d_model, electra.generator.n_heads, electra.generator.d_ff) == (32, 4, 64)
+    albert = shrink(load_config("albert-base", ["model.distinct_layers=4"]))[0].model
+    assert (albert.distinct_layers, albert.n_layers) == (2, 3)
+    small, _ = shrink(load_config("t5-small", ["model.n_encoder_layers=24"]))
+    assert small.model.n_encoder_layers == 2
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "longformer-base", "t-dmca"])
+def test_cores_of_their_own_kind_have_a_reference(name: str) -> None:
+    small, _ = shrink(load_config(name))
+    assert reference_step(small, random_batch(small)).loss > 0

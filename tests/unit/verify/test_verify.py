@@ -83,6 +83,29 @@ def frozen_gradients_travel():
         return real(data, data._parameters if not hasattr(data, "_buckets") else {}, layout)
     replicated.Replicated._dealt = dealt
 
+def reach_misses_a_key():
+    import megatfm.layers.attention.core as core
+    real = core.reached
+    def reached(*args):
+        found = real(*args)
+        return found if found is None else found[1:]
+    core.reached = reached
+
+def weights_are_multiplied():
+    import torch
+    real = torch.optim.AdamW.step
+    def step(optimizer, *args):
+        real(optimizer, *args)
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(-3)
+    torch.optim.AdamW.step = step
+
+def nothing_is_banded():
+    from megatfm.ops.attention import bands, tiles
+    tiles.How.is_banded = property(lambda how: all(isinstance(visit, bands.Band) for visit in how.visits))
+
 def on_rank_1(act):
     original = native.NativeEngine.forward_backward
     def patched(engine, *args, **how):
@@ -127,9 +150,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Comparison]:
     """What the command's calls of `verify` return."""
     seen: list[Comparison] = []
-    monkeypatch.setattr(
-        "megatfm.verify.verify.verify", lambda config: seen.append(verify(config)) or seen[-1]
-    )
+    monkeypatch.setattr("megatfm.verify.verify.verify", lambda *args: seen.append(verify(*args)) or seen[-1])
     return seen
 
 
@@ -146,11 +167,11 @@ def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
     # Korthikanti et al. 2022: 8bsh(t−1)/t elements per layer and micro-batch, and one pair each way at both ends.
     model = comparison.config.model
     residual = (
-        2 * 24 * model.d_model * 8 // 2
+        2 * 64 * model.d_model * 8 // 2
     )  # bytes that a ring of two sends of one float64 residual stream
     half = 2 * (4 * model.n_layers + 2) * residual // 1
     flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "tp"}
-    loss = 2 * 4 * (2 * 24) * 8  # in both micro-batches one message of four numbers a token
+    loss = 2 * 4 * (2 * 64) * 8  # in both micro-batches one message of four numbers a token
     assert flows["all_gather"] == Flow("tp", "all_gather", 2 * (4 * model.n_layers + 2) + 2, half + loss)
     assert flows["reduce_scatter"].sent_bytes == half
 
@@ -185,7 +206,7 @@ def test_pipelines_are_the_same_and_send_what_they_should(
     assert "one step under pp 2 (zbv) × dp_replicate 1 × dp_shard 1 × tp 2 against" in printed
     assert comparison.config.model.n_layers == 4
     # Each rank is before one boundary and after another; three micro-batches of two rows.
-    sent = 2 * 6 * 24 * comparison.config.model.d_model * 8 // 2
+    sent = 2 * 6 * 64 * comparison.config.model.d_model * 8 // 2
     assert [flow for flow in comparison.flows if flow.collective == "send"] == [Flow("pp", "send", 6, sent)]
     assert comparison.expected["pp", "send"] == (6, sent)
     assert {axis for axis, _ in comparison.expected} == {"pp", "tp"}
@@ -236,6 +257,36 @@ def test_a_planted_fault_is_found(
         assert {one.name for one in comparison.gradients if one.is_wrong} == {
             one.name for one in comparison.gradients if "norm" in one.name
         }
+
+
+def test_a_window_that_misses_a_key_of_another_rank_is_found(
+    tmp_path: Path, plant, comparisons, capsys: pytest.CaptureFixture[str]
+) -> None:
+    window = 'model.attention.pattern={name="window",width=32}'
+    layout = ["parallel.cp=2", window, "--documents", "one"]
+    assert run_command(tmp_path, *layout) == 0
+    assert run_command(tmp_path, plant("reach_misses_a_key"), *layout) == 1
+    assert all(comparison.misses for comparison in comparisons[1:])
+    assert any("attn" in one.name for one in comparisons[1].wrong)
+    assert "model.attention.pattern.width 32 → 16" in capsys.readouterr().out
+
+
+def test_an_optimizer_that_moves_weights_otherwise_is_found(
+    tmp_path: Path, plant, comparisons, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["parallel.dp_shard=2", "parallel.zero=1"]
+    assert run_command(tmp_path, *layout) == 0
+    assert run_command(tmp_path, plant("weights_are_multiplied"), *layout) == 1
+    assert not any(one.is_wrong for one in comparisons[1].gradients)
+    assert all(one.is_wrong for one in comparisons[1].updates)
+    assert "DIFFERENT UPDATES: " in capsys.readouterr().out
+
+
+def test_what_nobody_wrote_is_found(tmp_path: Path, plant, comparisons) -> None:
+    layout = ["parallel.cp=4", "parallel.context=ring", "--documents", "long"]
+    assert run_command(tmp_path, *layout) == 0
+    assert run_command(tmp_path, plant("nothing_is_banded"), *layout) == 1
+    assert all(one.error != one.error for one in comparisons[1].wrong)
 
 
 def test_needless_traffic_is_found_though_gradients_are_right(

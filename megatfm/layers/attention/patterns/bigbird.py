@@ -55,7 +55,7 @@ class BigBird(Pattern):
         near = (first // size - 1) * size, (-(-last // size) + 1) * size
         ahead = 0, max(self.extra or size, size * self._short if self.n_random else 0)
         if self.causal:
-            return near, (0, min(last, ahead[1]))
+            return (near[0], last), (0, min(last, ahead[1]))
         if length <= self._short * size:
             return ((0, length),)
         return (near, ahead) if self.extra else (near, ahead, (end - size, end))

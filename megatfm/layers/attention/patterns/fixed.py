@@ -22,6 +22,10 @@ class Fixed(Pattern):
     def grows(self) -> bool:
         return self.causal
 
+    @property
+    def sees_later(self) -> bool:
+        return not self.causal
+
     def sees(self, q: Tensor, k: Tensor, heads: Tensor) -> Tensor:
         seen = (q // self.stride == k // self.stride) | (k % self.stride >= self.stride - self.summary)
         return seen & (k <= q) if self.causal else seen

@@ -55,6 +55,11 @@ class Pattern:
         return self.plain == "causal"
 
     @property
+    def sees_later(self) -> bool:
+        """Whether a query may see keys after it, but for tokens of a prefix."""
+        return self.plain != "causal"
+
+    @property
     def window(self) -> tuple[int, int] | None:
         """How many tokens before and after itself a query sees, −1: all; None: where that does not say all of it."""
         return None
@@ -101,7 +106,8 @@ class Pattern:
 
     def reach(self, first: int, last: int, length: int) -> Runs | None:
         """The keys that queries from place `first` up to `last`, not with it, may see in a document of `length` tokens:
-        runs (begin, end), which may lie beyond its ends; None: they may be anywhere. `wide` queries are left out."""
+        runs (begin, end), which may lie beyond its ends; None: they may be anywhere in it, or before `last` where no
+        later keys are seen (`sees_later`). `wide` queries are left out."""
         return None
 
     def wide(self, length: int) -> Runs:

@@ -2,37 +2,46 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatfm.layers.attention.patterns.pattern import Pattern
+from megatfm.layers.attention.patterns.pattern import Pattern, Runs
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens
 
 
-def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor | None:
-    """The places that queries at `places` may look at in any of the rows, ascending; None: they may be anywhere.
-    All of them in the host's memory (`SequenceMetadata.on_host`)."""
-    if pattern.reach(0, 1, row.length) is None:
-        return None
+def reached(pattern: Pattern, row: SequenceMetadata, places: Tensor) -> Tensor:
+    """The places that queries at `places` may look at in any of the rows, ascending, these among them.
+
+    All of them in the host's memory (`SequenceMetadata.on_host`). Padding, which only padding sees, is not looked for
+    beyond `places`.
+    """
     found = np.zeros(row.length, np.bool_)
     opened = None if row.opened is None else row.opened.numpy()
     at = places.numpy()
     found[at] = True
     for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
         first, last = int(run[0]), int(run[-1]) + 1
-        for number, start, end in _documents(row, first, last):
+        for number, start, end in _cut_documents(row, first, last):
             length = end - start
-            for begin, beyond in (
-                pattern.reach(max(first - start, 0), min(last - start, length), length) or ()
-            ):
+            for begin, beyond in _runs(pattern, max(first - start, 0), min(last - start, length), length):
                 found[start + max(begin, 0) : start + min(beyond, length)] = True
             if opened is not None:
                 found[start:end] |= opened[number % len(opened), start:end]
     return torch.from_numpy(np.flatnonzero(found))
+
+
+def _runs(pattern: Pattern, first: int, last: int, length: int) -> Runs:
+    """As `Pattern.reach`, of patterns that look anywhere, too."""
+    runs = pattern.reach(first, last, length)
+    if runs is not None:
+        return runs
+    return ((0, length if pattern.sees_later else last),)
 
 
 def wide_queries(pattern: Pattern, row: SequenceMetadata, dealt: Sequence[Tensor]) -> Tensor:
@@ -41,31 +50,39 @@ def wide_queries(pattern: Pattern, row: SequenceMetadata, dealt: Sequence[Tensor
     found, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
     for rank, places in enumerate(dealt):
         rank_of[places.numpy()] = rank
-    for start, end in _bounds(row) if pattern.wide(row.length) else ():
-        if (rank_of[start:end] != rank_of[start]).any():
-            for begin, beyond in pattern.wide(end - start):
-                found[start + begin : min(start + beyond, end)] = True
+    for bounds, padding in _documents(row) if pattern.wide(row.length) else ():
+        for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
+            if not is_padding and (rank_of[start:end] != rank_of[start]).any():
+                for begin, beyond in pattern.wide(end - start):
+                    found[start + begin : min(start + beyond, end)] = True
     return torch.from_numpy(np.flatnonzero(found))
 
 
-def _bounds(row: SequenceMetadata) -> Iterator[tuple[int, int]]:
-    """Begin and end of each document of each row."""
+Documents = list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
+"""Of each row the bounds of its documents [C + 1], ascending, and which of them are padding [C]."""
+
+
+def _documents(row: SequenceMetadata) -> Documents:
+    return row.once("bounds of documents", lambda: _find_documents(row))
+
+
+def _find_documents(row: SequenceMetadata) -> Documents:
     numbers = row.document_numbers()
     if numbers is None:
-        yield 0, row.length
-        return
+        return [(np.array([0, row.length]), np.zeros(1, np.bool_))] * len(row.positions)
+    found = []
     for documents in numbers[0].numpy():
-        yield from pairwise([0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)])
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(documents)) + 1])
+        found.append((np.append(starts, len(documents)), documents[starts] < 0))
+    return found
 
 
-def _documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Row, begin and end of the documents that lie partly in a run of tokens; those that it has whole see no others."""
-    numbers = row.document_numbers()
-    if numbers is None:
-        yield from ((number, 0, row.length) for number in range(len(row.positions)))
-        return
-    for number, documents in enumerate(numbers[0].numpy()):
-        bounds = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(documents)]
-        for start, end in pairwise(bounds):
-            if start < last and end > first and (start < first or end > last):
+def _cut_documents(row: SequenceMetadata, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Row, begin and end of the documents, but for padding, that lie partly in a run of tokens: at most the one in
+    which it begins and the one in which it ends. Those that it has whole see no others."""
+    ends: Any = (first, last - 1)
+    for number, (bounds, padding) in enumerate(_documents(row)):
+        for at in np.unique(np.searchsorted(bounds, ends, "right") - 1).tolist():
+            start, end = int(bounds[at]), int(bounds[at + 1])
+            if not padding[at] and (start < first or end > last):
                 yield number, start, end

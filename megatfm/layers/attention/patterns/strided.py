@@ -21,6 +21,10 @@ class Strided(Pattern):
         return self.causal
 
     @property
+    def sees_later(self) -> bool:
+        return not self.causal
+
+    @property
     def is_relative(self) -> bool:
         return True
 

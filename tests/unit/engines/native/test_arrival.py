@@ -56,5 +56,39 @@ def compare() -> None:
         assert evaluated == other.evaluate(microbatches(other, global_batch(seed=9)), CAUSAL).loss
 
 
+def read_by_hand() -> None:
+    """What an objective, a diagnostic or a notebook does between steps: a part runs alone, or weights are looked at."""
+    model = TIED.changed({"n_layers": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
+        engine = make_engine(model, ParallelConfig(dp_shard=2, zero=1), ADAMW, precision="fp32")
+        data, module = engine.data, engine.model
+        assert isinstance(data, Replicated)
+        engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
+        engine.step(1e-2, clip=1.0)
+        assert len(data._arriving) == len(data._buckets) > 4
+        attention = list(blocks(module))[3].attn
+        names = [
+            name for name, p in module.named_parameters() if any(p is own for own in attention.parameters())
+        ]
+        with torch.no_grad():
+            for part in attention.children():
+                weight = getattr(part, "weight", None)
+                if isinstance(weight, Tensor):
+                    part(torch.zeros(1, weight.shape[1]))
+        early = {name: module.get_parameter(name).clone() for name in names}
+        moved = dict(engine.model.named_parameters())
+        assert not data._arriving
+        assert names
+        for name in names:
+            assert torch.equal(early[name], moved[name]), name
+
+
+def test_parts_that_run_alone_have_the_weights_of_the_last_step(
+    workers: Workers,
+) -> None:
+    workers.run(read_by_hand, 2)
+
+
 def test_blocks_wait_for_their_own_weights_alone(workers: Workers) -> None:
     workers.run(compare, 2)

@@ -14,7 +14,7 @@ from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.graphed import GraphedModel, Run
 from megatfm.engines.registry import recorder
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.plan import lay
@@ -124,6 +124,24 @@ def compare() -> None:
 def test_a_recorded_step_is_the_step(workers: Workers) -> None:
     """To the bit: with dropout, a loss scale, a step that is skipped, and shapes that change; each recorded once."""
     workers.run(compare, 1)
+
+
+def record_too_many() -> str:
+    """What the line says at the third shape, where two are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatfm.engines.native.graphed.SHAPES", 2)
+        engine = graphed(MODEL, "fp32", Taped())
+        for length in (8, 12, 8, 12):
+            engine.forward_backward(microbatches(engine, global_batch(seed=0, length=length)), CAUSAL)
+        with pytest.raises(MegatfmError) as error:
+            engine.forward_backward(microbatches(engine, global_batch(seed=0, length=10)), CAUSAL)
+    return str(error.value)
+
+
+def test_graphs_of_endless_shapes_are_refused(workers: Workers) -> None:
+    (line,) = workers.run(record_too_many, 1)
+    assert "micro-batches of more than 2 shapes" in line
+    assert "set train.cuda_graphs = false" in line
 
 
 def refused(config: Config) -> str:

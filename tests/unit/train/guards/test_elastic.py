@@ -5,7 +5,7 @@ import pytest
 from megatfm.config import Config, load_config
 from megatfm.errors import UsageError
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.train.guards.elastic import elastic_config, fit_layout
+from megatfm.train.guards.elastic import elastic_config, fit_layout, layout_changes
 
 
 def config(**settings: object) -> Config:
@@ -78,3 +78,10 @@ def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, 
 def test_it_is_done_only_where_it_is_asked_for() -> None:
     assert elastic_config(config(), 4) == config()
     assert elastic_config(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
+
+
+def test_what_was_changed_is_what_differs() -> None:
+    given = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
+    fitted, said = fit_layout(given, 3)
+    assert said == ", ".join(layout_changes(given, fitted))
+    assert layout_changes(given, given) == []

@@ -1,14 +1,18 @@
 """One flipped bit in what ranks hold as copies of each other is found, and its rank and name said, at every stage."""
 
+import random
 import re
 import socket
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatfm.config import ParallelConfig
+from megatfm.engines.interface import Batch
 from megatfm.errors import MegatfmError
-from megatfm.train.guards.integrity import compare_replicas
+from megatfm.train.guards.integrity import compare_replicas, forward_backward
 from tests.parity.test_layouts import ADAMW, CAUSAL, MODEL, global_batch, make_engine
 from tests.workers import Workers
 
@@ -54,6 +58,32 @@ def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
         name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
         found = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
         assert re.match(found, said), (layout, kind, said)
+
+
+class Drawing:
+    """An objective that a plugin might bring: it draws from the global generators."""
+
+    weights, counts = CAUSAL.weights, CAUSAL.counts
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        factor = 1.0 + torch.rand(()) + random.random() + float(np.random.rand())
+        return {name: factor * term for name, term in CAUSAL(model, batch).items()}
+
+
+def replayed_with_draws() -> list[float]:
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    engine = make_engine(MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
+    losses = []
+    for step in (1, 2, 3):
+        losses.append(forward_backward(engine, [rows], Drawing(), step, replay_every=step % 2).loss)
+        engine.zero_grad()
+    return losses
+
+
+def test_a_plugin_that_draws_from_global_generators_can_be_replayed(workers: Workers) -> None:
+    losses = workers.run(replayed_with_draws, 2)[0]
+    assert len(set(losses)) == 3, "the draws of a step are those of one pass, and go on"
 
 
 def shards_differ() -> None:

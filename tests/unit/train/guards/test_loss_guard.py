@@ -11,6 +11,7 @@ import torch
 
 from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import Sums
+from megatfm.engines.loss_scale import LossScale
 from megatfm.errors import MegatfmError
 from megatfm.train.guards.loss_guard import LossGuard
 from megatfm.train.record.decisions import DECISIONS, Decisions
@@ -21,6 +22,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.weight, self.gradient, self.loss = 1.0, torch.tensor([0.0]), 0.0
+        self.loss_scale: LossScale | None = None
 
     def step(self, lr: float, clip: float, *, skip: bool) -> float:
         norm = math.nan if skip or not math.isfinite(self.loss) else float(self.gradient.abs())
@@ -59,6 +61,36 @@ def test_what_is_not_finite_leaves_the_weights_and_is_counted(
     assert engine.weight < before
     line = json.loads((tmp_path / DECISIONS).read_text())
     assert {key: line[key] for key in line if key != "check"} == {"decision": "skip", "step": 2}
+
+
+def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Path) -> None:
+    """From 2²⁴ down to 1 it takes 24 steps; at 1, an overflow is one of the gradients themselves, and so counts."""
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    engine.loss_scale = LossScale(first=2.0**24)
+    genuine = engine.step
+
+    def step(lr: float, clip: float, *, skip: bool) -> float:
+        norm = genuine(lr, clip, skip=skip)
+        engine.loss_scale.update(math.isfinite(norm))
+        return norm
+
+    engine.step = step  # type: ignore[method-assign]
+    for number in range(24):
+        assert engine.loss_scale.value == 2.0 ** (24 - number)
+        assert not carried_out(kept, engine, number + 1, 2.0, math.inf)
+    assert (kept.in_a_row, kept.skipped) == (0, 0)
+    assert not (tmp_path / DECISIONS).exists()
+    for number in (25, 26):
+        assert not carried_out(kept, engine, number, 2.0, math.inf)
+    with pytest.raises(MegatfmError, match=r"step 27: .* 3 steps in a row"):
+        carried_out(kept, engine, 27, 2.0, math.inf)
+
+
+def test_a_loss_that_is_not_finite_counts_whatever_the_scale(tmp_path: Path) -> None:
+    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    engine.loss_scale = LossScale()
+    assert not carried_out(kept, engine, 1, math.nan, 1.0)
+    assert (kept.in_a_row, kept.decisions.skips) == (1, {1})
 
 
 def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -200,3 +232,19 @@ def test_what_was_not_written_here_is_no_decision(tmp_path: Path, planted: bytes
     (tmp_path / DECISIONS).write_bytes(planted)
     with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line 1: damaged"):
         Decisions(tmp_path / DECISIONS, is_writer=True).read()
+
+
+def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_path: Path) -> None:
+    decisions = Decisions(tmp_path / DECISIONS, is_writer=True)
+    for step in (3, 8, 9):
+        decisions.skip(step)
+    decisions.go_back(7, 6, 100)
+    for step in (8, 9):
+        decisions.skip(step)
+    again = Decisions(tmp_path / DECISIONS, is_writer=True)
+    again.read()
+    assert again.retry_after(6) == [8, 9]
+    assert again.retry_after(6) == []
+    for found in (again, Decisions(tmp_path / DECISIONS, is_writer=False)):
+        found.read()
+        assert (found.skips, found.data_skips, found.rollbacks) == ({3}, {6: 100}, {6: 1})

@@ -109,3 +109,14 @@ def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.Mon
 def test_the_product_is_timed() -> None:
     assert 0 < product_seconds(torch.device("cpu")) < 5
     assert preflight.SLOW > 1
+
+
+def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MegatfmError("no room")
+
+    monkeypatch.setattr(preflight, "checkpoint_bytes", fails)
+    run = SimpleNamespace(folder=tmp_path, rank=0, is_main=True, checkpoints=tmp_path / "checkpoints")
+    with pytest.raises(MegatfmError, match=r"the check before training failed: .*no room"):
+        preflight.preflight(None, run, None)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

@@ -65,8 +65,97 @@ def test_the_same_process_can_not_take_it_twice_and_a_refusal_does_not_lose_it(t
     assert "LockedError" in done.stderr
     first.release()
     first.release()
-    RunLock(tmp_path / "lock").take()
-    lock._held.clear()
+    again = RunLock(tmp_path / "lock")
+    again.take()
+    again.release()
+
+
+def test_who_else_reads_the_file_in_the_same_process_loses_nothing(tmp_path: Path) -> None:
+    """A notebook, a plugin or a hook that opens and closes it: POSIX record locks would be gone."""
+    held = RunLock(tmp_path / "lock")
+    held.take()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    with (tmp_path / "lock").open("r+b"):
+        pass
+    done = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], capture_output=True, text=True
+    )
+    assert "LockedError" in done.stderr
+    held.release()
+
+
+def test_a_forked_process_that_outlives_the_holder_does_not_hold_it(tmp_path: Path) -> None:
+    code = HOLD.replace("time.sleep(60)", "import os\nif os.fork() == 0: time.sleep(9)")
+    done = subprocess.run(
+        [sys.executable, "-c", code + "\nos._exit(0)", str(tmp_path / "lock")], stdout=subprocess.DEVNULL
+    )
+    assert done.returncode == 0
+    after = RunLock(tmp_path / "lock")
+    after.take()
+    after.release()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.utime, []
+
+    def stale_at_first(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "stale file handle")
+        real(file)
+
+    held = RunLock(tmp_path / "lock")
+    monkeypatch.setattr(os, "utime", stale_at_first)
+    held.take()
+    before = (tmp_path / "lock").stat().st_mtime_ns
+    deadline = time.monotonic() + 20
+    while (tmp_path / "lock").stat().st_mtime_ns == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(calls) > 1
+    held.release()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_looks_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS clients remember the times of a file that they have open: here a descriptor's time never moves again."""
+    path, known, done = tmp_path / "lock", {}, threading.Event()
+    elsewhere(path)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: known.setdefault(file, real(file)))
+    real_close = os.close
+
+    def close(file: int) -> None:
+        known.pop(file, None)
+        real_close(file)
+
+    monkeypatch.setattr(os, "close", close)
+
+    def touch() -> None:
+        while not done.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(LockedError, match=r"process 1 on another-machine"):
+            RunLock(path).take()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_the_wait_is_longer_than_nfs_remembers_a_time() -> None:
+    assert lock.DEAD_SECONDS > 60 + 2 * lock.TOUCH_SECONDS
+
+
+def test_a_fifo_in_its_place_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(MegatfmError, match=r"lock is no file, so it can't be locked: remove it"):
+        RunLock(tmp_path / "lock").take()
 
 
 def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
@@ -122,7 +211,7 @@ def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     with pytest.raises(LockedError, match=f"process {holder.pid}"):
         RunLock(tmp_path / "lock").take()
     holder.kill()
@@ -132,7 +221,7 @@ def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
     mine.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', "\x00" * 50])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', '{"host": "a", "pid": "x"}', "\x00" * 50])
 def test_a_torn_file_is_nobodys(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     mine = RunLock(tmp_path / "lock")

@@ -9,6 +9,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.train.record import metrics
 from megatfm.train.record.metrics import MetricsLog, RunFacts, log_event
 
 
@@ -255,3 +256,68 @@ def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         MetricsLog(RunFacts(tmp_path), ["wandb"])
     assert "\n" not in str(caught.value)
     assert "WANDB_MODE=offline" in str(caught.value)
+
+
+def test_wandb_that_is_away_leaves_the_run_offline_and_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
+    asked: list[str | None] = []
+
+    class Offline:
+        def define_metric(self, *_: object, **__: object) -> None: ...
+        def finish(self) -> None: ...
+
+    def away(mode: str | None = None, **_: object) -> Offline:
+        asked.append(mode)
+        if mode != "offline":
+            raise wandb.errors.CommError("Run initialization has timed out\nafter 90 s")
+        return Offline()
+
+    monkeypatch.setattr(wandb, "init", away)
+    monkeypatch.setattr(metrics.WeightsAndBiases, "is_away", False)
+    for _ in range(2):
+        MetricsLog(RunFacts(tmp_path), ["wandb"]).close()
+    assert asked == [None, "offline", "offline"]
+    (message,) = caplog.messages
+    assert "W&B can't be reached (Run initialization has timed out after 90 s)" in message
+
+
+def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path) -> None:
+    log_event(tmp_path, "started", "a prompt of \udcff")
+    line = (tmp_path / "events.jsonl").read_bytes()
+    assert b"\\udcff" in line
+    assert json.loads(line)["detail"] == "a prompt of \udcff"
+
+
+def test_a_record_that_ends_before_the_checkpoint_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(RunFacts(tmp_path), 1, 3)
+    MetricsLog(RunFacts(tmp_path, first_step=5)).close()
+    assert caplog.messages == [
+        f"{tmp_path / 'metrics.jsonl'} ends at step 3: those up to 5 are not in the record"
+    ]
+    caplog.clear()
+    MetricsLog(RunFacts(tmp_path, first_step=3)).close()
+    MetricsLog(RunFacts(tmp_path, first_step=5, branched=True)).close()
+    assert not caplog.messages
+
+
+def test_an_error_in_a_step_closes_the_sinks_too(tmp_path: Path) -> None:
+    closed = []
+
+    class Noted:
+        def write(self, record: object) -> None: ...
+        def sync(self) -> None:
+            raise OSError("full")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    log = MetricsLog(RunFacts(tmp_path))
+    log._sinks = [Noted()]
+    with pytest.raises(ZeroDivisionError), log:
+        raise ZeroDivisionError
+    assert closed == [True]
+    assert log._file.closed

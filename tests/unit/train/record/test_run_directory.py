@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,24 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, given:
     assert kept.piece(kept.eos) == "<sep>"
 
 
-def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:
+    """Of a run that begins anew in its folder, or was allowed to: `generate` needs the one that trains."""
+    run = RunDirectory(tmp_path / "a", 0)
+    enter(run)
+    run.describe(config, "")
+    for name, content in (("tokenizer.json", b'{"version": "1.0"}'), ("tokenizer.model", b"another")):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        (tmp_path / "new" / name).write_bytes(content)
+        data = config.data.model_copy(update={"tokenizer": str(tmp_path / "new" / name)})
+        run.describe(config.model_copy(update={"data": data}), "")
+        assert (tmp_path / "a" / name).read_bytes() == content
+        assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
+
+
+def test_a_file_that_can_not_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
     run.write("plan.txt", "old")
     draft_of(tmp_path / "plan.txt").mkdir()  # stands for a full disk
@@ -129,7 +147,10 @@ def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("place", [draft_of, Path])
-def test_a_planted_link_is_not_written_through(tmp_path: Path, place: Callable[[Path], Path]) -> None:
+def test_a_planted_link_is_not_written_through(
+    tmp_path: Path, place: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     (tmp_path / "precious").write_text("precious")
     place(tmp_path / "plan.txt").symlink_to(tmp_path / "precious")
     RunDirectory(tmp_path, 0).write("plan.txt", "new")

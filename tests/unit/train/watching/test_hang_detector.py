@@ -52,6 +52,25 @@ def test_a_rank_that_is_silent_is_blamed_and_not_those_that_wait_for_it(detector
     )
 
 
+def test_those_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector) -> None:
+    """Rank 2 reads a checkpoint for minutes, and says so; once it stops to, it is blamed."""
+    for second in range(1, 60):
+        waits = Heartbeat(7, "save", 8, float(second), True)
+        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, 0.5, False))
+        assert detector.diagnose(second + 0.1) is None
+    for second in range(60, 75):
+        waits = Heartbeat(7, "save", 8, float(second), True)
+        age = second - 59.5
+        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, age, False))
+        if age > 10:
+            assert given(detector, second + 0.1).ranks == [2]
+
+
+def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None:
+    behind, ahead = Heartbeat(7, "step", 8, 20.0, True), Heartbeat(7, "step", 9, 0.1, False)
+    assert stalled(detector, behind, behind, ahead, ahead).ranks == [0, 1]
+
+
 def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
     for rank, heartbeat in enumerate(heartbeats):
         detector.hears(rank, heartbeat, 20.0)

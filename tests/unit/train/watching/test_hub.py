@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatfm.train.watching import hub
 from megatfm.train.watching.hang_detector import Heartbeat
 from megatfm.train.watching.hub import LINE_BYTES, Hub, JsonConnection
 
@@ -52,9 +53,9 @@ def open_hub() -> Iterator[Callable[..., Connect]]:
 
     def open_hub(ranks: int, limit: float = 60.0, interval: float = 0.1) -> Connect:
         listener = socket.create_server(("127.0.0.1", 0))
-        hub = Hub(["n0"] * ranks, limit, interval, "secret", listener)
-        hub.start()
-        hubs.append(hub)
+        thread = Hub(["n0"] * ranks, limit, interval, "secret", listener)
+        thread.start()
+        hubs.append(thread)
         port = listener.getsockname()[1]
 
         def connect(rank: int | None = None, **how: str) -> Client:
@@ -66,9 +67,9 @@ def open_hub() -> Iterator[Callable[..., Connect]]:
     yield open_hub
     for client in clients:
         client.line.close()
-    for hub in hubs:
-        hub.join(20)
-        assert not hub.is_alive()
+    for thread in hubs:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_all_hear_signs_and_in_the_end_goodbye(open_hub: Callable[..., Connect]) -> None:
@@ -119,8 +120,12 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b"x" * (LINE_BYTES + 1),
+        b'{"token": "\\ud800"}\n',
+        b'{"token": "secret", "rank": 1}\n',
+        b'{"token": "secret", "rank": "x"}\n',
+        b'{"token": "secret"}\n',
     ],
-    ids=["token", "none", "http", "list", "endless"],
+    ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
 )
 def test_strangers_are_shown_the_door_and_change_nothing(
     open_hub: Callable[..., Connect], said: bytes
@@ -133,3 +138,49 @@ def test_strangers_are_shown_the_door_and_change_nothing(
     rank.line.send({"bye": True})
     assert rank.hears("bye")
     assert not any("diagnosis" in message for message in rank.heard)
+
+
+def test_a_stranger_that_stays_silent_is_shown_the_door_and_too_many_are(
+    open_hub: Callable[..., Connect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "TOKEN_SECONDS", 0.3)
+    monkeypatch.setattr(hub, "STRANGERS", 2)
+    connect = open_hub(1)
+    rank = connect(0)
+    rank.hears("heartbeat")
+    begun = time.monotonic()
+    first, *others = [connect() for _ in range(5)]
+    assert first.is_closed()
+    assert time.monotonic() - begun < 10, "as one too many, or for its silence"
+    assert all(stranger.is_closed() for stranger in others)
+    rank.line.send({"bye": True})
+    assert rank.hears("bye")
+
+
+def test_a_rank_that_talks_nonsense_has_failed(open_hub: Callable[..., Connect]) -> None:
+    connect = open_hub(2)
+    ranks = [connect(rank) for rank in range(2)]
+    ranks[1].line.send({"heartbeat": 3})
+    assert ranks[0].hears("diagnosis")["diagnosis"]["ranks"] == [1]
+
+
+def test_a_message_that_is_sent_in_part_is_ended_before_the_next() -> None:
+    """Whole messages are dropped where the other side doesn't read; what arrives is a sequence of whole ones."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = JsonConnection(ours), JsonConnection(theirs)
+    heard: list[dict[str, Any]] = []
+    for number in range(400):
+        sender.send({"number": number, "text": "x" * (number * 37 % 900)})
+        if number % 40 == 39:
+            for _ in range(3):
+                messages = receiver.receive()
+                assert messages is not None, "glued together"
+                heard += messages
+    while messages := receiver.receive():
+        heard += messages
+    numbers = [message["number"] for message in heard]
+    assert numbers == sorted(set(numbers))
+    assert 50 < len(numbers) < 400
+    sender.close()
+    receiver.close()

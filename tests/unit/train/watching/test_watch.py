@@ -8,8 +8,11 @@ from functools import partial
 from types import FunctionType, SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megatfm.train.watching.watch import _where
+from megatfm.parallel.bootstrap import Rank
+from megatfm.train.watching.watch import Watch, _lost_its_peer, _where
 
 
 def waits(value: SimpleNamespace) -> None:
@@ -42,3 +45,53 @@ def test_a_thread_between_two_lines_is_no_trouble() -> None:
     code = SimpleNamespace(co_filename=__file__, co_name="run")
     frame = SimpleNamespace(f_code=code, f_lineno=None, f_globals={"__name__": "megatfm.run"}, f_back=None)
     assert _where(frame) == (False, "megatfm/run.py:?, in run")  # type: ignore[arg-type]
+
+
+def chained(error: BaseException) -> BaseException:
+    above = ValueError("a plugin's, on the way up")
+    above.__cause__ = error
+    return above
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer"
+            ),
+            True,
+        ),
+        (
+            RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"),
+            True,
+        ),
+        (dist.DistNetworkError("recvValue failed"), True),
+        (
+            dist.DistBackendError(
+                "NCCL error in: x.cpp:1, remote process exited or there was a network error"
+            ),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.27"), False),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled system error"), False),
+        (RuntimeError("Connection refused by http://metrics.example"), False),
+        (RuntimeError("Timed out: the tokenizer service"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+    ],
+    ids=range(9),
+)
+def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
+    assert _lost_its_peer(error) is lost
+    assert _lost_its_peer(chained(error)) is lost
+
+
+def test_what_gets_done_between_ticks_is_a_sign_of_life() -> None:
+    watch = Watch(Rank(0, 1, 0, "none", torch.device("cpu")), 60.0)
+    done = 0
+    watch.progress = lambda: done
+    watch._moved = 0.0
+    assert watch._heartbeat(50.0).age == 50.0
+    done = 1
+    assert watch._heartbeat(55.0).age == 0.0
+    assert watch._heartbeat(58.0).age == 3.0

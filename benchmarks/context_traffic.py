@@ -1,0 +1,112 @@
+"""What context parallelism sends of keys and values, by how long documents are: counted, so no clock matters.
+
+    python benchmarks/context_traffic.py [--rows 8192 32768 131072] [--ranks 2 4 8 16] [--draws 8]
+
+Rows are filled with documents of exponentially distributed lengths. Of causal attention in folded rows, one row a
+micro-batch: what the rank that gets most, gets in both passes of a layer, around a ring as before and as it is chosen
+now, and the exchanges that it takes part in. A token's keys and values are 8 heads of 128 each, in bfloat16; a ring
+sends their gradients in float32.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from megatfm.layers.attention.patterns import Full, reached
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.parallel.context_exchange import Contexts, Wanted, is_little, places
+
+A_TOKEN = 2 * 8 * 128
+"""Numbers of keys and values."""
+WHOLE = 0
+"""A length that stands for documents as long as the row."""
+LENGTHS = (300, 1000, 4000, 16_000, WHOLE)
+PATTERN = Full(causal=True)
+
+
+@dataclass(frozen=True)
+class Here:
+    """Stands for `Contexts` on one of several ranks."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of both passes that a rank gets, and exchanges; needed: bytes of the keys that are seen, and gradients."""
+
+    ring: float
+    now: float
+    needed: float
+    exchanges: int
+    plan_ms: float
+
+
+def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetadata:
+    """One row of documents; the last is cut at its end."""
+    documents = torch.zeros(1, length, dtype=torch.int64)
+    if mean != WHOLE:
+        ends = np.cumsum(np.maximum(1, random.exponential(mean, 8 * length // mean + 64)).astype(np.int64))
+        documents = torch.from_numpy(np.searchsorted(ends, np.arange(length), "right"))[None]
+    return SequenceMetadata(torch.zeros_like(documents), documents)
+
+
+def sent(row: SequenceMetadata, ranks: int) -> Sent:
+    """Around a ring, and as it is chosen."""
+    length, dealt = row.length, places(row.length, ranks, folded=True)
+    begun = time.perf_counter()
+    needs = [reached(PATTERN, row, at) for at in dealt]
+    if fetches := is_little(dealt, needs):
+        Wanted.of(cast(Contexts, Here(0, ranks)), dealt, needs)
+    plan_ms = 1000 * (time.perf_counter() - begun)
+    round_ = length * (ranks - 1) / ranks
+    ring = A_TOKEN * (2 * 2 * round_ + 4 * round_)
+    fetched = A_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
+    now, exchanges = (fetched, 2) if fetches else (ring, 3 * (ranks - 1))
+    return Sent(ring, now, fetched, exchanges, plan_ms)
+
+
+def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
+    """A table in Markdown: medians over draws."""
+    yield "| row | cp | mean document | needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for length in rows:
+        for size in ranks:
+            for mean in LENGTHS:
+                if mean >= length:
+                    continue
+                random = np.random.default_rng(length + size)
+                each = [sent(row_of(length, mean, random), size) for _ in range(draws)]
+                ring, now, needed, plan = (
+                    statistics.median(getattr(x, name) for x in each)
+                    for name in ("ring", "now", "needed", "plan_ms")
+                )
+                exchanges = sorted({x.exchanges for x in each})
+                fetched = sum(x.exchanges == 2 for x in each)
+                shown = f"{mean:,}" if mean else "the row"
+                yield (
+                    f"| {length:,} | {size} | {shown} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
+                    f"{now / 1e6:.1f} | {ring / now:.1f} | {3 * (size - 1)} → {' or '.join(map(str, exchanges))} | "
+                    f"{fetched}/{draws} | {plan:.1f} |"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32_768, 131_072])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--draws", type=int, default=8)
+    args = parser.parse_args()
+    for line in lines(args.rows, args.ranks, args.draws):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Memory and time of opening a corpus and planning its rows, by documents: `python -m benchmarks.corpus_memory`.
+
+Nothing but indexes is real: shards are empty space on disk, and one index stands for all. What it prints is the peak of
+a fresh process beyond what its imports take, after opening the corpus and after planning as well.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from megatfm.data import Corpus
+from megatfm.data.index import FRAME, ShardIndex, sample_dtype
+from megatfm.data.manifest import IndexFile, Manifest, Shard
+from megatfm.data.plan import make_plan
+
+SHARD_DOCUMENTS = 250_000
+PER_FRAME = 250
+
+
+class Sequences:
+    """An objective of one more token than a piece has: cut at row ends, or whole in rows of `max_tokens` + 1."""
+
+    sides = ("",)
+    fills = MappingProxyType[str, int]({})
+    fields = None
+    needs_partners = needs_members = False
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
+
+    def lengths(self, n_tokens: NDArray[np.int64], keys: Any) -> NDArray[np.int64]:
+        return n_tokens + 1
+
+    def build(self, piece: Any, key: Any) -> Any:
+        raise NotImplementedError
+
+
+def write(folder: Path, documents: int) -> None:
+    """Write a corpus of about so many documents, of 500 tokens on average."""
+    random = np.random.default_rng(0)
+    tokens = np.minimum(random.lognormal(5.6, 1.1, SHARD_DOCUMENTS).astype(np.int64) + 1, 100_000)
+    samples = np.zeros(SHARD_DOCUMENTS, sample_dtype(10))
+    within = tokens.reshape(-1, PER_FRAME)
+    samples["tokens"], samples["text_bytes"] = tokens, 4 * tokens
+    samples["offset"] = (2048 + 2 * (np.cumsum(within, axis=1) - within)).reshape(-1)
+    samples["key"] = [f"{number:010d}".encode() for number in range(SHARD_DOCUMENTS)]
+    frames = np.zeros(len(within), FRAME)
+    frames["uncompressed"], frames["samples"] = 4096 + 2 * within.sum(axis=1), PER_FRAME
+    frames["compressed"] = frames["uncompressed"] // 2
+    data = ShardIndex(frames, samples, packs=True).encode()
+    (folder / "index").write_bytes(data)
+    size, shards = int(frames["compressed"].sum(dtype=np.int64)), []
+    for number in range(-(-documents // SHARD_DOCUMENTS)):
+        name = f"shard-{number:06d}"
+        os.link(folder / "index", folder / f"{name}.index.zst")
+        with open(folder / f"{name}.tar.zst", "wb") as file:
+            file.truncate(size)
+        shards.append(
+            Shard(
+                file=f"{name}.tar.zst",
+                bytes=size,
+                blake3=blake3(name.encode()).hexdigest(),
+                samples=SHARD_DOCUMENTS,
+                tokens=int(tokens.sum()),
+                text_bytes=int(4 * tokens.sum()),
+                index=IndexFile(file=f"{name}.index.zst", bytes=len(data), blake3=blake3(data).hexdigest()),
+            )
+        )
+    Manifest(token_dtype="uint16", tokenizer_hash="t", shards=tuple(shards), provenance={}).save(folder)
+
+
+def peak() -> int:
+    """Return the most memory that this process has had, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def measure(folder: Path) -> None:
+    """Open and plan, and print a row of the table."""
+    before, start = peak(), time.perf_counter()
+    corpus = Corpus.open(folder)
+    cells = [
+        f"{corpus.n_samples:,}",
+        f"{(peak() - before) / 1e6:,.0f} MB",
+        f"{time.perf_counter() - start:.1f} s",
+    ]
+    for max_tokens in (None, 2047):
+        start = time.perf_counter()
+        make_plan(corpus, Sequences(max_tokens), [2048], 0)
+        cells += [f"{(peak() - before) / 1e6:,.0f} MB", f"{time.perf_counter() - start:.1f} s"]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure)
+        return
+    print("| Documents | Opened | | and cut rows planned | | and whole sequences | |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for documents in options.documents:
+        with tempfile.TemporaryDirectory() as place:
+            write(Path(place), documents)
+            subprocess.run([sys.executable, "-m", "benchmarks.corpus_memory", "--measure", place], check=True)
+
+
+if __name__ == "__main__":
+    main()

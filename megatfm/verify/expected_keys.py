@@ -1,0 +1,198 @@
+"""Keys that a rank's queries need of other ranks, by looking at each query: closed forms and the dense mask.
+
+The closed form of a query is a run or a few of its document's keys. It is at least what the mask of the plain model
+lets the query see, and wider where a kernel's blocks or strides leave keys out.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from megatfm.config import (
+    BigBirdPatternConfig,
+    ChunkedPatternConfig,
+    Config,
+    FixedPatternConfig,
+    LongformerPatternConfig,
+    ModelConfig,
+    StridedPatternConfig,
+    WindowPatternConfig,
+)
+from megatfm.config.base import Section
+
+Runs = Sequence[tuple[int, int]]
+"""First key and the one after the last, which may lie beyond the document."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-batch's rows. documents: int64 [B, S], −1 for padding; None: a row is one document. opened: tokens that
+    all of their document sees [B, S]."""
+
+    count: int
+    length: int
+    documents: NDArray[Any] | None
+    opened: NDArray[Any] | None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "Rows":
+        """Rows of a side of the batch, from number `first` on."""
+        fields = {
+            name: batch[side + name][first : first + count]
+            for name in ("positions", "documents", "prefix")
+            if side + name in batch
+        }
+        opened = fields["prefix"].astype(bool) if "prefix" in fields else None
+        _, length = fields["positions"].shape
+        return cls(count, length, fields.get("documents"), opened)
+
+    def is_padding(self, row: int, place: int) -> bool:
+        """Whether no document has the token at a place."""
+        return self.documents is not None and bool(self.documents[row, place] < 0)
+
+    def bounds(self) -> Iterator[tuple[int, int, int]]:
+        """Row, begin and end of each document; padding is one."""
+        for row in range(self.count):
+            cuts = np.flatnonzero(np.diff(self.documents[row])) + 1 if self.documents is not None else ()
+            for begin, end in pairwise([0, *map(int, cuts), self.length]):
+                yield row, begin, end
+
+
+def block_of(config: Config, path: str) -> ModelConfig:
+    """The config of the block in which a module lies. Blocks that predict further tokens come after the stack's."""
+    if further := re.match(r"future\.(\d+)\.", path):
+        return config.model.at(config.model.n_layers + int(further[1]) - 1)
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
+    return config.model.at(int(found[1]) if found else 0)
+
+
+def pattern_of(config: Config, path: str) -> Section:
+    """The section of the pattern of a module's attention."""
+    section: Section = block_of(config, path).attention.pattern
+    return section
+
+
+def is_causal(config: Config, path: str) -> bool:
+    """Whether a query may not see later tokens of its row."""
+    return config.model.family == "decoder" or (
+        config.model.family == "encoder_decoder" and not path.startswith("encoder.")
+    )
+
+
+def sees_runs_alone(pattern: Section, length: int, *, causal: bool) -> bool | None:
+    """Whether queries see a few runs of keys in rows of a length, so that these are fetched; None: not known, as the
+    pattern is a plugin's. A window or chunk as wide as the row sees all, as full attention does."""
+    match pattern:
+        case WindowPatternConfig():
+            side = (pattern.width - 1 if causal else pattern.width // 2) * pattern.step
+            return pattern.step > 1 or side < length - 1
+        case ChunkedPatternConfig():
+            return pattern.size < length
+        case BigBirdPatternConfig() | LongformerPatternConfig():
+            return True
+        case StridedPatternConfig() | FixedPatternConfig():
+            return False
+    return False if getattr(pattern, "name", "") == "full" else None
+
+
+def sees_more_later(pattern: Section, length: int, *, causal: bool) -> bool:
+    """Whether later queries of rows of a length see ever more keys, so that rows are dealt in folds."""
+    return causal and not sees_runs_alone(pattern, length, causal=causal)
+
+
+def runs_of_query(pattern: Section, q: int, length: int, *, causal: bool) -> Runs:
+    """Keys of the query at place q of a document of `length` tokens."""
+    match pattern:
+        case WindowPatternConfig():
+            if causal:
+                left = (pattern.width - 1) * pattern.step
+                return (q - left, q + 1), (0, min(pattern.first, q + 1))
+            side = pattern.width // 2 * pattern.step
+            return ((q - side, q + side + 1),)
+        case ChunkedPatternConfig():
+            begin = q - q % pattern.size
+            return ((begin, q + 1 if causal else begin + pattern.size),)
+        case LongformerPatternConfig():
+            side = pattern.width // 2
+            return (q - side, q + side + 1), *((token, token + 1) for token in pattern.tokens)
+        case BigBirdPatternConfig():
+            return _of_bigbird(pattern, q, length, causal=causal)
+    return ((0, q + 1 if causal else length),)
+
+
+def _of_bigbird(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
+    """The block, those beside it, the first (or additional tokens), those drawn from, and the last."""
+    size, drawn_from = pattern.block, 5 + 2 * pattern.random
+    if not causal and length <= drawn_from * size:
+        return ((0, length),)
+    begin = q - q % size
+    ahead = max(pattern.extra or size, drawn_from * size if pattern.random else 0)
+    if causal:
+        return (begin - size, q + 1), (0, min(ahead, q + 1))
+    last = (length - 1) // size * size
+    return (begin - size, begin + 2 * size), (0, ahead), *(() if pattern.extra else ((last, length),))
+
+
+def wide_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
+    """Places of a document's queries that see all of it."""
+    match pattern:
+        case LongformerPatternConfig():
+            return tuple((token, token + 1) for token in pattern.tokens)
+        case BigBirdPatternConfig() if not causal and length > (5 + 2 * pattern.random) * pattern.block:
+            last = (length - 1) // pattern.block * pattern.block
+            return ((0, pattern.extra),) if pattern.extra else ((0, pattern.block), (last, length))
+    return ()
+
+
+def needed(
+    pattern: Section, module: nn.Module, rows: Rows, here: NDArray[Any], *, causal: bool
+) -> NDArray[Any]:
+    """Boolean [S]: tokens in any of the rows that queries at places `here` need, by the closed form or by the mask.
+    Padding needs nothing."""
+    wanted = np.zeros(rows.length, np.bool_)
+    for row, begin, end in rows.bounds():
+        length = end - begin
+        queries = here[(here >= begin) & (here < end)] - begin
+        if not len(queries) or rows.is_padding(row, begin):
+            continue
+        seen = np.zeros(length, np.bool_)
+        for q in queries.tolist():
+            for first, beyond in runs_of_query(pattern, q, length, causal=causal):
+                seen[max(first, 0) : max(beyond, 0)] = True
+        narrow = np.ones(length, np.bool_)
+        for first, beyond in wide_queries(pattern, length, causal=causal):
+            narrow[first:beyond] = False
+        seen |= dense_mask(module, length)[queries[narrow[queries]]].any(0)
+        if rows.opened is not None:
+            seen |= rows.opened[row, begin:end]
+        wanted[begin:end] |= seen
+    return wanted
+
+
+def dense_mask(module: nn.Module, length: int) -> NDArray[Any]:
+    """Boolean [T, S] of a document alone: whether a query sees a key in any head, pair by pair."""
+    pattern: Any = module.pattern
+    n_heads = module.n_heads if pattern.differs_by_head else 1
+    places, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]  # type: ignore[arg-type]
+    q, k = places[None, None, :, None], places[None, None, None, :]
+    seen = pattern.sees_of(q, k, heads, torch.full((1, 1, 1, 1), length))
+    mask: NDArray[Any] = seen.expand(1, n_heads, length, length).flatten(0, 1).any(0).numpy()
+    return mask
+
+
+def count_wide(pattern: Section, rows: Rows, rank_of: NDArray[Any], *, causal: bool) -> int:
+    """Places in any of the rows of queries that see all of a document which lies on several ranks. rank_of: by
+    place."""
+    wide = np.zeros(rows.length, np.bool_)
+    for row, begin, end in rows.bounds():
+        if len(set(rank_of[begin:end].tolist())) > 1 and not rows.is_padding(row, begin):
+            for first, beyond in wide_queries(pattern, end - begin, causal=causal):
+                wide[begin + first : min(begin + beyond, end)] = True
+    return int(wide.sum())

@@ -1,0 +1,159 @@
+"""Traffic between pipeline stages: b·s·h elements for each boundary. How stages divide is found by trying all ways."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import Config
+from megatfm.cost import MEMORY, Tokens, costs_of
+from megatfm.engines.interface import PRECISIONS
+from megatfm.objectives import predicted_share
+from megatfm.verify.axes import PIPELINE
+from megatfm.verify.batch import Arrays
+from megatfm.verify.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of the model's steps on a pipeline rank. takes: what earlier stages hand it, by name; returns: names of
+    those that get gradients back."""
+
+    index: int
+    rank: int
+    steps: Any
+    takes: Mapping[str, Any] = field(default_factory=dict)
+    returns: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All stages, and the pipeline ranks that use each parameter and each module."""
+
+    stages: Sequence[Stage]
+    holders: Mapping[str, tuple[int, ...]]
+    module_holders: Mapping[str, tuple[int, ...]]
+    sequence_parts: int
+
+    def of_rank(self, rank: int) -> list[Stage]:
+        """Stages of a pipeline rank, in their order."""
+        return [stage for stage in self.stages if stage.rank == rank]
+
+
+def divide(config: Config, model: nn.Module) -> Stages:
+    """The division of the model's steps whose sum of squared costs is least, of all that there are."""
+    parallel, steps = config.parallel, list(model.steps)  # type: ignore[arg-type]
+    rank_of = _stage_ranks(parallel.schedule, parallel.pp, parallel.stages_per_rank)
+    costs = _costs(config, model, steps)
+    starts = [i for i, step in enumerate(steps) if i and (costs[i] > 0 or step.name.endswith("embedding"))]
+    bounds = _cheapest(starts, costs, len(rank_of))
+    stages = []
+    for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(steps)), strict=True)):
+        takes = _handed_on(steps, first)
+        returns = frozenset(takes) & _trained(model, steps[:first])
+        stages.append(Stage(index, rank_of[index], model.steps[first:last], takes, returns))  # type: ignore[index]
+    users = {rank: _used(model, stages, rank) for rank in range(parallel.pp)}
+    holders = {
+        name: tuple(rank for rank, used in users.items() if parameter in used.parameters)
+        for name, parameter in model.named_parameters()
+    }
+    module_holders = {
+        path: tuple(rank for rank, used in users.items() if module in used.modules)
+        for path, module in model.named_modules()
+    }
+    return Stages(stages, holders, module_holders, parallel.tp if parallel.sequence_parallel else 1)
+
+
+def add_pipeline(
+    ledger: Ledger, config: Config, stages: Stages, pp: int, batch: Arrays, microbatches: Sequence[int]
+) -> None:
+    """Add what a pipeline rank sends: for each boundary between stages of two ranks the activations, and where weights
+    before it are trained, their gradients back. What is int64, as ELECTRA's corrupted tokens, goes one way."""
+    computed, rows = PRECISIONS[config.train.precision].computed.itemsize, config.train.micro_batch
+    for i in microbatches:
+        inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
+        for stage in stages.stages[1:]:
+            before = stages.stages[stage.index - 1].rank
+            for name, field_ in stage.takes.items() if before != stage.rank else ():
+                elements = _elements(field_, inputs, stages.sequence_parts)
+                if before == pp:
+                    ledger.send(PIPELINE, elements * (8 if field_.width is None else computed))
+                if stage.rank == pp and name in stage.returns:
+                    ledger.send(PIPELINE, elements * computed)
+
+
+def _stage_ranks(schedule: str, ranks: int, virtual: int) -> list[int]:
+    """Rank of each stage: round and round, or in a V for those schedules."""
+    if schedule in ("zbv", "dualpipev"):
+        return [*range(ranks), *range(ranks - 1, -1, -1)]
+    return list(range(ranks)) * virtual
+
+
+def _costs(config: Config, model: nn.Module, steps: Sequence[Any]) -> list[float]:
+    lengths = {
+        "tokens": config.data.target_length or config.data.sequence_length or 1,
+        MEMORY: config.data.sequence_length or 0,
+    }
+    predicted = predicted_share(config.objective)
+    costs = []
+    for step in steps:
+        tokens = Tokens(lengths.get(step.tokens, 1), lengths.get(MEMORY, 0), predicted)
+        found = costs_of((model.get_submodule(path) for path in step.uses), tokens)
+        costs.append(found.products + found.attention)
+    return costs
+
+
+def _cheapest(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """First steps of all stages but the first. Of equal divisions the one whose last stages begin earliest."""
+
+    def price(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        parts = [
+            sum(costs[first:last]) for first, last in zip((0, *bounds), (*bounds, len(costs)), strict=True)
+        ]
+        return sum(part**2 for part in parts), bounds[::-1]
+
+    return min(combinations(starts, stages - 1), key=price)
+
+
+def _handed_on(steps: Sequence[Any], first: int) -> dict[str, Any]:
+    """What steps from `first` on read before they write it, and earlier ones write."""
+    wanted: set[str] = set()
+    written: set[str] = set()
+    for step in steps[first:]:
+        wanted |= set(step.reads) - written
+        written |= set(step.writes)
+    fields = {name: field_ for step in steps[:first] for name, field_ in step.writes.items()}
+    return {name: fields[name] for name in sorted(wanted & fields.keys())}
+
+
+def _trained(model: nn.Module, steps: Sequence[Any]) -> set[str]:
+    """Names of what these steps leave behind that depends on weights which are trained."""
+    depends: set[str] = set()
+    for step in steps:
+        weights = (p for path in step.uses for p in model.get_submodule(path).parameters())
+        trains = any(p.requires_grad for p in weights) or not depends.isdisjoint(step.reads)
+        for name, field_ in step.writes.items():
+            (depends.add if trains and field_.width is not None else depends.discard)(name)
+    return depends
+
+
+@dataclass(frozen=True)
+class _Used:
+    parameters: set[nn.Parameter]
+    modules: set[nn.Module]
+
+
+def _used(model: nn.Module, stages: Sequence[Stage], rank: int) -> _Used:
+    paths = {path for stage in stages if stage.rank == rank for step in stage.steps for path in step.uses}
+    modules = {module for path in paths for module in model.get_submodule(path).modules()}
+    return _Used({p for module in modules for p in module.parameters(recurse=False)}, modules)
+
+
+def _elements(field_: Any, inputs: Mapping[str, Tensor], sequence_parts: int) -> int:
+    rows, length = inputs[field_.like].shape[:2]
+    if field_.length is not None:
+        length = field_.length(inputs)
+    return rows * (length if field_.width is None else length // sequence_parts * field_.width)

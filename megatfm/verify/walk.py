@@ -1,0 +1,88 @@
+"""Presets × layouts, one after the other in one program: the rank processes stay from case to case."""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatfm.config import load_config
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.verify.batch import Documents
+from megatfm.verify.ranks import RankTeam
+from megatfm.verify.verify import Comparison, verify
+
+ONE = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1}
+
+LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "dp2": {"dp_shard": 2},
+    "dp2-zero0": {"dp_shard": 2, "zero": 0},
+    "dp2-zero1": {"dp_shard": 2, "zero": 1},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "cp3-ring": {"cp": 3, "context": "ring"},
+    "cp2-heads": {"cp": 2, "context": "heads"},
+    "pp2": {"pp": 2},
+    "ep2": {"dp_shard": 2, "ep": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+    "pp2-dp2": {"pp": 2, "dp_shard": 2, "schedule": "interleaved"},
+}
+"""Name → values of [parallel]; axes that are left out have one rank."""
+
+Outcome = Literal["agrees", "refused", "DIFFERENT", "FAILED"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset under a layout, and what came of it. text: why it was refused, or what differs."""
+
+    preset: str
+    layout: str
+    outcome: Outcome
+    text: str
+    seconds: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the layout is another computation than one process, or failed."""
+        return self.outcome in ("DIFFERENT", "FAILED")
+
+
+def walk(
+    presets: Sequence[str],
+    layouts: Sequence[str],
+    overrides: Sequence[str] = (),
+    documents: Documents = "mixed",
+) -> Iterator[Case]:
+    """Verify every preset under every layout; a layout that can't be is refused, as a config's would be."""
+    with RankTeam() as team:
+        for preset in presets:
+            for layout in layouts:
+                start = time.monotonic()
+                outcome, text = _case(preset, layout, overrides, documents, team)
+                yield Case(preset, layout, outcome, text, time.monotonic() - start)
+                gc.collect()  # models are in cycles with their hooks
+
+
+def _case(
+    preset: str, layout: str, overrides: Sequence[str], documents: Documents, team: RankTeam
+) -> tuple[Outcome, str]:
+    axes = [f"parallel.{key}={value}" for key, value in {**ONE, **LAYOUTS[layout]}.items()]
+    try:
+        config = load_config(preset, [*axes, *overrides])
+        if config.parallel.engine == "native":
+            return _outcome(verify(config, documents, team))
+        return _outcome(verify(config, documents))  # other engines keep global state: processes of their own
+    except UsageError as error:
+        return "refused", str(error)
+    except MegatfmError as error:
+        return "FAILED", str(error)
+
+
+def _outcome(comparison: Comparison) -> tuple[Outcome, str]:
+    if wrong := comparison.wrong:
+        worst = wrong[0]
+        return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"
+    if misses := comparison.misses:
+        return "DIFFERENT", f"{misses[0]} (and {len(misses) - 1} more)"
+    return "agrees", f"{max(one.error for one in comparison.gradients):.1e}"

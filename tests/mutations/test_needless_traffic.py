@@ -1,0 +1,131 @@
+"""Faults that send too much and compute the right numbers: what is expected must not move along with them.
+
+Each is planted in the ranks and in what computes the expectation alike, as a mistake in the repository would be.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
+from megatfm.config.objective import CausalObjective, MaskedObjective, SpanBoundaryObjective
+from megatfm.layers.attention.patterns import Window
+from megatfm.parallel import context_exchange, context_slots, context_tokens, pipeline_cut, style, styles
+from megatfm.parallel.plan import STYLES
+from megatfm.verify.batch import random_batch
+from megatfm.verify.expected import expected_flows
+from megatfm.verify.rank import _step
+from megatfm.verify.shrink import shrink
+from megatfm.verify.verify import traffic_misses
+from tests.parity.test_families import MODELS
+from tests.parity.test_traffic import config_of
+from tests.workers import Workers
+
+Patch = pytest.MonkeyPatch
+
+
+def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
+    def reach(self: Window, first: int, last: int, length: int) -> Any:
+        return ((first - 8 * self.left, last + 8 * self.right),)
+
+    patch.setattr(Window, "reach", reach)
+
+
+def a_style_sums_twice_and_says_so(patch: Patch) -> None:
+    def install(module: nn.Module, ranks: style.Ranks, own: style.Own) -> None:
+        styles.ROW.install(module, ranks, own)
+
+        def twice(_: nn.Module, __: Any, output: Tensor) -> None:
+            whole = output.new_zeros(2 * output.numel())
+            dist.all_reduce(whole, group=ranks.group)
+
+        module.register_forward_hook(twice)
+
+    row = style.Style("row", 1, "sequence", install=install, sends=("output summed", "loss summed"))
+    patch.setattr(STYLES, "_parts", {**STYLES._parts, "row": row})
+
+
+def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
+    """Give a function another body, also for those who imported it by name. other: without closure."""
+    patch.setattr(function, "__code__", other.__code__)
+
+
+def experts_get_slots_that_no_row_has(patch: Patch) -> None:
+    rewrite(patch, context_slots.share, lambda slots, ranks: -(-slots // ranks) + 2)
+
+
+def stages_are_divided_unequally(patch: Patch) -> None:
+    rewrite(patch, pipeline_cut._balanced, lambda starts, costs, stages: list(starts[1:stages]))
+
+
+def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
+    def uneven(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]:
+        return list(torch.arange(length).tensor_split([length // ranks + 3 + i for i in range(ranks - 1)]))
+
+    rewrite(patch, context_exchange.places.__wrapped__, uneven)
+
+
+def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
+    def around_spans(left_BS: Tensor, right_BS: Tensor, here: Tensor) -> Tensor:
+        rows, columns = (left_BS[:, here] > 0).nonzero(as_tuple=True)
+        at = here[columns]
+        found = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
+        return torch.cat([found, (found + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
+
+    rewrite(patch, context_tokens.around_spans, around_spans)
+
+
+MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.changed(
+    {"attention.pattern.width": 2}
+)
+SOFT = MODELS["albert"].changed({"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}})
+CP2 = ParallelConfig(cp=2, dp_shard=1)
+FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, str]] = {
+    a_window_reaches_eight_times_as_far: (MISTRAL, CP2, CausalObjective(), "send over cp"),
+    a_style_sums_twice_and_says_so: (
+        MODELS["llama"],
+        ParallelConfig(tp=2, dp_shard=1),
+        CausalObjective(),
+        "all_reduce over tp",
+    ),
+    experts_get_slots_that_no_row_has: (SOFT, CP2, MaskedObjective(), "all_gather over cp"),
+    stages_are_divided_unequally: (
+        MODELS["gpt"],
+        ParallelConfig(pp=2, dp_shard=2, zero=1),
+        CausalObjective(),
+        "reduce_scatter over dp_shard",
+    ),
+    a_rank_is_dealt_more_of_a_row_than_others: (MODELS["llama"], CP2, CausalObjective(), "over cp"),
+    more_tokens_around_spans_are_fetched: (
+        MODELS["bert"].changed({"heads": {"boundary": {}}}),
+        CP2,
+        SpanBoundaryObjective(),
+        "send over cp",
+    ),
+}
+"""Fault → the model, layout and objective that show it, and the collective that must be found to differ."""
+
+
+def misses(fault: str | None, config: Config) -> list[str]:
+    """Lines of the flows that differ, with a fault on all ranks and in what computes the expectation."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            globals()[fault](patch)
+        context_exchange.places.cache_clear()
+        batch = random_batch(config)
+        answer = _step(config, batch, dist.get_world_size())
+        expected = expected_flows(config, batch)[dist.get_rank()]
+        return traffic_misses([answer], [expected])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_needless_traffic_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
+    model, parallel, objective, flow = FAULTS[fault]
+    config = config_of(model, objective, parallel)
+    ranks = parallel.pp * parallel.dp_shard * parallel.cp * parallel.tp
+    assert any(flow in line for lines in workers.run(misses, ranks, fault.__name__, config) for line in lines)
+    assert not any(workers.run(misses, ranks, None, config))

@@ -1,0 +1,131 @@
+"""Rows that are cut where documents lie within parts, between two, and across many; kernels' blocks are smaller than
+parts, so that of a part none, some or all blocks are seen."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+from megatfm.objectives import Objective
+from megatfm.ops.attention import blocks
+from megatfm.parallel import context_attention
+from tests.parity import test_experts, test_layouts, test_pipelines
+from tests.parity.cells import SLOW
+from tests.parity.test_families import PassOn
+from tests.workers import Workers
+
+BLOCK = 4
+RUN = 10
+"""Tokens of a run of a row: two and a half blocks."""
+TINY = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}
+BERT = {**TINY, "family": "encoder", "embedding.n_segments": 0}
+LATENT = {"name": "latent", "n_heads": 2, "kv_rank": 6, "rope_dim": 4}
+ROW = "as wide as the row"
+MODELS: dict[str, dict[str, Any]] = {
+    "causal": {**TINY, "attention.n_kv_heads": 1, "attention.dropout": 0.1, "attention.sinks": True},
+    "both sides": BERT,
+    "neighbours": {**TINY, "attention.pattern": {"name": "window", "width": 7}},
+    ROW: {**TINY, "attention.pattern": {"name": "window", "width": 4096}},
+    "latent": {**TINY, "attention": LATENT},
+    "strided": {**TINY, "attention.pattern": {"name": "strided", "stride": 3}},
+    "alibi": {**TINY, "position.name": "alibi"},
+}
+KINDS = ("within", "between", "across", "one", "padding")
+
+
+def documents_of(kind: str, length: int) -> Tensor:
+    """int64 [length]. within: no document crosses a run's end; between: each crosses one; across: several."""
+    places = torch.arange(length)
+    short = places // (RUN // 2)
+    return {
+        "within": short,
+        "between": (places + RUN // 2) // RUN,
+        "across": (places >= length * 3 // 5).long(),
+        "one": torch.zeros_like(places),
+        "padding": short.where(places < length // 2, -1),
+    }[kind]
+
+
+def batch_of(kinds: Sequence[str], length: int) -> dict[str, Tensor]:
+    """A row of each kind."""
+    random = torch.Generator().manual_seed(length)
+    documents = torch.stack([documents_of(kind, length) for kind in kinds])
+    tokens, targets = (torch.randint(31, documents.shape, generator=random) for _ in range(2))
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = torch.arange(length)
+    return {
+        "tokens": tokens,
+        "targets": targets.where(documents >= 0, -100),
+        "documents": documents,
+        "positions": places - (places * begins).cummax(1).values,
+        "keys": torch.arange(len(documents)) * 7919 + 3,
+    }
+
+
+def one_device(name: str, batch: dict[str, Tensor]) -> tuple[ModelConfig, nn.Module, Objective, float]:
+    config = ModelConfig.of(**MODELS[name])
+    model = build(config).double().train()
+    initialise(model, 7)
+    terms = PassOn([])(model, batch)
+    objective = test_experts.objective_of(config, [*terms])
+    counts = objective.counts(batch)
+    loss = torch.stack([objective.weights[term] * terms[term] / counts[term] for term in terms]).sum()
+    loss.backward()
+    return config, model, objective, loss.item()
+
+
+def compare(names: Sequence[str], asked: Sequence[str], ranks: int) -> dict[tuple[str, str], set[str]]:
+    """Loss and every gradient with rows in parts, each kind of documents in a micro-batch of its own; how attention got
+    at what other ranks have, by model and by what was asked."""
+    took: dict[tuple[str, str], set[str]] = defaultdict(set)
+    batch = batch_of(KINDS, 2 * ranks * RUN + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "SIZE", BLOCK)
+        for name in names:
+            config, model, objective, loss = one_device(name, batch)
+            for way in asked:
+                here = took[name, way]
+                patch.setattr(context_attention, "_tell", lambda _, taken, __, here=here: here.add(taken))
+                engine = test_layouts.make_engine(
+                    config, ParallelConfig(cp=ranks, context=way), test_layouts.ADAMW
+                )
+                rows = [
+                    {field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))
+                ]
+                stats = engine.forward_backward(rows, objective)
+                assert stats.loss == pytest.approx(loss, rel=1e-12), (name, way)
+                assert test_pipelines.errors(engine, model) == {}, (name, way)
+    return dict(took)
+
+
+CASES = [
+    pytest.param(2, ["causal", "both sides", "latent"], ["ring", "heads"], id="2"),
+    pytest.param(3, ["both sides", ROW], ["ring"], id="3"),
+    pytest.param(4, ["both sides", "neighbours"], ["ring"], id="4"),
+    pytest.param(5, ["causal"], ["ring"], id="5"),
+    pytest.param(2, [ROW, "strided", "alibi"], ["ring", "heads"], id="2, others", marks=SLOW),
+    *(pytest.param(ranks, [*MODELS], ["ring"], id=f"{ranks}, all", marks=SLOW) for ranks in (3, 4, 5)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "names", "asked"), CASES)
+def test_documents_wherever_rows_are_cut(
+    workers: Workers, ranks: int, names: list[str], asked: list[str]
+) -> None:
+    """And as documents have it, keys are fetched, or go round."""
+    took = workers.run(compare, ranks, names, asked, ranks, timeout=180.0)
+    assert all(each == took[0] for each in took), "all ranks decide alike"
+    for (name, way), ways in took[0].items():
+        if name == "neighbours":
+            assert ways == {context_attention.BY_NEED}
+        elif way == "heads":
+            assert ways == {context_attention.BY_HEADS}
+        else:
+            assert ways == {context_attention.BY_NEED, context_attention.BY_RING}, name

@@ -1,0 +1,171 @@
+"""The ring of keys and values by itself: when it sends, how it adds, and passes over a graph that is kept."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatfm.config import ModelConfig
+from megatfm.layers.part import Part
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.models import build
+from megatfm.parallel import context_attention
+from megatfm.parallel.backward_parts import under_way
+from megatfm.parallel.collectives import gather_shards
+from megatfm.parallel.context_attention import Made, across, across_latents
+from megatfm.parallel.context_exchange import Contexts, Flight, places
+from tests.parity.test_context_documents import LATENT, TINY
+from tests.workers import Workers
+
+TOKENS, HEADS, WIDTH = 12, 2, 8
+
+
+def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Of this rank."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
+
+
+def on_a_ring(latent: bool = False) -> tuple[Any, Part]:
+    """Causal attention of a row of which each rank has as much, around a ring, and what it needs to know of it."""
+    model = build(ModelConfig.of(**TINY, **({"attention": LATENT} if latent else {})))
+    core = model.get_submodule("decoder.layers.0.attn.core")
+    contexts = Contexts(dist.group.WORLD, lambda _: True, 1, "ring")  # type: ignore[arg-type]
+    length = TOKENS * contexts.size
+    row = SequenceMetadata(torch.arange(length)[None])
+    return (across_latents if latent else across)(core, contexts), Part(
+        row, contexts.places(length)[contexts.rank]
+    )
+
+
+def part_group() -> Any:
+    """Of all ranks."""
+    return dist.group.WORLD
+
+
+def places_of(rank: int) -> Tensor:
+    """Where a rank's tokens stand."""
+    ranks = dist.get_world_size()
+    return places(TOKENS * ranks, ranks, folded=True)[rank]
+
+
+def gradients_twice() -> bool:
+    """Of a graph that is kept, twice, and then in two parts, and twice again."""
+    attention, part = on_a_ring()
+    given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+    loss = attention(*given, part).square().sum()
+    first, second = (torch.autograd.grad(loss, given, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with under_way("inputs"):
+        third = torch.autograd.grad(loss, given, retain_graph=True)
+    with under_way("weights"):
+        assert torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True) == (None, None, None)
+    for again in (third, torch.autograd.grad(loss, given)):
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a, b)
+    return True
+
+
+def test_a_graph_that_is_kept_gives_all_gradients_again(workers: Workers) -> None:
+    assert all(workers.run(gradients_twice, 3))
+
+
+def attention_with_biases() -> bool:
+    """Of pairs, as a plugin may give them, and by distance: those of one device, with the biases' gradients."""
+    attention, part = on_a_ring()
+    given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+    rate = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    rows = [torch.cat(gather_shards(x.detach()[None], 0, part_group()).unbind(), 2) for x in given]
+    order = torch.cat([places_of(rank) for rank in range(dist.get_world_size())]).argsort()
+    q, k, v = (x[:, :, order].requires_grad_() for x in rows)
+    length = q.shape[2]
+    away = torch.arange(length)[None] - torch.arange(length)[:, None]
+    scores = q @ k.mT / WIDTH**0.5 - rate[:, None, None] * away.abs()
+    expected = scores.masked_fill(away > 0, -torch.inf).softmax(-1) @ v
+    here = part.places
+    expected_rate, expected_q = torch.autograd.grad(expected[:, :, here].square().sum(), (rate, q))
+    for bias in (
+        -rate[:, None, None] * part.distances().abs()[None],
+        -rate[:, None] * part.distances_once().abs(),
+    ):
+        out = attention(*given, part, bias[None] if bias.dim() == 3 else bias)
+        torch.testing.assert_close(out, expected[:, :, here])
+        of_rate, of_q = torch.autograd.grad(out.square().sum(), (rate, given[0]))
+        torch.testing.assert_close(of_rate, expected_rate)
+        torch.testing.assert_close(of_q, expected_q[:, :, here])
+    return True
+
+
+def test_biases_of_either_form(workers: Workers) -> None:
+    assert all(workers.run(attention_with_biases, 3))
+
+
+def events() -> tuple[list[str], list[str]]:
+    """What a rank does in either pass, in its order."""
+    attention, part = on_a_ring()
+    done: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (context_attention, "part_of"),
+            (context_attention, "part_backward"),
+            (Flight, "wait"),
+        ):
+            real = getattr(owner, name)
+            told = "wait" if name == "wait" else "compute"
+            patch.setattr(owner, name, lambda *a, real=real, told=told: (done.append(told), real(*a))[1])
+        send = context_attention._shift
+        patch.setattr(
+            context_attention,
+            "_shift",
+            lambda x, contexts, hows: (done.append("send") if hows else None, send(x, contexts, hows))[1],
+        )
+        given = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
+        out = attention(*given, part)
+        forward = [*done]
+        done.clear()
+        out.sum().backward()
+    return forward, done
+
+
+def test_the_next_part_travels_while_one_is_computed(workers: Workers) -> None:
+    keys = ["send", "compute", "wait", "send", "compute", "wait", "compute"]
+    both = [
+        *["send", "compute", "wait", "send", "compute"],
+        *["send", "wait", "compute"],  # gradients of the first foreign part leave, the last keys come
+        *["wait", "send", "wait"],  # gradients are added to, and come home
+    ]
+    assert workers.run(events, 3) == [(keys, both)] * 3
+
+
+def sums_of_parts() -> tuple[set[float], set[float]]:
+    """Gradients of queries and of latents' projections in bfloat16, of which one part is large and three are small."""
+    attention, part = on_a_ring(latent=True)
+    with pytest.MonkeyPatch.context() as patch:
+        size = iter([256.0, 0.5, 0.5, 0.5])
+        now = [0.0]
+
+        def part_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+            now[0] = next(size)
+            return [torch.full_like(q, now[0]), torch.zeros_like(k), torch.zeros_like(v)]
+
+        def back(made: Made, sent: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+            return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
+
+        patch.setattr(context_attention, "part_backward", part_backward)
+        patch.setattr(Made, "back", back)
+        q, latent, of_keys, of_values = inputs(
+            (1, 2, TOKENS, 8 + 4), (1, 1, TOKENS, 6 + 4), (16, 6), (16, 6), dtype=torch.bfloat16
+        )
+        attention(q, latent, of_keys, of_values, part).sum().backward()
+    assert q.grad is not None
+    assert of_keys.grad is not None
+    return set(q.grad.flatten().tolist()), set(of_keys.grad.flatten().tolist())
+
+
+def test_gradients_of_parts_are_rounded_once(workers: Workers) -> None:
+    """256 + 3 · 0.5 is 258 to the nearest in bfloat16; added one after the other there, 256."""
+    assert workers.run(sums_of_parts, 4) == [({258.0}, {258.0})] * 4

@@ -1,0 +1,194 @@
+"""Stopped at any stage and gone on with other settings, by one or two tasks: the corpus is that of a fresh run."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatfm import data_prep
+from megatfm.config.prep import PrepConfig
+from megatfm.data_prep.team import Claims
+from megatfm.data_prep.work import Workspace
+from megatfm.errors import UsageError
+from tests.unit.data_prep.conftest import tree, write
+
+STEP = {"name": "c4", "min_sentences": 1, "min_line_words": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain_tars": {"plain_tars": True},
+    "no validation": {"split": {"validation": 0, "by": None}},
+    "no split.by": {"split": {"validation": 0.2, "by": None}},
+    "memory": {"memory_bytes": 2**20},
+    "a step": {"steps": [STEP]},
+    "duplicates": {"duplicates": [{"name": "near"}]},
+    "near duplicates": {"near_duplicates": {"shingle_words": 2}},
+    "tokenizer": {"tokenizer": {"kind": "byte-bpe", "vocab_size": 280, "sentinels": 0, "modes": False}},
+}
+"""By name, settings that another config has."""
+STAGES = (
+    "read.00001",
+    "read",
+    "sort-exact",
+    "found-exact",
+    "clean.00001",
+    "scan-0",
+    "found-0",
+    "thin-0",
+    "plan",
+    "held-out",
+    "split.00000",
+    "tokenizer",
+    "tokenize-train",
+    "tokenize-validation",
+    "finish",
+)
+WITHOUT_VALIDATION = ("held-out", "tokenize-validation")
+CASES = [
+    (other, stage, then, tasks)
+    for other in OTHERS
+    for stage in STAGES
+    for then in ("back", "on")
+    for tasks in (1, 2)
+    if other != "no validation" or stage not in WITHOUT_VALIDATION
+]
+FEW = [
+    (other, stage, then, tasks)
+    for number, other in enumerate(OTHERS)
+    for stage, then, tasks in (
+        (STAGES[(3 * number + 1) % len(STAGES)], "back", 1 + number % 2),
+        (STAGES[-1 - 2 * (number % 2)], "on", 2 - number % 2),
+    )
+]
+"""Each of the settings and of the stages, in `make test`."""
+
+
+class StoppedError(BaseException):
+    """As a kill, nothing handles it."""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., PrepConfig]:
+    """`make("out", **settings)`: a config for a few records in several parts."""
+    records = [
+        {
+            "text": f"Record {number} tells of {number * 7919 % 1000}.\nA line of all.\n{'Ä b c. ' * 20}",
+            "lang": ("en", "de")[number % 2],
+        }
+        for number in range(24)
+    ]
+    for name, some in (("a", records[:12]), ("b", records[12:]), ("c", records[:4])):
+        lines = "".join(json.dumps(record) + "\n" for record in some)
+        write(tmp_path / "texts" / f"{name}.jsonl", lines.encode())
+
+    def config(out: str, **settings: Any) -> PrepConfig:
+        values: dict[str, Any] = {
+            "out": str(tmp_path / out),
+            "workers": 1,
+            "part_bytes": 1024,
+            "memory_bytes": 2**21,
+            "read": {"folder": str(tmp_path / "texts"), "fields": {"keep": ["lang"]}},
+            "split": {"validation": 0.2, "by": "lang"},
+            "duplicates": [{"name": "lines"}],
+            "tokenizer": {"kind": "byte-bpe", "vocab_size": 270, "sentinels": 0, "modes": False},
+        }
+        return PrepConfig.model_validate({**values, **settings})
+
+    return config
+
+
+def prepare(config: PrepConfig, tasks: int) -> None:
+    """Prepare a corpus by one process, or by several tasks, here threads; raises what one of them raised."""
+    if tasks == 1:
+        data_prep.run(config)
+        return
+    errors: list[BaseException] = []
+
+    def task(number: int) -> None:
+        try:
+            data_prep.run(config, team=lambda folder: Claims(number, tasks, folder))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=task, args=(number,)) for number in range(1, tasks + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare until a stage is done, and is about to be committed."""
+    commit = Workspace.commit
+
+    def stopping(self: Workspace, name: str, *rest: Any, **more: Any) -> None:
+        if name == stage:
+            raise StoppedError
+        commit(self, name, *rest, **more)
+
+    def finish(*_: Any, **__: Any) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "commit", stopping)
+        if stage == "finish":
+            patch.setattr(Workspace, "finish", finish)
+        with pytest.raises(StoppedError):
+            prepare(config, tasks)
+
+
+@pytest.mark.parametrize(
+    ("other", "stage", "then", "tasks"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES],
+)
+def test_what_other_settings_left_is_in_no_corpus(
+    make: Callable[..., PrepConfig],
+    other: str,
+    stage: str,
+    then: str,
+    tasks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped with one config and again with another, it goes on with that or back to the first."""
+    settings: dict[str, Any] = OTHERS[other]
+    stop(make("out"), stage, tasks, monkeypatch)
+    stop(make("out", **settings), stage, 3 - tasks, monkeypatch)
+    last = {} if then == "back" else settings
+    prepare(make("out", **last), tasks)
+    assert tree(Path(make("out").out)) == tree(data_prep.run(make("fresh", **last)).out)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [("memory", "memory_bytes"), ("a step", "steps"), ("no validation", "split.validation")],
+)
+def test_a_task_with_another_config_is_refused_by_name(
+    make: Callable[..., PrepConfig], other: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks of an array, between which the config was edited."""
+    at_work, refused = threading.Event(), threading.Event()
+    commit = Workspace.commit
+
+    def waiting(self: Workspace, *rest: Any, **more: Any) -> None:
+        at_work.set()
+        assert refused.wait(30)
+        commit(self, *rest, **more)
+
+    monkeypatch.setattr(Workspace, "commit", waiting)
+    first = threading.Thread(target=data_prep.run, args=(make("out"), None, lambda at: Claims(1, 2, at)))
+    first.start()
+    assert at_work.wait(30)
+    try:
+        with pytest.raises(
+            UsageError, match=rf"out: other tasks are preparing it with another config \({name}"
+        ):
+            data_prep.run(make("out", **OTHERS[other]), team=lambda at: Claims(2, 2, at))
+        with pytest.raises(UsageError, match="another prep is working here"):
+            data_prep.run(make("out"))
+    finally:
+        refused.set()
+        first.join(60)
+    assert tree(Path(make("out").out)) == tree(data_prep.run(make("fresh")).out)

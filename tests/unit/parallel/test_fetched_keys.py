@@ -1,0 +1,145 @@
+"""Keys that ranks fetch are those that their queries see, by masks that look at every pair."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.layers.attention.patterns import (
+    BigBird,
+    Chunked,
+    Fixed,
+    Full,
+    Longformer,
+    Pattern,
+    Strided,
+    Window,
+    reached,
+    wide_queries,
+)
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.parallel.context_exchange import Contexts, Wanted, is_little, places
+
+LENGTH, ROWS, HEADS = 61, 2, 4
+KINDS = {
+    "one": (61, 61),
+    "short": (1, 9),
+    "long": (20, 45),
+    "whole parts": (12, 12),
+    "padding": (3, 9),
+    "all padding": (61, 61),
+}
+
+EXACT: dict[str, Pattern] = {
+    "full": Full(),
+    "causal": Full(causal=True),
+    "window as wide as the row": Window(60),
+    "window": Window(15),
+    "window, first": Window(15, 0, 1, 2),
+    "window of both sides": Window(8, 8),
+    "window of one": Window(0),
+    "chunked, causal": Chunked(21, causal=True),
+    "chunked": Chunked(7, causal=False),
+    "bigbird without random blocks, causal": BigBird(3, 0, 0, HEADS, causal=True),
+}
+"""Of these not one key too many is fetched."""
+
+MORE: dict[str, tuple[Pattern, float]] = {
+    "window, step": (Window(21, 0, 3), 1.5),
+    "bigbird": (BigBird(4, 2, 0, HEADS), 1.5),
+    "bigbird, extra": (BigBird(4, 1, 5, HEADS), 1.5),
+    "bigbird, causal": (BigBird(4, 1, 0, HEADS, causal=True), 1.5),
+    "longformer": (Longformer(3, (0, 7)), 1.5),
+    "strided": (Strided(5, causal=True), 1.5),
+    "fixed": (Fixed(6, 2, causal=True), 2.5),
+}
+"""And of these up to so many times those that are seen."""
+
+
+def rows_of(kind: str, random: np.random.Generator) -> SequenceMetadata:
+    """Documents of lengths in a range; of "padding", the last third of the first row and nearly all of the second."""
+    least, most = KINDS[kind]
+    documents = np.zeros((ROWS, LENGTH), np.int64)
+    for row in range(ROWS):
+        ends = np.cumsum(random.integers(least, most + 1, LENGTH))
+        documents[row] = np.searchsorted(ends, np.arange(LENGTH), "right")
+    if kind == "padding":
+        documents[0, 40:] = documents[1, 5:] = -1
+    if kind == "all padding":
+        documents[0] = -1
+    sequence = SequenceMetadata(torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.from_numpy(documents))
+    return SequenceMetadata(sequence.document_places()[0], sequence.documents)
+
+
+def needed_by(pattern: Pattern, row: SequenceMetadata) -> Tensor:
+    """Boolean [T, S]: whether a query that is no padding sees a key, in any row and head."""
+    mask = pattern.mask(row, 0, HEADS if pattern.differs_by_head else 1)
+    assert mask is not None
+    return (mask.expand(ROWS, -1, -1, -1) & row.real[:, None, :, None]).flatten(0, 1).any(0)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *MORE])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
+    pattern, bound = (EXACT[name], 1.0) if name in EXACT else MORE[name]
+    pattern = pattern.within(LENGTH)
+    fetched = wanted = 0
+    for kind, ranks, folded, unit in product(KINDS, (2, 3, 5), (False, True), (1, 2)):
+        row = rows_of(kind, np.random.default_rng(ranks))
+        if prefix:
+            row.prefix = (row.positions < prefix) & row.real
+        needed, dealt = needed_by(pattern, row), places(LENGTH, ranks, folded, unit)
+        narrow = torch.ones(LENGTH, dtype=torch.bool)
+        narrow[wide_queries(pattern, row, dealt)] = False
+        for here in dealt:
+            is_fetched = torch.zeros(LENGTH, dtype=torch.bool)
+            is_fetched[reached(pattern, row, here)] = True
+            assert is_fetched[here].all()
+            is_needed = needed[here[narrow[here]]].any(0)
+            assert not (is_needed & ~is_fetched).any(), f"{kind}, {ranks} ranks: keys that are seen stay away"
+            is_fetched[here] = is_needed[here] = False
+            fetched, wanted = fetched + int(is_fetched.sum()), wanted + int(is_needed.sum())
+    assert wanted <= fetched <= bound * wanted
+
+
+@dataclass(frozen=True)
+class Here:
+    """Stands for `Contexts` on one of several ranks."""
+
+    rank: int
+    size: int
+
+
+def test_a_fetch_is_little_below_half_of_what_goes_round() -> None:
+    """By counting; and what one rank gives another is what that one gets of it."""
+    littles = set()
+    for kind, ranks, folded in product(KINDS, (2, 3, 5), (False, True)):
+        row, dealt = rows_of(kind, np.random.default_rng(ranks)), places(LENGTH, ranks, folded)
+        needed = needed_by(Full(causal=True), row)
+        by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
+        needs = [reached(Full(causal=True), row, at) for at in dealt]
+        made = [Wanted.of(cast(Contexts, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
+        most = max(map(len, by_rank))
+        littles.add(is_little(dealt, needs))
+        assert is_little(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
+        for rank, own in enumerate(made):
+            assert (own.most, own.length) == (most, LENGTH)
+            assert {int(x) for gets in own.gets for x in gets} == by_rank[rank]
+            for other in range(ranks):
+                assert torch.equal(dealt[other][made[other].gives[rank]], own.gets[other])
+    assert littles == {True, False}
+
+
+def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two a run, however many there are."""
+    asked = []
+    real = Window.reach
+    monkeypatch.setattr(Window, "reach", lambda *given: asked.append(given) or real(*given))
+    length = 4096
+    row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
+    reached(Window(2), row, places(length, 8, folded=True)[3])
+    assert len(asked) <= 4

@@ -1,0 +1,29 @@
+"""Expected traffic of rows that are cut: recomputed blocks, and tokens that look across a part's end."""
+
+import pytest
+
+from megatfm.config import load_config
+from megatfm.errors import UsageError
+from megatfm.verify.verify import verify
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("bigbird-base", ["train.recompute=selective"]),
+        ("longformer-base", ["train.recompute=selective"]),
+        ("t-dmca", ["train.recompute=selective"]),
+        ("spanbert-base", []),
+        ("bert-base", ["parallel.context=ring"]),
+    ],
+)
+def test_rows_in_four_parts_are_the_same(name: str, overrides: list[str]) -> None:
+    config = load_config(name, ["parallel.cp=4", "parallel.dp_shard=1", *overrides])
+    comparison = verify(config, "short")
+    assert not comparison.wrong
+    assert not comparison.misses
+
+
+def test_a_generator_s_heads_are_dealt_too() -> None:
+    with pytest.raises(UsageError, match=r"1 query and 1 key heads .* can't be dealt to parallel\.cp = 2"):
+        load_config("electra-small", ["parallel.cp=2", "parallel.context=heads"])

@@ -1,0 +1,115 @@
+"""Expectations of traffic share nothing with what they are compared with, and their tables are of what there is."""
+
+import ast
+import importlib
+import inspect
+import itertools
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import megatfm.layers
+import megatfm.models
+from megatfm.config import Config, load_config
+from megatfm.parallel.context import is_folded
+from megatfm.parallel.context_exchange import places
+from megatfm.train.build import build_model, cut_model
+from megatfm.verify import expected
+from megatfm.verify.expected_context import RowsCut, deal
+from megatfm.verify.expected_pipeline import divide
+from megatfm.verify.module_cuts import KINDS, ROWS
+from megatfm.verify.shrink import shrink
+
+FOLDER = Path(expected.__file__).parent
+FILES = [
+    *sorted(FOLDER.glob("expected*.py")),
+    *(
+        FOLDER / f"{name}.py"
+        for name in ("axes", "calls", "ledger", "module_cuts", "modules", "rank_parameters")
+    ),
+]
+CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
+"""Rooms that cause the traffic."""
+THEIRS = {"reach", "reached", "wide", "sums_of", "places_of", "within", "grows", "plan_of", "steps_of"}
+"""Names by which these rooms say themselves what is sent."""
+
+
+def imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_nothing_comes_from_what_is_checked(path: Path) -> None:
+    assert not {name for name in imports(path) if name.startswith(CHECKED)}
+    asked = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not asked & THEIRS
+
+
+def modules_of(package: ModuleType) -> list[ModuleType]:
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [importlib.import_module(info.name) for info in found]
+
+
+def test_the_table_has_all_classes_that_cut_or_send() -> None:
+    classes = {
+        name: kind.plan
+        for module in (*modules_of(megatfm.layers), *modules_of(megatfm.models))
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if "plan" in vars(kind) and kind.__module__ == module.__name__
+    }
+    silent = {"keys of own tokens", "keys of own part"}
+    missing = {name for name, rows in classes.items() if {kind for _, kind in rows} - silent} - ROWS.keys()
+    assert not missing, f"megatfm/verify/module_cuts.py: ROWS needs what {missing} send"
+    assert not ROWS.keys() - classes.keys()
+    assert {kind for rows in ROWS.values() for _, kind in rows} <= KINDS.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
+    for length, folded, unit in itertools.product((31, 64), (False, True), (1, 3)):
+        ours, theirs = deal(length, ranks, unit, folded=folded), places(length, ranks, folded, unit)
+        assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def small(name: str, *overrides: str) -> Config:
+    return shrink(load_config(name, list(overrides)))[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", "t5-small", "electra-small", "xlnet-base", "deepseek-v3", "spanbert-base"]
+)
+def test_stages_are_those_of_the_engine(name: str) -> None:
+    for schedule, ranks in (("1f1b", 2), ("1f1b", 3), ("zbv", 2), ("interleaved", 2)):
+        config = small(name, f"parallel.pp={ranks}", f"parallel.schedule={schedule}", "parallel.dp_shard=1")
+        with torch.device("meta"):
+            model = build_model(config)
+        ours, theirs = divide(config, model), cut_model(config, model)
+        assert [len(stage.steps) for stage in ours.stages] == [len(stage.steps) for stage in theirs.stages]
+        for one, other in zip(ours.stages, theirs.stages, strict=True):
+            assert (one.rank, one.takes, one.returns) == (other.rank, other.takes, other.returns)
+        assert ours.holders == theirs.holders
+
+
+def test_rows_are_folded_where_the_ranks_fold_them() -> None:
+    """Decoders of full attention and of windows, encoders, and both sides of an encoder-decoder."""
+    for name in (
+        "llama3-8b",
+        "mistral-7b-v0.1",
+        "gemma2-2b",
+        "bert-base",
+        "t5-small",
+        "xlnet-base",
+        "t-dmca",
+    ):
+        config = small(name, "parallel.cp=2", "parallel.dp_shard=1")
+        model = build_model(config)
+        tokens = np.zeros((4, 64), np.int64)
+        batch = {"positions": tokens, "encoder_positions": tokens}
+        rank_0 = RowsCut(config, model, batch)._dealt[""][0]
+        assert is_folded(model, 64) == (rank_0[-1] == 63)
